@@ -83,6 +83,15 @@ def test_tokens_one_by_one_have_the_bits_of_the_whole_text(layout, dtype) -> Non
     assert torch.equal(read.cut([400, *range(CHUNK - 20, CHUNK + 20)]), read.cut([]))
 
 
+@pytest.mark.parametrize("beside", [0, 1], ids=["cells in order", "cells apart"])
+@pytest.mark.parametrize("stored", ["auto", "int8", "k=int8+hadamard,v=int4", "k=int4,v=fp8", "k=fp8,v=int8"])
+def test_a_few_rows_read_codes_with_the_bits_of_packed_ones(stored, beside) -> None:
+    """Of sizes whose codes are not packed for up to 8 rows: one block of scales, two, and a last one of 64."""
+    for shape in ((8, 2, 64, 64), (7, 1, 256, 192), (2, 2, 192, 128)):
+        read = Read(Sliding(CHUNK + 9), shape, torch.bfloat16, stored)
+        assert torch.equal(read.cut([400, 403, 480, *range(CHUNK - 9, CHUNK + 9)], beside), read.cut([]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("marks", [[], [TOKENS - 1], [TOKENS - 30]])
 def test_threads_that_share_the_keys_of_one_sequence_change_no_bit(marks, dtype, monkeypatch) -> None:

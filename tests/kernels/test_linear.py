@@ -24,6 +24,7 @@ from kvcellar.kernels.packed import PackedLinear, pack
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
 
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: what is mapped counts, written or not
 X86 = ["-mno-avx512bf16", "-mno-avx512f", "-mno-avx"]
 BUILDS = ["", *(X86 if os.uname().machine == "x86_64" else [])]  # options for the compiler
 DTYPES = [torch.bfloat16, torch.float32]
@@ -276,6 +277,13 @@ def test_an_arena_has_its_own_memory_for_each_tensor() -> None:
     del arena
     gc.collect()
     assert float(tensors[2].sum()) == 150.0
+
+
+@pytest.mark.skipif(not OVERCOMMIT.is_file() or OVERCOMMIT.read_text().strip() == "2", reason="addresses are limited")
+def test_an_arena_may_be_larger_than_the_memory_of_the_machine() -> None:
+    """Codes of 4 bits are given room for more, of which only what is written is resident."""
+    arena = Arena(4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    assert not arena.tensor(50, torch.float32).any()
 
 
 def resident(span: tuple[int, int]) -> int:

@@ -255,6 +255,16 @@ def test_only_codes_of_quantised_layers_are_in_memory(directory: Path, tmp_path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_network_of_which_nothing_can_be_quantised_is_refused(tmp_path: Path, kind: str) -> None:
+    """The weights of GPT-2's layers are transposed."""
+    path = saved(tmp_path / "m", "gpt2")
+    for model in (path, load(path).model):
+        with pytest.raises(BadRequest, match=rf"weights cannot be {kind}: GPT2LMHeadModel has no .* Use auto or dense"):
+            load(model, weights=kind)
+    assert load(path, weights="auto").served is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_quantised_files_are_not_quantised_again(directory: Path, tmp_path: Path, kind: str) -> None:
     quantize_directory(directory, tmp_path / "q", "int8", measure=False)
     with pytest.raises(BadRequest, match=r"has quantised weights.*Use auto or dense"):

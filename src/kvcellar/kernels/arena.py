@@ -19,6 +19,9 @@ from torch import Tensor
 HUGE = 2 << 20
 LINE = 64  # bytes; tensors begin at multiples of it
 SMAPS = Path("/proc/self/smaps")
+# Linux's MAP_NORESERVE, for which Python 3.11 has no name. Without it, Linux refuses an arena that is larger than the
+# memory of the machine, even if most of it is never written.
+UNRESERVED = 0x4000 if sys.platform == "linux" else 0
 
 
 class Arena:
@@ -26,7 +29,7 @@ class Arena:
 
     def __init__(self, size: int) -> None:
         whole = -(-max(size, 1) // HUGE) * HUGE
-        self._memory = mmap.mmap(-1, whole + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = mmap.mmap(-1, whole + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | UNRESERVED)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._free = -start % HUGE
         self._end = self._free + whole

@@ -237,8 +237,9 @@ def _filled(
 ) -> tuple[PreTrainedModel, list[str]]:
     """The network with its weights but those of `coding`, and notes on what of the files is not used as stored."""
     later = coding.later if coding is not None else set[str]()
-    elements = _count(skeleton) - sum(math.prod(weights.tensors[name].shape) for name in later)
-    check_memory(elements * dtype.itemsize + sum(buffer.nbytes for buffer in skeleton.buffers()))
+    coded = sum(math.prod(weights.tensors[name].shape) for name in later)
+    plain = (_count(skeleton) - coded) * dtype.itemsize
+    check_memory(plain + coded // 2 + sum(buffer.nbytes for buffer in skeleton.buffers()))  # codes have 4 bits or more
     try:
         return fill(skeleton, dtype, weights, later=later)
     except BUILD_ERRORS as error:

@@ -109,7 +109,16 @@ def coding_of(
         if parts[place] == 1 and place in linear and linear[place].weight.shape == weights.tensors[name].shape
     }
     stacks = stacks_of(skeleton, weights, plain, kinds.__contains__)
+    if setting in QUANTISED and not (modules or stacks):
+        raise BadRequest(_nothing_fits(setting, type(skeleton).__name__), "weights")
     return Coding(kernels, kinds, modules, stacks, weights.slices, setting)
+
+
+def _nothing_fits(setting: str, network: str) -> str:
+    return (
+        f"weights cannot be {setting}: {network} has no linear layers or experts that are quantised (layers with "
+        f"transposed weights, as GPT-2 has, are not, nor are small ones). Use {AUTO} or {DENSE}"
+    )
 
 
 def given(network: PreTrainedModel, setting: str, environment: Mapping[str, str]) -> Served | None:

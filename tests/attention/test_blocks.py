@@ -1,11 +1,14 @@
 """Tables of steps for kernels on a GPU: what attention reads from them alone is what each row sees."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.blocks import FEW, MANY, SPLIT
+from kvcellar.attention.blocks import FEW, MANY, SPLIT, Call
 from kvcellar.attention.triton import Triton
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Input, Sliding
@@ -54,6 +57,9 @@ def test_rows_that_only_ask_and_rows_without_an_input() -> None:
     got = memory.attend(1, torch.randn(5, 4, 16), Scoring(0.3, sinks=torch.zeros(4)))
     assert got[:3].ne(0).all()
     assert got[3:].eq(0).all()
+    memory.abandon()
+    memory.begin(Batch((Feed(1, Span(0, 2)),)))  # no sequence of the step has an input
+    assert memory.attend(1, torch.randn(2, 4, 16), Scoring(0.3)).eq(0).all()
 
 
 @pytest.mark.parametrize("layout", [Causal(), Sliding(SPLIT + 9)], ids=str)
@@ -103,6 +109,27 @@ def test_what_it_cannot_do_is_refused(changed, why) -> None:
     backend = Triton(attend)
     assert backend.refuse(ASK) is None
     assert backend.refuse(replace(ASK, **changed)) == why
+
+
+def test_it_launches_on_the_device_of_its_queries(monkeypatch) -> None:
+    """Triton launches on the current device, wherever its arguments are."""
+    entered: list[torch.Tensor] = []
+
+    @contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        entered.append(tensor)
+        yield
+        entered.clear()
+
+    def launched(call: Call) -> None:
+        assert [one is call.q for one in entered] == [True]
+        attend(call)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    tagged = Tagged(Triton(launched, "cpu"), 32, names=["full"])
+    tagged.begin({0: 3})
+    tagged.attends(0)
+    assert not entered
 
 
 def test_without_the_package_it_says_so(monkeypatch) -> None:

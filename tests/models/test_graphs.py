@@ -1,5 +1,7 @@
 """Steps that are replayed: which ones, with what result, and where not. Graphs of calls stand for CUDA graphs."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,8 @@ from kvcellar.attention.triton import Triton
 from kvcellar.engine.recorded import replay_graphs
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.recording.graphs import Graphs
+from kvcellar.models.recording import graphs as graphs_of
+from kvcellar.models.recording.graphs import CudaGraphs, Graphs
 from tests.attention.by_tables import attend
 from tests.models import graph_of_calls
 from tests.models.test_recording import Steps
@@ -72,6 +75,76 @@ def test_cells_that_move_are_captured_again() -> None:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert graphs.captured == 2
     one.memory.check()
+
+
+def test_planes_at_addresses_of_others_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device reuses memory: what was freed may have held planes of another size, or of another memory."""
+    guest = guest_of("llama")
+    graphs = replayed(guest)
+    ours, theirs = ([Steps(one), Steps(one)] for one in (guest, guest_of("llama")))
+    with monkeypatch.context() as patched:
+        patched.setattr(Tensor, "data_ptr", lambda self: 0)
+        for steps in (*ours, *theirs):
+            steps.step([(0, 9)])
+            for _ in range(3):
+                steps.step([(0, 1)])
+            for group in steps.memory.storage.groups:
+                steps.memory.storage.resize(group.name, 200)
+            for _ in range(3):
+                steps.step([(0, 1)])
+    for one, other in zip(ours, theirs, strict=True):
+        for a, b in zip(one.logits, other.logits, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert graphs.captured == 4
+    assert graphs.seconds > 0
+
+
+class Nothing:
+    """A graph without launches."""
+
+    def replay(self) -> None:
+        """Leave results as they are."""
+
+
+@pytest.mark.parametrize("wanted", [None, 0])
+def test_a_graph_with_other_logits_is_not_used(wanted: int | None) -> None:
+    """Also where it was captured on a step without logits."""
+    guest = guest_of("llama")
+    replay_graphs(guest, lambda run: Nothing())
+    one, other = Steps(guest), Steps(guest_of("llama"))
+    for steps in (one, other):
+        steps.step([(0, 9)])
+        for _ in range(3):
+            steps.step([(0, 1)], wanted=wanted)
+        steps.step([(0, 1)])
+    for a, b in zip(one.logits, other.logits, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+    assert guest.recording is not None
+    assert guest.recording.by_modules["a captured step had other logits than its operators"] == 2
+
+
+def test_shapes_that_are_used_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that were captured last."""
+    monkeypatch.setattr(graphs_of, "MOST", 2)
+    guest = guest_of("llama")
+    graphs, steps = replayed(guest), Steps(guest)
+    steps.step([(0, 9), (1, 9)])
+    for _ in range(2):
+        steps.step([(0, 1)])
+    for other in ([(1, 2)], [(1, 4)], [(0, 1), (1, 1)]):
+        steps.step(other)
+        steps.step([(0, 1)])
+    assert graphs.captured == 1
+
+
+def test_each_device_has_a_stream_of_its_own_for_captures() -> None:
+    with mock.patch.object(torch, "cuda", mock.MagicMock()) as cuda:
+        cuda.Stream.side_effect = ["one", "other"]
+        for made in [CudaGraphs(torch.device("cuda", index)) for index in (0, 1)]:
+            made(lambda: None)
+    assert [call.kwargs["stream"] for call in cuda.graph.call_args_list] == ["one", "other"]
+    assert [call.args[0].index for call in cuda.device.call_args_list] == [0, 1, 0, 1]
+    cuda.stream.assert_called_with(cuda.current_stream.return_value)  # it is current again, whatever a capture leaves
 
 
 class Waits(nn.Module):

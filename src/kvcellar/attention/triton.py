@@ -8,12 +8,14 @@ Tables are at fixed addresses, and a launch depends on `Prepared.key` only: so i
 replayed in later steps with the same key.
 
 Always true: the result for a row does not depend on other rows, whether of its sequence or of others, nor on how long
-histories are divided among programs.
+histories are divided among programs. Only its rounding depends on whether its sequence has more than `FEW` rows in the
+step.
 """
 
 import importlib.util
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from kvcellar.attention.blocks import Call, Prepared, prepared
@@ -67,7 +69,8 @@ class Triton:
             from kvcellar.attention.triton_launch import launch  # not at the top: it imports triton
 
             self._attend = launch
-        self._attend(Call(rows, out, keys, values, scoring, history.step.prepared))
+        with torch.cuda.device_of(rows):  # Triton launches on the current device; on a CPU this does nothing
+            self._attend(Call(rows, out, keys, values, scoring, history.step.prepared))
         return out[None]
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:

@@ -159,8 +159,8 @@ def model_options(function: F) -> F:
             "--record",
             default="auto",
             show_default=True,
-            help="Whether steps run as a recording of the model's forward: auto (on CPUs, where its bits are the same) "
-            "or off.",
+            help="Whether steps run as a recording of the model's forward: auto (where its bits are the same; on CUDA "
+            "devices decoding steps, as graphs) or off.",
         ),
         click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
         click.option("--attention", help="Attention backend. Default: the first that supports the model."),

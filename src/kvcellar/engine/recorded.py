@@ -19,7 +19,7 @@ def record_steps(guest: Guest, settings: Settings) -> None:
     if settings.record == "off":
         guest.not_recorded = "record is off"
     elif guest.device.type == "cuda":
-        replay_graphs(guest, CudaGraphs())
+        replay_graphs(guest, CudaGraphs(guest.device))
     elif guest.device.type != "cpu":
         guest.not_recorded = f"steps are recorded on CPUs and CUDA devices only, and the model is on {guest.device}"
     else:

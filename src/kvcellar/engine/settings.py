@@ -91,7 +91,8 @@ class Settings:
     adapter: str | None = None  # name of the adapter of requests that name none; None: they have none
     adapter_bytes: int = 2**30  # most bytes of adapters, beside those of the model's weights
     pack: bool = True  # on CPUs, reorder the weights of linear layers for oneDNN at load; a given network's are copied
-    # whether steps run as a recording of the model's forward. auto: on CPUs, where its logits are those of the modules
+    # whether steps run as a recording of the model's forward. auto: where its logits are those of the modules; on CUDA
+    # devices decoding steps, as graphs
     record: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:

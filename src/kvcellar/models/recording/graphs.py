@@ -6,21 +6,25 @@ rest is zero, so rows behind the last one are token 0 at position 0, are written
 row. Attention reads tables at fixed addresses, too (`attention/blocks.py`).
 
 Always true:
-  * a graph is replayed only in steps with the addresses and sizes that it was captured with, and only if its logits
-    were those of the same operators launched one by one, bit for bit, on the step that it was captured on;
+  * a graph is replayed only in steps of the memory that it was captured on, with the same addresses and sizes, and
+    only if its logits were those of the same operators launched one by one, bit for bit, on the step of its capture;
   * where a capture fails, no step is replayed from then on, and `refuse` returns the reason.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvcellar.attention.blocks import FEW, Prepared, power_of_two
 from kvcellar.cache.history import GroupStep
+from kvcellar.cache.memory import Memory
 from kvcellar.models.build_guest import MODEL_ERRORS
 from kvcellar.models.recording.recording import RecordedStep, Results, reason_of
 from kvcellar.models.recording.replay import Replay
@@ -43,13 +47,20 @@ RecordGraph = Callable[[Callable[[], None]], Graph]  # records the launches of a
 class CudaGraphs:
     """Records CUDA graphs, which share their memory: their results are copied before another one is replayed."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # torch's own is one for all devices and threads
 
     def __call__(self, run: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: threads that move snapshots go on.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(torch.cuda.current_stream()),  # else the other one stays current where a capture fails
+            # thread_local: threads that move snapshots go on.
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             run()
         return graph
 
@@ -73,12 +84,11 @@ class Graphs:
         layers = [op.args[2] for op in replay.program.ops if op.name == "kvcellar.put"]
         self._layers = [layer for layer in layers if isinstance(layer, int)]
         self._written = {(layer, plane) for layer in self._layers for plane in ("k", "v")}
-        self._graphs: dict[Key, _Kept | None] = {}  # by shape, the oldest first; None: it was seen once
+        self.seconds = 0.0
+        self._graphs: dict[Key, _Kept | None] = {}  # by shape, the last used at the end; None: it was seen once
+        self._memories: WeakKeyDictionary[Memory, int] = WeakKeyDictionary()
+        self._numbers = count()  # of memories
         self._buffers: dict[Key, Tensor] = {}  # of results, by name and shape
-
-    @property
-    def seconds(self) -> float:
-        return 0.0
 
     def clear(self) -> None:
         self._graphs.clear()
@@ -87,8 +97,6 @@ class Graphs:
     def refuse(self, step: RecordedStep) -> str | None:
         if self.never is not None:
             return self.never
-        if step.adapters:
-            return "adapters"
         if len(step.ids) > ROWS[-1]:
             return f"more than {ROWS[-1]} rows"
         if max(len(feed.pos) for feed in step.plan.feeds) > FEW:
@@ -113,6 +121,7 @@ class Graphs:
             if kept is not None:
                 self._keep(key, kept)
             return results
+        self._keep(key, kept)
         kept.graph.replay()
         self._steps(step)[0].written.update(self._written)
         return _of(kept.results, step)
@@ -122,6 +131,7 @@ class Graphs:
         steps = self._steps(step)
         with _padded_cells(steps, len(step.ids), len(padded.ids)):
             expected = self._replay.run(padded)
+            began = time.perf_counter()
             results = Results(
                 self._buffer("logits", expected.logits),
                 None if expected.hidden is None else self._buffer("hidden", expected.hidden),
@@ -142,7 +152,9 @@ class Graphs:
                 self.never = f"a step could not be captured: {reason_of(error)}"
             steps[0].written |= self._written
         wanted = _of(expected, step)
-        if graph is not None and self.never is None and torch.equal(_of(results, step).logits, wanted.logits):
+        same = graph is not None and self.never is None and torch.equal(results.logits, expected.logits)
+        self.seconds += time.perf_counter() - began
+        if graph is not None and same:
             self.captured += 1
             return wanted, _Kept(graph, results)
         self.never = self.never or "a captured step had other logits than its operators"
@@ -169,16 +181,14 @@ class Graphs:
         return list({id(layer.step): layer.step for layer in self._histories(step)}.values())
 
     def _key(self, padded: RecordedStep) -> Key:
-        """All that launches depend on, beside what tables and planes contain."""
-        planes = [
-            address
-            for layer in self._histories(padded)
-            for plane in layer.planes.values()
-            for address in (plane.codes.data_ptr(), 0 if plane.scales is None else plane.scales.data_ptr())
-        ]
+        """All that launches depend on, beside what tables and planes contain. The planes of a memory stay where they
+        are until it is resized; other planes may later have the same addresses, and other sizes."""
+        memory = padded.memory
+        if (number := self._memories.get(memory)) is None:
+            number = self._memories[memory] = next(self._numbers)
         tables = [tensor.data_ptr() for tensor in (padded.ids, padded.positions, padded.wanted)]
         cells = [(one.cells.data_ptr(), one.prepared.key) for one in self._steps(padded)]
-        return (len(padded.ids), len(padded.wanted), *tables, *cells, *planes)
+        return (number, memory.storage.resizes, len(padded.ids), len(padded.wanted), *tables, *cells)
 
 
 def _never(replay: Replay) -> str | None:

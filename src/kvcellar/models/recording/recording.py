@@ -48,7 +48,8 @@ class Executor(Protocol):
     def name(self) -> str: ...
     @property
     def seconds(self) -> float:
-        """CPU time of the calling thread that preparing steps of new sizes has taken, of the guest's executors."""
+        """What preparing steps of new sizes has taken, of the guest's executors: CPU time of the calling thread; on
+        CUDA devices wall time (`speculate/cost.py`)."""
         ...
 
     def refuse(self, step: RecordedStep) -> str | None:

@@ -254,6 +254,20 @@ def test_only_codes_of_quantised_layers_are_in_memory(directory: Path, tmp_path:
     assert loaded.served.bytes - head.nbytes == dense * 9 // 32  # 4.5 bits of 16
 
 
+def test_codes_that_memory_cannot_hold_are_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 4 bits of each weight, beside what stays dense."""
+    model, real = load(directory).model, os.sysconf
+    sizes = [(one.numel() // 2 if "_proj" in name else one.nbytes) for name, one in model.named_parameters()]
+    memory = sum(sizes) + sum(one.nbytes for one in model.buffers())
+    monkeypatch.setattr(
+        os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.get(name) or real(name)
+    )
+    assert load(directory, weights="int4").served is not None
+    memory -= 1
+    with pytest.raises(ModelRefused, match=f"need {memory + 1} bytes; this machine has {memory} bytes"):
+        load(directory, weights="int4")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_network_of_which_nothing_can_be_quantised_is_refused(tmp_path: Path, kind: str) -> None:
     """The weights of GPT-2's layers are transposed."""

@@ -33,6 +33,7 @@ from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
 from kvcellar.models.weights_loading import is_finite, plain_targets
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_LEFT = "it is not the weight of a linear layer, nor of experts all of which have codes"
 _HALF = 8  # what is added to integers of 4 bits
 
 
@@ -59,6 +60,12 @@ class Coding:
     stacks: Sequence[Stack]
     slices: Mapping[str, Any]
     setting: str
+
+    @property
+    def left(self) -> list[str]:
+        """Stored names of weights with codes that are dense, since they are in none of these."""
+        later = self.later
+        return [name for name in self.kinds if isinstance(self.slices[name], Coded) and name not in later]
 
     @property
     def later(self) -> set[str]:
@@ -133,7 +140,7 @@ def given(network: PreTrainedModel, setting: str, environment: Mapping[str, str]
 @torch.no_grad()
 def replaced(network: PreTrainedModel, coding: Coding) -> Served:
     """Replace the layers and the output head, one by one. Raises `ModelRefused` for weights that are not finite."""
-    linear, dense = _linear_layers(network), dict[str, str]()
+    linear, dense = _linear_layers(network), dict.fromkeys(coding.left, _LEFT)
     made: dict[str, QuantisedLinear] = {}
     head = [place for place, one in linear.items() if _is_head(one, network) and place not in coding.modules.values()]
     arena = Arena(sum(most_bytes(*linear[place].weight.shape) for place in (*coding.modules.values(), *head)))

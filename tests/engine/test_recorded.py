@@ -13,6 +13,7 @@ from kvcellar.engine.settings import RECORD, Settings
 from kvcellar.models.recording.saved import Programs
 from kvcellar.verify.diagnosis import diagnose
 from tests.engine.test_adapters import adapter, held, running
+from tests.models.lora import ends_with, layers_of, saved
 from tests.zoo import ARCHS
 
 SMALL: dict[str, Any] = {"cache_bytes": 4_000_000, "threads": 1}
@@ -32,7 +33,7 @@ def ids(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("name", ["gemma3", "lfm2", "qwen3-moe", "deepseek-v3"])
 def test_text_is_the_same_with_recorded_steps(name: str, kept: Path) -> None:
-    model = ARCHS[name].build().to(torch.bfloat16)
+    model = ARCHS[name].build().to(dtype=torch.bfloat16)
     with Engine(model, record="off", **SMALL) as plain, Engine(model, record="auto", **SMALL) as engine:
         assert plain.stats().recording.refused == "record is off"
         found = engine.stats().recording
@@ -63,6 +64,37 @@ def test_steps_with_adapters_are_recorded(tmp_path: Path) -> None:
             texts.append(found)
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 4, "adapters change texts"
+
+
+class OwnClass(torch.nn.Linear):
+    """A linear layer with code of its own, which is not packed."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2 / 2
+
+
+@pytest.mark.parametrize(("name", "target"), [("gpt2", "c_attn"), ("llama", "q_proj")])
+def test_layers_that_are_not_packed_have_their_adapters(name: str, target: str, tmp_path: Path) -> None:
+    """GPT-2's layers are transposed. The code of a class of its own is a part of the program, which calls no layer."""
+    model = ARCHS[name].build()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear:
+            module.__class__ = OwnClass
+    layers, turned = layers_of(model, ends_with(target)), name == "gpt2"
+    path = saved(tmp_path / "one", layers, target_modules=[target], fan_in_fan_out=turned, strength=1.0)
+    texts: list[tuple[int, ...]] = []
+    for record in RECORD:
+        with Engine(model, record=record, pack=False, adapters={"one": path}, **SMALL) as engine:
+            steps = engine.stats().recording.steps
+            for use in ("one", ""):
+                result = engine.generate(PROMPT, max_tokens=8, temperature=0, adapter=use)
+                texts.append(tuple(result.choices[0].token_ids))
+            found = engine.stats().recording
+            assert found.steps > steps or record == "off"
+            apart = "adapters of layers with code of their own" in found.by_modules
+            assert apart == (name == "llama" and record == "auto")
+    assert texts[:2] == texts[2:]
+    assert texts[0] != texts[1], "the adapter changes the text"
 
 
 def test_a_draft_model_is_recorded_and_preparing_its_steps_is_no_part_of_what_they_cost() -> None:

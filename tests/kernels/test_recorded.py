@@ -159,6 +159,7 @@ UNARY = {
     "cube": lambda x: x.pow(3), "reciprocal": torch.reciprocal, "float": lambda x: x.float(),
     "erf": torch.erf, "add": lambda x: x + 1e-3, "mul": lambda x: x * 0.3, "div": lambda x: x / 0.3,
     "sub": lambda x: x - 0.3, "clamp": lambda x: x.clamp(-0.3, 0.7),
+    "positive": lambda x: x.clamp(min=0.0),
 }  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from kvcellar.attention.choose import backends
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.mixers import wrap_mixers
+from kvcellar.models.recording.hooks import Hooks
 from kvcellar.models.recording.record import record
 from kvcellar.models.recording.replay import Replay
 from kvcellar.plan import Batch, Feed
@@ -101,3 +103,23 @@ def test_what_transformers_leaves_on_a_network_that_returned_hidden_states_chang
     guest = build_guest(model, backends())
     record(guest, lambda program: Replay(program, guest.model))
     assert guest.not_recorded is None
+    assert guest.recording is not None
+    layer = next(module for module in model.modules() if module._forward_hooks)
+    with hook(layer.register_forward_hook, lambda module, args, out: None):
+        logits(guest)
+    assert guest.recording.by_modules == {"hooks of modules": 1}, "a hook beside those of transformers is seen"
+    logits(guest)
+    assert guest.recording.steps == 1
+
+
+def test_a_forward_that_replaces_one_of_ours_is_seen() -> None:
+    mixer = nn.Linear(2, 2)
+    network = nn.Sequential(mixer, nn.Linear(2, 2))
+    wrap_mixers([mixer], lambda: None)
+    hooks, ours = Hooks(network), mixer.forward
+    assert not hooks.found()
+    mixer.forward = lambda x: ours(x) / 2  # pyright: ignore[reportAttributeAccessIssue] - as users do
+    assert hooks.found()
+    assert "its module 0 has a forward of its own" in hooks.reason()
+    mixer.forward = ours
+    assert not hooks.found()

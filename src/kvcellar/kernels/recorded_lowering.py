@@ -157,6 +157,8 @@ class Lowering:
             if isinstance(x, View) and not x.shape and len(out.shape) and x.dtype != out.dtype:
                 return None  # a tensor without dimensions has no say in the type
             dtypes.append(x.dtype if isinstance(x, View) else None)
+        if name in ("minimum", "maximum") and 0 in inputs:
+            return None  # which of two zeros of opposite signs is the result
         line = self._kernel.line(name, dtypes, out.dtype)
         if not line:
             return None

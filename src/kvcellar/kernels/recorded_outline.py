@@ -2,14 +2,14 @@
 late, and which operators compute the same in every step."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvcellar.kernels.program import Argument, Number, Op, Program, Value
-from kvcellar.kernels.recorded_calls import is_torch
+from kvcellar.kernels.program import Argument, Number, Op, Program, Value, size_of
+from kvcellar.kernels.recorded_calls import is_torch, of_torch
 from kvcellar.kernels.recorded_lowering import ON_ELEMENTS, operator
 from kvcellar.kernels.recorded_repeats import Views, repeatable
 
@@ -19,9 +19,10 @@ _FUNCTIONS = frozenset({"Min", "Max"})
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A program and its constants, by storage. `rows`: of each value, the one dimension whose size is an expression.
-    `late`: values whose sizes are not known before a run. `folded`: indices of operators whose results depend on
-    constants and sizes only, and are written by no other operator. `repeatable`: as in `recorded_repeats.py`."""
+    """A program and its constants, by storage: its own, and what operators compute from these for all sizes, which are
+    not in the program any more. `rows`: of each value, the one dimension whose size is an expression. `late`: values
+    whose sizes are not known before a run. `folded`: indices of operators whose results depend on constants and sizes
+    only, and are written by no other operator. `repeatable`: as in `recorded_repeats.py`."""
 
     program: Program
     constants: Mapping[int, Tensor]
@@ -33,10 +34,51 @@ class Outline:
 
 def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collection[str]) -> Outline:
     """`symbols` have numbers before a run."""
-    late = tuple(bool(_symbols(value.shape) - set(symbols)) for value in program.values)
-    rows = tuple(_row(value) for value in program.values)
+    same = _folded(program, constants.keys(), _late(program, ()), ())
+    computed = _computed(program, [program.ops[index] for index in sorted(same)], constants)
+    program = replace(program, ops=tuple(op for index, op in enumerate(program.ops) if index not in same))
+    read = {program.values[value].storage for op in program.ops for value in op.reads}
+    read |= {program.values[value].storage for value in program.outputs.values()}
+    constants = {**constants, **{storage: tensor for storage, tensor in computed.items() if storage in read}}
+    late, rows = _late(program, symbols), tuple(_row(value) for value in program.values)
     folded = _folded(program, constants.keys(), late, symbols)
     return Outline(program, constants, rows, late, folded, repeatable(program, ON_ELEMENTS))
+
+
+def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:
+    every = ((*value.shape, *value.strides, value.offset) for value in program.values)
+    return tuple(bool(_symbols(sizes) - set(symbols)) for sizes in every)
+
+
+def _computed(program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The storages that these operators write, from constants alone, as bytes."""
+    sizes: dict[int, int] = {}
+    for value in (program.values[index] for op in ops for index in op.outputs if index is not None):
+        sizes[value.storage] = max(sizes.get(value.storage, 1), _bytes(value))
+    made = {storage: torch.empty(size, dtype=torch.uint8, device="cpu") for storage, size in sizes.items()}
+
+    def tensor(index: int) -> Tensor:
+        value = program.values[index]
+        dtype: torch.dtype = getattr(torch, value.dtype)
+        whole = made[value.storage] if value.storage in made else constants[value.storage]
+        at = int(whole.storage_offset()) * whole.itemsize // dtype.itemsize + size_of(value.offset, {})
+        shape, strides = ([size_of(one, {}) for one in of] for of in (value.shape, value.strides))
+        return torch.empty(0, dtype=dtype, device="cpu").set_(whole.untyped_storage(), at, shape, strides)
+
+    with torch.no_grad():
+        for op in ops:
+            outputs = [None if index is None else tensor(index) for index in op.outputs]
+            of_torch(op, [tensor(index) for index in op.reads], outputs, {})()
+    return made
+
+
+def _bytes(value: Value) -> int:
+    """Of its storage, up to its last element."""
+    last = size_of(value.offset, {})
+    for n, stride in zip(value.shape, value.strides, strict=True):
+        last += (size_of(n, {}) - 1) * size_of(stride, {})
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return max(0, last + 1) * dtype.itemsize
 
 
 def _row(value: Value) -> tuple[int, str] | None:

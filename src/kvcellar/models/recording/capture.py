@@ -18,6 +18,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
+from transformers.pytorch_utils import Conv1D
 
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.experts import OwnExperts
@@ -202,7 +203,7 @@ class _Capture:
                 made[module] = opaque.operator("kvcellar.mix", path, module)
             elif type(module) in self._opaque:
                 made[module] = opaque.operator("kvcellar.module", path, module)
-            elif type(module) is nn.Linear or isinstance(module, LINEARS):
+            elif type(module) in (nn.Linear, Conv1D) or isinstance(module, LINEARS):
                 made[module] = linear_operator(trace, path, module)
             elif isinstance(module, OwnExperts):
                 made[module] = experts_operator(trace, path, module)

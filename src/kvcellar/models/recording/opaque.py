@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.program import Sizes as Values
 from kvcellar.kernels.program import size_of
+from kvcellar.models.adapters import sizes_of
 from kvcellar.models.recording.doors import SampleDoor
 from kvcellar.models.recording.sizes import NotRecordable, Sizes
 from kvcellar.models.recording.trace import Trace
@@ -46,7 +47,7 @@ def _restore(module: nn.Module, own: Forward | None) -> None:
 
 def linear_operator(trace: Trace, path: str, module: nn.Module) -> Forward:
     """The forward of a linear layer that is written down."""
-    own, width = module.forward, module.out_features
+    own, (_, width) = module.forward, sizes_of(module)
 
     def forward(x: Tensor) -> Tensor:
         if not isinstance(x, FakeTensor):

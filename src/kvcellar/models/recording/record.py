@@ -10,7 +10,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.models.build_guest import MODEL_ERRORS
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, random_tokens
-from kvcellar.models.recording.hooks import Hooks
+from kvcellar.models.recording.hooks import Hooks, inlined
 from kvcellar.models.recording.recording import Captured, Execute, Recording, reason_of
 from kvcellar.models.recording.saved import NoDigest, Programs, digest_of
 from kvcellar.models.recording.sizes import NotRecordable
@@ -72,7 +72,9 @@ def tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
 def _tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
     decoding = captured.decoding
     decoder = None if decoding is None else execute(decoding)
-    recording = Recording(captured, execute(captured.program), decoder, Hooks(guest.model))
+    programs = [captured.program] if decoding is None else [captured.program, decoding]
+    around = Hooks(guest.model), inlined(guest.model, programs)
+    recording = Recording(captured, execute(captured.program), decoder, *around)
     hidden = "hidden" in captured.program.outputs
     ours, theirs = results_of(guest, recording, hidden=hidden), results_of(guest, None, hidden=hidden)
     wrong = [(a.float() - b.float()).abs().max() for a, b in zip(ours, theirs, strict=True) if not torch.equal(a, b)]

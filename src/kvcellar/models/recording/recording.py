@@ -4,11 +4,11 @@ Always true: a step that a recording does not run is counted, with the reason, a
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import KvcellarError
@@ -93,6 +93,7 @@ class Recording:
     executor: Executor
     decoding: Executor | None = None  # of `captured.decoding`
     hooks: Hooks | None = None  # of its network, if that can get some
+    inlined: Sequence[nn.Module] = ()  # layers whose adapters only modules add
     steps: int = 0
     by_modules: Counter[str] = field(default_factory=Counter)  # steps by the reason why modules ran them
 
@@ -110,6 +111,8 @@ class Recording:
     def _refused(self, step: RecordedStep, hidden: bool) -> str | None:
         if self.hooks is not None and self.hooks.found():
             return "hooks of modules"
+        if step.adapters and any("forward" in vars(layer) for layer in self.inlined):
+            return "adapters of layers with code of their own"
         return "hidden states" if hidden and "hidden" not in self.captured.program.outputs else None
 
     def clear(self) -> None:

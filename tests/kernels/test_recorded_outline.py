@@ -1,11 +1,13 @@
-"""What a recorded program computes from constants alone."""
+"""What a recorded program computes from constants alone, and functions that torch computes with several threads."""
 
 import os
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.kernels.compiled import NotCompiled
@@ -26,12 +28,41 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_has_one_value_for_all_sizes_is_computed_once() -> None:
-    """Not once for each number of rows: 96 bindings would keep a copy each."""
+@pytest.fixture
+def kernel() -> StepKernel:
     try:
-        kernel = StepKernel(os.environ)
+        return StepKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x: F.silu(x), "softplus": lambda x: F.softplus(x), "sigmoid": torch.sigmoid,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_that_torch_divides_among_threads_have_its_bits(name: str, kernel: StepKernel) -> None:
+    """Torch computes the end of each thread's part in another way, and a third of these rows is no whole vectors."""
+    x = torch.randn(100, 8192, generator=torch.Generator().manual_seed(0)) * 3
+    program = traced(FUNCTIONS[name], [x])
+    made = Recorded(program, data_of(program), {}, kernel)
+    for rows in (100, 2):
+        (found,) = made.run({"T": rows}, {"x0": x[:rows]}).values()
+        assert torch.equal(found, FUNCTIONS[name](x[:rows]))
+
+
+def test_what_has_one_value_for_all_sizes_is_computed_once(kernel: StepKernel) -> None:
+    """Not once for each number of rows: 96 bindings would keep a copy each."""
 
     def scaled(x: torch.Tensor) -> torch.Tensor:
         rows = torch.ones(x.shape[0], 1).cumprod(0)

@@ -72,6 +72,7 @@ FILLS: Mapping[str, int | float] = {  # a value, or the index of the argument th
 ON_ELEMENTS = frozenset({*ELEMENTWISE, *COPIES, *TABLES}) - {
     name for name in (*ELEMENTWISE, *COPIES) if name.split(".")[1].endswith("_")
 }
+APART = 32768  # elements from which on torch computes with several threads
 WHOLE = 64  # elements of bfloat16 that torch computes at once on any CPU; what is left it may compute in another way
 
 
@@ -294,9 +295,13 @@ def _spread(x: View, shape: tuple[int, ...]) -> View:
 
 
 def _whole(x: View, out: View) -> bool:
-    """Whether torch computes all elements of it in the same way: as one line, or row by row."""
-    x = x if x.whole is None else x._replace(strides=x.whole)
+    """Whether torch computes all elements of it in the same way: as one line, or row by row, with a part of so many
+    elements for each of its threads."""
+    x, elements = x if x.whole is None else x._replace(strides=x.whole), math.prod(out.shape)
+    threads = min(torch.get_num_threads(), -(-elements // APART))
+    if threads > 1 and -(-elements // threads) % WHOLE:
+        return False
     if _contiguous(x) and _contiguous(out):
-        return math.prod(out.shape) % WHOLE == 0
+        return elements % WHOLE == 0
     beside = bool(out.shape) and x.shape == out.shape and x.strides[-1] == 1 == out.strides[-1]
     return beside and out.shape[-1] % WHOLE == 0

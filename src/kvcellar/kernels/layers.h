@@ -7,14 +7,13 @@
 #include "threads.h"
 
 struct Part {  // the weights of one layer; layers that share an input are one call
-    const void* panels;    // in the order of the kernel; plain weights with a `row`: [out,in]
+    const void* panels;    // in the order of the kernel
     const float* bias;     // [out], or null
     const void* scales;    // of quantised weights only, as the rest
     const void* mins;      // or null
     const uint8_t* table;  // or null
     int64_t out;
     int64_t column;        // of its first output in a row of y
-    int64_t row;           // 0, or elements from one row of a plain weight to the next
     int64_t bits, group, scale_type;
 };
 

@@ -27,7 +27,7 @@ class Part(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "mins", "table")),
-        *((name, ctypes.c_int64) for name in ("out", "column", "row", "bits", "group", "scale_type")),
+        *((name, ctypes.c_int64) for name in ("out", "column", "bits", "group", "scale_type")),
     )
 
 

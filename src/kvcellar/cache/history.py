@@ -197,17 +197,17 @@ class StepTables:
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: int = 0) -> None:
         """`dtype` is the memory's own type, `heads` the number of KV heads of the group."""
         self.device, self.dtype, self.heads = device, dtype, heads
-        # On the device, and as an array where the host can write them.
-        self._buckets: dict[tuple[str, torch.dtype, int], tuple[Tensor, Any]] = {}
+        self._buckets: dict[tuple[str, torch.dtype, int], Tensor] = {}
 
     def fill(self, name: str, values: Sequence[int] | Tensor) -> Tensor:
         """int64 [n]; the rest of its bucket is zero: the null cell."""
         n = len(values)
-        there, row = self._bucket(name, n, torch.int64)
+        there = self._bucket(name, n, torch.int64)
         if isinstance(values, Tensor):
             there[:n].copy_(values)
             there[n:].zero_()
-        elif row is not None:
+        elif self.device.type == "cpu":
+            row = there.numpy()
             row[:n] = values
             row[n:] = 0
         else:
@@ -217,21 +217,19 @@ class StepTables:
     def empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor of this shape on the device, for the caller to fill."""
         n = math.prod(shape)
-        return self._bucket(name, n, dtype)[0][:n].view(*shape)
+        return self._bucket(name, n, dtype)[:n].view(*shape)
 
     @property
     def bytes(self) -> int:
         """Bytes of all buckets on the device."""
-        return sum(there.nbytes for there, _ in self._buckets.values())
+        return sum(there.nbytes for there in self._buckets.values())
 
-    def _bucket(self, name: str, n: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
+    def _bucket(self, name: str, n: int, dtype: torch.dtype) -> Tensor:
         size = max(SMALLEST, 1 << (n - 1).bit_length())
         found = self._buckets.get((name, dtype, size))
         if found is None:
             with torch.inference_mode(False):  # it is filled in any mode
-                there = torch.zeros(size, dtype=dtype, device=self.device)
-                row = there.numpy() if dtype is torch.int64 and self.device.type == "cpu" else None
-            found = self._buckets[name, dtype, size] = there, row
+                found = self._buckets[name, dtype, size] = torch.zeros(size, dtype=dtype, device=self.device)
         return found
 
 

@@ -54,7 +54,7 @@ def test_a_timeline_gives_the_logits_of_the_reference(name: str) -> None:
     assert play(name) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2", "deepseek-v3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", FLAT)
 def test_a_timeline_of_recorded_steps_gives_the_logits_of_the_reference(name: str) -> None:
     """In the compiled loop, with steps that are abandoned, forks, cuts, and cells that are used again."""
     guest = build_guest(ARCHS[name].build(), backends())

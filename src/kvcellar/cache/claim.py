@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvcellar.cache.ahead import around, deepest
-from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.rows import Rows
 from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table
 from kvcellar.errors import BadRequest
-from kvcellar.spans import Span
+from kvcellar.spans import Span, around, check_spans, deepest
 
 
 @contextmanager
@@ -88,6 +86,6 @@ class Claim:
             for index, table in checkpoint.windows.items():
                 table.check()
                 assert (table.first, table.end) == (stores[index].group.layout.lowest(pos), pos)
-        check_ahead(self.ahead, self.span.end)
+        check_spans(self.ahead, self.span.end)
         assert not self.ahead or self.ahead[0].start >= self.span.start
         assert self.derived is None or self.span.start <= self.derived < self.span.end

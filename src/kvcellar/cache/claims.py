@@ -18,7 +18,6 @@ from itertools import count
 
 from torch import Tensor
 
-from kvcellar.cache.ahead import until
 from kvcellar.cache.claim import Checkpoint, Claim, check_whole, undone, within
 from kvcellar.cache.readout import Reading, Record, check_record, written
 from kvcellar.cache.rows import SequenceStates
@@ -29,7 +28,7 @@ from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, shown
 from kvcellar.plan import Batch, Run
-from kvcellar.spans import Span, whole
+from kvcellar.spans import Span, until, whole
 
 
 class Claims:

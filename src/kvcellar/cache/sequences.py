@@ -11,15 +11,13 @@ Always true:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvcellar.cache.ahead import Spans, around, closed_over, deepest, until
-from kvcellar.cache.ahead import check as check_ahead
 from kvcellar.cache.rows import SequenceStates
 from kvcellar.cache.states import States
 from kvcellar.cache.storage import GroupStore
 from kvcellar.cache.tables import Table, share_all
 from kvcellar.errors import BadRequest, UnknownSequence
 from kvcellar.plan import Batch, Run
-from kvcellar.spans import Span
+from kvcellar.spans import Span, Spans, around, check_spans, closed_over, deepest, until
 
 
 @dataclass(slots=True)
@@ -216,7 +214,7 @@ class Sequences:
         inputs: dict[str, list[list[Run]]] = {}
         for seq, record in self.records.items():
             assert len(record.tables) == len(self._stores)
-            check_ahead(record.ahead, self.length(seq))
+            check_spans(record.ahead, self.length(seq))
             assert record.derived is None or 0 <= record.derived < self.length(seq)
             for store, table in zip(self._stores, record.tables, strict=True):
                 table.check()

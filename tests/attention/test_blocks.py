@@ -29,12 +29,7 @@ def test_every_row_reads_what_it_sees_on_every_layout(steps, data) -> None:
     """Also where some tokens look ahead."""
     tagged = Tagged(Triton(attend, "cpu"), 256)
     for feeds in steps:
-        ahead: list[tuple[int, Span]] = []
-        for seq, n in feeds.items():
-            start, a = tagged.memory.length(seq), data.draw(st.integers(0, n))
-            b = data.draw(st.integers(a, n))
-            ahead += [(seq, Span(start + a, start + b))] if b > a else []
-        tagged.begin(feeds, ahead)
+        tagged.begin(feeds, tagged.some_ahead(feeds, lambda low, most: data.draw(st.integers(low, most))))
         for group in tagged.groups:
             tagged.attends(group.layers[0])
         tagged.memory.commit()

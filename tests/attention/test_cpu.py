@@ -184,12 +184,7 @@ def test_rows_that_look_ahead(steps, data) -> None:
     """On all layouts, against the dense view of the same plan."""
     tagged = Tagged(Cpu(), 128)
     for feeds in steps:
-        ahead: list[tuple[int, Span]] = []
-        for seq, n in feeds.items():
-            start, a = tagged.memory.length(seq), data.draw(st.integers(0, n))
-            b = data.draw(st.integers(a, n))
-            ahead += [(seq, Span(start + a, start + b))] if b > a else []
-        tagged.begin(feeds, ahead)
+        tagged.begin(feeds, tagged.some_ahead(feeds, lambda low, most: data.draw(st.integers(low, most))))
         for group in tagged.groups:
             tagged.attends(group.layers[0])
         tagged.memory.commit()

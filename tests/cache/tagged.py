@@ -1,6 +1,6 @@
 """A memory whose keys and values encode the number of their token, and the lists of tokens that it should hold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 import torch
@@ -37,6 +37,15 @@ class Tagged:
         )
         self.tokens: dict[int, list[int]] = {}
         self._numbers = count(1)
+
+    def some_ahead(self, feeds: Mapping[int, int], draw: Callable[[int, int], int]) -> list[tuple[int, Span]]:
+        """Of each feed, tokens that look ahead, if any: `draw` chooses numbers between two, those included."""
+        found: list[tuple[int, Span]] = []
+        for seq, n in feeds.items():
+            start, a = self.memory.length(seq), draw(0, n)
+            b = draw(a, n)
+            found += [(seq, Span(start + a, start + b))] if b > a else []
+        return found
 
     def begin(
         self, feeds: Mapping[int, int], ahead: Sequence[tuple[int, Span]] = ()

@@ -35,6 +35,7 @@ from kvcellar.bench.run import (
 )
 from kvcellar.bench.start import Start, lines
 from kvcellar.bench.workloads import Row
+from kvcellar.cli.bench import command
 from kvcellar.errors import BadRequest
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.models.load import load
@@ -261,6 +262,20 @@ def test_the_stalls_of_a_stream_beside_a_load_are_measured(capsys: pytest.Captur
 def test_unknown_workload_is_refused_by_name():
     with pytest.raises(BadRequest, match="ragged-8"):
         run(quick=True, only="ragged")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--record", "auto"), "not for runs without --only"),
+        (("--record", "auto", "--only", "linear"), "not for --only linear"),
+        (("--size", "0.5b"), "size is for --against; leave it out"),
+        (("--size", "0.5b", "--against", "transformers", "--only", "replay"), "but not with --only replay"),
+    ],
+)
+def test_options_that_a_run_does_not_have_are_refused(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        command.main([*options], standalone_mode=False)
 
 
 def test_both_engines_generate_the_same_tokens(tmp_path):

@@ -1,5 +1,6 @@
 """Steps that are replayed: which ones, with what result, and where not. Graphs of calls stand for CUDA graphs."""
 
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -170,6 +171,41 @@ def test_what_cannot_be_captured_is_run_as_before_with_the_reason() -> None:
     why = "RuntimeError: aten::item waits for the device while a graph is captured"
     assert graphs.never == f"a step could not be captured: {why}"
     assert guest.recording.by_modules[graphs.never] > 5
+
+
+class Ended:
+    """As torch's capture: ending it fails, too, where it has failed."""
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            raise RuntimeError("the capture was invalidated")
+
+
+def test_the_reason_is_the_first_error_of_a_capture() -> None:
+    def fails(run: Callable[[], None]) -> Nothing:
+        with Ended():
+            raise RuntimeError("this cannot be captured")
+
+    guest = guest_of("llama")
+    replay_graphs(guest, fails)
+    steps = Steps(guest)
+    for _ in range(3):
+        steps.step([(0, 1)])
+    assert guest.recording is not None
+    assert "a step could not be captured: RuntimeError: this cannot be captured" in guest.recording.by_modules
+
+
+def test_steps_with_adapters_are_not_replayed() -> None:
+    guest = guest_of("llama")
+    graphs = replayed(guest)
+    step = mock.Mock(ids=[1], plan=mock.Mock(feeds=[mock.Mock(pos=[0])], stored=1, tokens=1))
+    assert graphs.refuse(step) == "adapters"
+    step.door.adapted = None
+    step.door.history.return_value.backend.name = "another"
+    assert graphs.refuse(step) == "attention by another"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
 
 from kvcellar.attention.blocks import FEW, PARTIAL_BYTES, SPLIT, Call, Launch, power_of_two
 from kvcellar.contracts import Stored
@@ -27,8 +28,11 @@ assert (kernels.SPLIT.value, kernels.PER_SCALE.value) == (SPLIT, BLOCK), "the ke
 
 def launch(call: Call) -> None:
     """All blocks of a step."""
-    for one in call.prepared.launches:
-        _launch(call, one)
+    try:
+        for one in call.prepared.launches:
+            _launch(call, one)
+    except TritonError as error:  # it is no RuntimeError, which the errors of torch are
+        raise RuntimeError(f"triton cannot run its attention kernel here: {error}") from error
 
 
 def _launch(call: Call, one: Launch) -> None:

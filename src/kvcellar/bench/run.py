@@ -70,7 +70,8 @@ def run(
             f"only {REPLAY} is counted against {', '.join(against.SYSTEMS)}; not {only} against {beside}", "against"
         )
     if record is not None and only not in RECORDING:
-        raise BadRequest(f"record is for --against and {', '.join(RECORDING)}; not for {only}", "record")
+        given = "runs without --only" if only is None else f"--only {only}"
+        raise BadRequest(f"record is for --against and --only {', '.join(RECORDING)}; not for {given}", "record")
     by_kind = partial(run_kinds, quick=quick, threads=threads, record=record)
     alone: dict[str, Callable[[], object]] = {
         ATTENTION: partial(run_attention, quick=quick, threads=threads),

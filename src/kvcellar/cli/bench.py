@@ -47,7 +47,8 @@ def command(
 
     peers = bool(against) and only != REPLAY
     if size is not None and not peers:
-        raise BadRequest("size is for --against", "size")
+        with_replay = f", but not with --only {REPLAY}, which runs no network" if against else ""
+        raise BadRequest(f"size is for --against{with_replay}; leave it out", "size")
     if profile is not None:
         run_profile(profile, quick=quick, threads=threads, recorded=record == "auto")
     elif peers:

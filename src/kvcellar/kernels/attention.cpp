@@ -39,7 +39,7 @@ constexpr int SIX = 6;                      // rows of a tile of many
 constexpr int64_t FEW = 16;                 // rows that pack bundles instead of chunks, at most
 constexpr int64_t ROWS = 448;               // of a slice, at most
 constexpr int64_t SLICE = 384 << 10;        // bytes of the queries and sums of a slice, about
-constexpr int64_t AHEAD = 16 << 10;         // bytes by which memory is asked for before it is needed
+constexpr int64_t AHEAD = 16 << 10;         // bytes by which prefetching is ahead of use
 constexpr int64_t PIECES = 2;               // of work for each thread, before a sequence's keys are not cut further
 
 struct Call {
@@ -266,7 +266,7 @@ Rows bundle(Reader<Half>& reader, Walk& walk, int64_t at, int64_t a, int64_t b, 
     return reader.rows(walk, first, end, scales, CHUNK);
 }
 
-// What is asked for while a bundle is read: what lies behind it in cells.
+// What is prefetched while a bundle is read: what lies behind it in cells.
 const char* behind(const Rows& rows) { return rows.at + (rows.in_place ? AHEAD : 0); }
 
 template <Kind K, int R>
@@ -392,7 +392,7 @@ void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk
         pack(values, of_values, start + at, a, b, start, s.value_scales, true, c.width,
              s.values + at / IN_WORD * PANEL, panel);
     }
-    // The next chunk's cells, where they lie behind this one's, are asked for by the first tiles.
+    // The next chunk's cells, where they lie behind this one's, are prefetched by the first tiles.
     Ahead next_keys, next_values;
     if (b < last) {
         int64_t cell;

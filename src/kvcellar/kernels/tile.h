@@ -21,7 +21,7 @@ constexpr int TALL = REGISTERS == 32 ? 8 : 6;  // rows of a tile, at most: their
 // Vectors that R rows can sum at once in registers.
 constexpr int across(int rows) { return rows * 4 + 5 <= REGISTERS ? 4 : 2; }
 
-// Memory that is asked for while products run, a little at each step: all at once would wait for the few misses that a
+// Memory that is prefetched while products run, a little at each step: all at once would wait for the few misses that a
 // core can have in flight. Asking is never wrong.
 struct Ahead {
     const char* at = nullptr;  // null: nothing

@@ -149,7 +149,7 @@ class Graphs:
                 graph = self._record(run)
                 graph.replay()
             except MODEL_ERRORS as error:
-                self.never = f"a step could not be captured: {reason_of(error)}"
+                self.never = f"a step could not be captured: {reason_of(_first(error))}"
             steps[0].written |= self._written
         wanted = _of(expected, step)
         same = graph is not None and self.never is None and torch.equal(results.logits, expected.logits)
@@ -189,6 +189,13 @@ class Graphs:
         tables = [tensor.data_ptr() for tensor in (padded.ids, padded.positions, padded.wanted)]
         cells = [(one.cells.data_ptr(), one.prepared.key) for one in self._steps(padded)]
         return (number, memory.storage.resizes, len(padded.ids), len(padded.wanted), *tables, *cells)
+
+
+def _first(error: Exception) -> Exception:
+    """The error because of which a capture failed: ending a capture that has failed raises another one."""
+    while isinstance(error.__context__, Exception):
+        error = error.__context__
+    return error
 
 
 def _never(replay: Replay) -> str | None:

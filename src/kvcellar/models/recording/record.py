@@ -93,7 +93,8 @@ def _tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
 def results_of(guest: Guest, recording: Recording | None, *, hidden: bool) -> list[Tensor]:
     """Logits of a few steps with this recording, or by modules: a chunk of a prompt beside a short one, decoding, part
     of a feed that is kept, a query-only row beside a token, a step without logits, decoding again, a long prompt. With
-    `hidden`, hidden states of one more step, a part of whose rows have logits."""
+    `hidden`, hidden states of two more steps, a part of whose rows have logits: one that decodes only, as some programs
+    are for, and one that does not."""
     before, guest.recording = guest.recording, recording
     our_attention(guest.model)
     try:
@@ -108,6 +109,7 @@ def results_of(guest: Guest, recording: Recording | None, *, hidden: bool) -> li
         steps.step([Feed(0, steps.next(0, 1))])
         if hidden:
             steps.step([Feed(0, steps.next(0, 1)), Feed(1, steps.next(1, 3))], wanted=2, hidden=True)
+            steps.step([Feed(0, steps.next(0, 1)), Feed(1, steps.next(1, 1))], wanted=1, hidden=True)
         steps.step([Feed(2, Span(0, min(MANY, context_of(guest.model))))], wanted=3)
         return steps.results
     finally:

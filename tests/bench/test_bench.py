@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import pytest
+from click import BadParameter
 
 from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
@@ -274,7 +275,7 @@ def test_unknown_workload_is_refused_by_name():
     ],
 )
 def test_options_that_a_run_does_not_have_are_refused(options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(BadParameter, match=message):
         command.main([*options], standalone_mode=False)
 
 

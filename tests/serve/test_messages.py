@@ -486,7 +486,7 @@ def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: 
     assert message_of(http.get("/health")) == STOPPED
     keys = {"key_digests": (key_digest("good"),), "admin_digests": (key_digest("better"),)}
     with Server(shared_engine, ServeSettings(port=0, **keys)) as server:
-        assert message_of(httpx.get(f"{server.url}/health")) == KEY
+        assert message_of(httpx.get(f"{server.url}/v1/models")) == KEY
         assert message_of(httpx.get(f"{server.url}/admin/requests")) == ADMIN_KEY
 
 

@@ -1,4 +1,4 @@
-"""Keys on every route, host names of this machine only, no CORS; and the log of requests."""
+"""Keys on every route but those of supervisors, host names of this machine only, no CORS; and the log of requests."""
 
 import logging
 import time
@@ -11,8 +11,8 @@ from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, completion, connected, error_of, read_response, request
 
 GOOD = "sk-one"
-ROUTES = [("GET", "/health"), ("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere")]
-ROUTES += [("OPTIONS", COMPLETIONS), ("HEAD", "/health"), ("DELETE", "/v1/models")]
+ROUTES = [("GET", "/"), ("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere")]
+ROUTES += [("OPTIONS", COMPLETIONS), ("HEAD", "/v1/models"), ("DELETE", "/v1/models")]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_all_keys_are_compared_in_constant_time(locked, engine, monkeypatch):
     compared = []
     monkeypatch.setattr("hmac.compare_digest", lambda a, b: compared.append((a, b)) or a == b)
     for key in (GOOD, "sk-two", "x"):
-        locked.get("/health", headers={"authorization": f"Bearer {key}"})
+        locked.get("/v1/models", headers={"authorization": f"Bearer {key}"})
     assert [known for _, known in compared] == [key_digest(GOOD), key_digest("sk-two")] * 3
     assert all(len(tried) == 32 for tried, _ in compared)
 

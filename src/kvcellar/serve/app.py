@@ -5,12 +5,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvcellar.serve.admin import admin_routes
-from kvcellar.serve.api_errors import ApiError, api_error
+from kvcellar.serve.api_errors import api_error
 from kvcellar.serve.conversations import conversation_routes
-from kvcellar.serve.json_text import to_json
+from kvcellar.serve.health import health_routes
 from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
@@ -21,17 +20,11 @@ from kvcellar.serve.shared import Shared
 
 def build_app(shared: Shared) -> Starlette:
     """The application for the models of a host. The caller closes what is shared."""
-    host, settings = shared.host, shared.settings
+    settings = shared.settings
     records = Records() if settings.admin_digests else None
-
-    async def health(request: Request) -> Response:
-        if not host.healthy:
-            raise ApiError(503, "the engine has stopped; the server must be started again", code="engine_unhealthy")
-        return Response(to_json({"status": "ok", "model": host.find(None).name}), media_type="application/json")
-
     app = Starlette(
         routes=[
-            Route("/health", health, methods=["GET"]),
+            *health_routes(shared),
             *openai_routes(shared),
             *conversation_routes(shared),
             *ollama_routes(shared),

@@ -2,9 +2,9 @@
 
 Checks, in this order: too many or too long headers (431), a Host header that does not name this server (403), no valid
 API key (401), shutdown (503). Routes below `/admin/`, and those that change the library, need an admin key instead, if
-the server has any. Unknown routes are checked too, so a client without a key cannot find out which routes exist. No
-CORS headers are sent, so a web page of another origin cannot read a response; and as bodies need the content type JSON,
-it cannot send a request that has an effect.
+the server has any. Unknown routes are checked too, so a client without a key cannot find out which routes exist. The
+routes of `health` need no key, and are served during shutdown. No CORS headers are sent, so a web page of another
+origin cannot read a response; and as bodies need the content type JSON, it cannot send a request that has an effect.
 
 Every response has the API's format and an `x-request-id`, and every request has one line in the log (`request_log`).
 """
@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvcellar.errors import KvcellarError
 from kvcellar.serve.api_errors import OLLAMA, ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.health import OPEN
 from kvcellar.serve.namespaces import set_api_key
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
@@ -79,7 +80,13 @@ class RequestMiddleware:
         names = self._settings.hosts  # HTTP/1.0 allows a request without Host; browsers always send it
         if names is not None and not all(_name_of(host) in names for host in headers.getlist("host")):
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
-        authorizations = headers.getlist("authorization")
+        if scope["path"] in OPEN:
+            return
+        self._check_key(scope, headers.getlist("authorization"))
+        if self._drain.started:
+            raise shutting_down()
+
+    def _check_key(self, scope: Scope, authorizations: list[str]) -> None:
         settings, path = self._settings, scope["path"]
         if (settings.admin_digests and path.startswith(ADMIN)) or path.startswith(CHANGING):
             self._check_admin(authorizations)
@@ -90,8 +97,6 @@ class RequestMiddleware:
                 message = "a valid API key is needed: Authorization: Bearer KEY"
                 raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             set_api_key(scope, key)
-        if self._drain.started:
-            raise shutting_down()
 
     def _check_admin(self, authorizations: list[str]) -> None:
         """Raises `ApiError` without an admin key. A server without any keys, which only this machine can reach, allows

@@ -1,0 +1,45 @@
+"""health: the routes for supervisors and load balancers. They need no key and tell nothing but the state of the server.
+
+/health   200 while the process is alive and no engine that stays has failed, else 503: start it again
+/ready    200 while requests are served, 503 while models are loaded or the server is shutting down: send them elsewhere
+/ping     as /health
+"""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvcellar.serve.api_errors import ApiError, shutting_down
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.shared import Shared
+
+OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key and are served while the server shuts down
+
+
+def health_routes(server: Shared) -> list[Route]:
+    handler = HealthHandler(server)
+    return [
+        Route("/health", handler.alive, methods=["GET"]),
+        Route("/ready", handler.ready, methods=["GET"]),
+        Route("/ping", handler.alive, methods=["GET", "POST"]),
+    ]
+
+
+class HealthHandler:
+    def __init__(self, server: Shared) -> None:
+        self._host, self._drain = server.host, server.drain
+        self._named = not server.settings.key_digests  # a name of a model is told to clients only
+
+    async def alive(self, request: Request) -> Response:
+        return self._state("ok")
+
+    async def ready(self, request: Request) -> Response:
+        if self._drain.started:
+            raise shutting_down()
+        return self._state("ready")
+
+    def _state(self, status: str) -> Response:
+        if not self._host.healthy:
+            raise ApiError(503, "the engine has stopped; the server must be started again", code="engine_unhealthy")
+        named = {"model": self._host.find(None).name} if self._named else {}
+        return Response(to_json({"status": status, **named}), media_type="application/json")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from kvcellar.plan import Batch, Feed, Plan
     from kvcellar.progress import Progress
     from kvcellar.retention import RetentionOptions
+    from kvcellar.sample.constraint import Constraint
     from kvcellar.sample.params import SamplingOptions, SamplingParams
     from kvcellar.shapes import Plane, Scoring, Storage
     from kvcellar.spans import Span
@@ -52,6 +53,7 @@ __all__ = [
     "CapacityTooSmall",
     "Causal",
     "Chunked",
+    "Constraint",
     "Engine",
     "EngineClosed",
     "EngineFailed",
@@ -103,6 +105,7 @@ _NAMES = {  # the names that are not errors, by the module that defines them
     "kvcellar.plan": ("Batch", "Feed", "Plan"),
     "kvcellar.progress": ("Progress",),
     "kvcellar.retention": ("RetentionOptions",),
+    "kvcellar.sample.constraint": ("Constraint",),
     "kvcellar.sample.params": ("SamplingOptions", "SamplingParams"),
     "kvcellar.shapes": ("Plane", "Scoring", "Storage"),
     "kvcellar.spans": ("Span",),

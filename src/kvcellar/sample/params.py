@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 from kvcellar.errors import BadRequest, shown
+from kvcellar.sample.constraint import Constraint
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
@@ -65,6 +66,7 @@ class SamplingParams:
     shift: bool = False  # at the end of the context, drop the oldest tokens and continue; else end
     # with shift: first tokens, including BOS, that are never dropped; at most the context minus one; -1: the prompt
     num_keep: int = 0
+    constraint: Constraint | None = None  # what each completion has to match; None: any text
 
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
@@ -84,6 +86,7 @@ class SamplingParams:
         for name in ("ignore_eos", "shift"):
             if not isinstance(getattr(self, name), bool):
                 raise BadRequest(f"{name} is True or False, not {shown(getattr(self, name))}", name)
+        self._set("constraint", _constraint(self))
         if self.shift and self.max_tokens is None:
             raise BadRequest("shift needs max_tokens: with it, the context does not end a completion", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -126,9 +129,11 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     shift: bool
     num_keep: int
+    constraint: Constraint | None
 
 
 _MOST = 2**31 - 1
+_LENGTHENING = ("ignore_eos", "min_tokens", "min_length")
 _OPTIONAL = {"max_tokens", "logprobs", "seed", "top_h"}  # may be None
 _WHOLE = {  # the lowest and the highest value
     "max_tokens": (1, _MOST), "min_tokens": (0, _MOST), "min_length": (0, _MOST), "top_k": (0, _MOST),
@@ -224,6 +229,19 @@ def _sequence_biases(given: object) -> Mapping[tuple[int, ...], float]:
     )
 
 
+def _constraint(params: SamplingParams) -> Constraint | None:
+    """A copy, checked again. Raises `BadRequest` beside what says otherwise where an answer ends."""
+    constraint = params.constraint
+    if constraint is None:
+        return None
+    if not isinstance(constraint, Constraint):
+        raise BadRequest(f"constraint is Constraint(...), not {shown(constraint)}", "constraint")
+    for name in _LENGTHENING:
+        if getattr(params, name):
+            raise BadRequest(f"{name} cannot be combined with a constraint, which says where an answer ends", name)
+    return replace(constraint)
+
+
 def _decay(given: Any) -> tuple[int, float] | None:
     name = "exponential_decay_length_penalty"
     if given is None:
@@ -244,7 +262,9 @@ def _is_pair(value: object) -> bool:
 
 def merged(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
     """`defaults`, with the fields of a request in place of them. A default of `min_tokens` is lowered to the
-    `max_tokens` of the request."""
+    `max_tokens` of the request, and beside a constraint no default makes completions longer."""
+    if given.get("constraint") is not None:
+        given = {**dict.fromkeys(_LENGTHENING, 0), "ignore_eos": False, **given}
     most = given.get("max_tokens")
     if "min_tokens" not in given and isinstance(most, int) and 0 < most < defaults.min_tokens:
         given = {**given, "min_tokens": most}

@@ -1,0 +1,204 @@
+"""constraint: what an answer has to match, validated and bounded when it is created, and immutable.
+
+The bounds hold before any library reads the source: its size, and of a schema the depth, the properties and the values
+of enums. Whether the grammar can be honoured is known when it is compiled (`grammars`).
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, get_args
+
+from kvcellar.errors import BadRequest, shown
+
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+PARAM = "constraint"
+MAX_SOURCE_BYTES = 2**18
+MAX_DEPTH = 64  # of JSON in a schema: an object in an object is two levels more
+MAX_PROPERTIES = 2000
+MAX_VALUES = 10_000  # of enums, and of a choice
+OVERRIDES = "x-guidance"  # would replace what is set here, and let keywords be ignored
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
+_DATA = ("enum", "const", "default", "examples", "example")  # JSON that is no schema
+_JOINED = ("allOf", "anyOf", "oneOf", "$ref")  # beside `properties`: other schemas of the same object
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What each answer to a request has to match. Raises `BadRequest` for what is no source of its kind, or too large.
+
+    `source` is, by kind: a JSON Schema as JSON; "" (`json_object`: any object); a regular expression that matches the
+    whole answer; a JSON list of strings; a grammar in Lark's or llama.cpp's notation. With `compact`, JSON has no
+    whitespace between its parts; else a space, or a new line and its indentation.
+    """
+
+    kind: Kind
+    source: str = ""
+    compact: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or self.kind not in get_args(Kind):
+            raise BadRequest(f"a constraint is one of {', '.join(get_args(Kind))}, not {shown(self.kind)}", PARAM)
+        if not isinstance(self.source, str):
+            raise BadRequest(f"the source of a constraint is text, not {shown(self.source)}", PARAM)
+        if not isinstance(self.compact, bool):
+            raise BadRequest(f"compact is True or False, not {shown(self.compact)}", PARAM)
+        object.__setattr__(self, "kind", str.__str__(self.kind))
+        object.__setattr__(self, "source", str.__str__(self.source))
+        _check_text(self.source, self.kind)
+        if self.kind in ("json_schema", "choice"):
+            source = _checked_schema(self.source) if self.kind == "json_schema" else _checked_choices(self.source)
+            _check_text(source, self.kind)
+            object.__setattr__(self, "source", source)
+        elif (self.kind == "json_object") != (not self.source):
+            needs = "no source" if self.source else "a source that is not empty"
+            raise BadRequest(f"a constraint of kind {self.kind} has {needs}", PARAM)
+
+    @staticmethod
+    def json_schema(schema: Any, *, strict: bool = False, compact: bool = False) -> "Constraint":
+        """JSON that a schema describes: a mapping, JSON text, or a class of pydantic. With `strict`, objects have no
+        properties but those that their schemas name, where a schema does not say `additionalProperties` itself."""
+        if not isinstance(strict, bool):
+            raise BadRequest(f"strict is True or False, not {shown(strict)}", PARAM)
+        text = schema if isinstance(schema, str) else _dumped(_of_class(schema))
+        if strict:
+            _check_text(text, "json_schema")
+            text = _dumped(_closed(_loaded(text), joined=False))
+        return Constraint("json_schema", text, compact)
+
+    @staticmethod
+    def json_object(*, compact: bool = False) -> "Constraint":
+        """Any JSON object."""
+        return Constraint("json_object", "", compact)
+
+    @staticmethod
+    def regex(pattern: str) -> "Constraint":
+        """Text that `pattern` matches from its first character to its last."""
+        return Constraint("regex", pattern)
+
+    @staticmethod
+    def choice(texts: Sequence[str]) -> "Constraint":
+        """One of these texts."""
+        return Constraint("choice", _dumped(list(texts) if isinstance(texts, list | tuple) else texts))
+
+    @staticmethod
+    def grammar(source: str) -> "Constraint":
+        """Text of a grammar: Lark's notation, with `start` as the first rule, or GBNF, with `root`."""
+        return Constraint("grammar", source)
+
+
+def _check_text(source: str, kind: str) -> None:
+    """Raise `BadRequest` for a source that is too long, or is no text that can be encoded."""
+    try:
+        size = len(source) if len(source) > MAX_SOURCE_BYTES else len(source.encode())
+    except UnicodeEncodeError:
+        raise BadRequest(f"the {kind} of a constraint has half a surrogate pair, which is no text", PARAM) from None
+    if size > MAX_SOURCE_BYTES:
+        raise BadRequest(f"the {kind} of a constraint has {size} bytes; {MAX_SOURCE_BYTES} are allowed", PARAM)
+
+
+def _of_class(schema: Any) -> Any:
+    """The schema of a class of pydantic; anything else as it is."""
+    if not isinstance(schema, type):
+        return schema
+    from pydantic import BaseModel  # 0.1 s, for those who pass a class
+
+    return schema.model_json_schema() if issubclass(schema, BaseModel) else schema
+
+
+def _dumped(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(
+            f"a constraint is made of JSON, and {shown(value)} is none: {shown(str(error))}", PARAM
+        ) from error
+
+
+def _loaded(text: str) -> Any:
+    """JSON of at most `MAX_DEPTH` levels."""
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+    except RecursionError:
+        found = None
+    except ValueError as error:
+        raise BadRequest(f"a constraint is made of JSON, and this is none: {shown(str(error))}", PARAM) from error
+    else:
+        level: list[Any] = [found]
+        for _ in range(MAX_DEPTH):
+            level = [child for node in level for child in _children(node)]
+            if not level:
+                return found
+    raise BadRequest(f"a schema is nested more than {MAX_DEPTH} deep", PARAM)
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _checked_choices(source: str) -> str:
+    choices = _loaded(source)
+    if not isinstance(choices, list) or not 1 <= len(choices) <= MAX_VALUES:
+        raise BadRequest(f"a choice is a list of 1 to {MAX_VALUES} strings, not {shown(choices)}", PARAM)
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise BadRequest(f"each choice is a string that is not empty, not {shown(text)}", PARAM)
+    return _dumped(list(dict.fromkeys(choices)))
+
+
+def _checked_schema(source: str) -> str:
+    """The schema in one form of JSON. Raises `BadRequest` where it is over a bound."""
+    schema = _loaded(source)
+    if not isinstance(schema, dict):
+        raise BadRequest(f"a schema is a JSON object, not {shown(schema)}", PARAM)
+    properties = values = 0
+    for each in _schemas(schema):
+        properties += sum(len(each[name]) for name in _NAMED if isinstance(each.get(name), dict))
+        values += len(each["enum"]) if isinstance(each.get("enum"), list) else 0
+        if OVERRIDES in each:
+            raise BadRequest(f"a schema cannot have {OVERRIDES}; remove it", PARAM)
+    for found, most, what in ((properties, MAX_PROPERTIES, "properties"), (values, MAX_VALUES, "values of enums")):
+        if found > most:
+            raise BadRequest(f"the schema has {found} {what}; {most} are allowed", PARAM)
+    return _dumped(schema)
+
+
+def _schemas(node: Any) -> Iterator[dict[str, Any]]:
+    """Each schema in a schema, itself first."""
+    if isinstance(node, list):
+        for each in node:
+            yield from _schemas(each)
+    elif isinstance(node, dict):
+        yield node
+        for name, child in node.items():
+            if name in _NAMED and isinstance(child, dict):
+                yield from _schemas(list(child.values()))
+            elif name not in _DATA:
+                yield from _schemas(child)
+
+
+def _closed(node: Any, *, joined: bool) -> Any:
+    """A schema whose objects have the properties that they name and no others. Objects that several schemas describe
+    together (`joined`) stay open: each would forbid what the others name."""
+    if isinstance(node, list):
+        return [_closed(each, joined=joined) for each in node]
+    if not isinstance(node, dict):
+        return node
+    joined = joined or any(name in node for name in _JOINED)
+    found: dict[str, Any] = {}
+    for name, child in node.items():
+        if name in _NAMED and isinstance(child, dict):
+            found[name] = {each: _closed(schema, joined=False) for each, schema in child.items()}
+        else:
+            same = name in _JOINED and (name == "allOf" or "properties" in node)
+            found[name] = child if name in _DATA else _closed(child, joined=same)
+    if not joined and "additionalProperties" not in node and ("properties" in node or "patternProperties" in node):
+        found["additionalProperties"] = False
+    return found

@@ -247,8 +247,17 @@ def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]
     assert len(by_number) == len(table) - len(PARTS)
     assert all(counts["calls"] > 0 < counts["operations"] for counts in by_number)
     assert all(took > 0 for took in found["ms"].values())
-    with pytest.raises(BadRequest, match="ragged-32; not 'prefill-2048'"):
-        run_profile("prefill-2048")
+    with pytest.raises(BadRequest, match=r"prefill-512, .* gemma3-8, .*; not 'restart'"):
+        run_profile("restart")
+
+
+@pytest.mark.parametrize("name", ["prefill-512", "mamba2-8"])
+def test_reading_and_other_kinds_have_profiles(name: str, capsys: pytest.CaptureFixture[str]):
+    run_profile(name, quick=True)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["profile"] == name
+    assert {part for part, took in found["ms"].items() if took > 0} >= set(PARTS) - {"attention"}
+    assert (found["ms"]["attention"] > 0) == (name == "prefill-512")
 
 
 def test_the_stalls_of_a_stream_beside_a_load_are_measured(capsys: pytest.CaptureFixture[str]):

@@ -92,17 +92,22 @@ def kinds(
 ) -> Iterator[tuple[str, int, Compared]]:
     """Name, number of parameters and what was measured, kind by kind."""
     extent = QUICK if quick else EXTENT
-    for name, config in KINDS.items():
+    for name in KINDS:
         if only not in (None, name):
             continue
         with tempfile.TemporaryDirectory() as place:
-            config = {**config, **(SMALLER if quick else {})}
-            if quick and "layer_types" in config:
-                config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
-            with silence_transformers():
-                parameters = hf_baseline.write_network(config, torch.bfloat16, Path(place))
+            parameters = write_kind(name, Path(place), quick=quick)
             yield (
                 name,
                 parameters,
                 compared(Path(place), sides, WORKS, extent, threads=threads, cache_bytes=CACHE_BYTES),
             )
+
+
+def write_kind(name: str, place: Path, *, quick: bool = False) -> int:
+    """Write the random network of a kind; returns how many parameters it has."""
+    config = {**KINDS[name], **(SMALLER if quick else {})}
+    if quick and "layer_types" in config:
+        config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    with silence_transformers():
+        return hf_baseline.write_network(config, torch.bfloat16, place)

@@ -1,4 +1,4 @@
-"""profile: the time of each part of a decoding step, with memory and network only: no engine thread, no queue."""
+"""profile: the time of each part of a step, with memory and network only: no engine thread, no queue."""
 
 import os
 import statistics
@@ -92,35 +92,66 @@ class Clocked:
 
 
 def profile(
-    directory: Path, prompts: Sequence[Sequence[int]], steps: int, *, recorded: bool = False
+    directory: Path, prompts: Sequence[Sequence[int]], steps: int, *, recorded: bool = False, reading: bool = False
 ) -> tuple[str, dict[str, float]]:
-    """Of a step that gives every prompt a token: the backend that attends, and median milliseconds by part. Raises
-    `KvcellarError` if steps cannot be recorded."""
+    """Of a step that gives every prompt a token, or with `reading` of one that reads all prompts: the backends that
+    attend, and median milliseconds by part. Raises `KvcellarError` if steps cannot be recorded."""
     clock, parts = Clock(), RECORDED if recorded else PARTS
     network = load(directory, device="cpu").model
     pack(network)
     guest = _recorded(network, clock) if recorded else _by_modules(network, clock)
     cells = sum(map(len, prompts)) + len(prompts) * (steps + 1)
-    memory = guest.memory({group.name: cells for group in guest.shape.groups})
+    memory = guest.memory({group.name: cells for group in guest.shape.groups}, rows=2 * len(prompts) + 2)
+    work = _read if reading else _decode
+    of_steps = work(guest, memory, prompts, steps, clock)
+    names = {backend.name for backend in guest.backends.values()}
+    return ", ".join(sorted(names)), {part: statistics.median(s[part] for s in of_steps[1:]) for part in parts}
+
+
+def _read(
+    guest: Guest, memory: Memory, prompts: Sequence[Sequence[int]], steps: int, clock: Clock
+) -> list[dict[str, float]]:
+    """What each step took that reads all prompts, with the draw of the tokens behind them."""
+    of_steps: list[dict[str, float]] = []
+    for _ in range(steps + 1):
+        logits = _forward(guest, memory, dict(enumerate(prompts)), clock)
+        _drawn(guest, memory, logits, _samplers(guest, prompts), clock)
+        of_steps.append(clock.take())
+        memory.clear()
+    return of_steps
+
+
+def _decode(
+    guest: Guest, memory: Memory, prompts: Sequence[Sequence[int]], steps: int, clock: Clock
+) -> list[dict[str, float]]:
+    """What each step took that gives every prompt a token."""
     for seq, prompt in enumerate(prompts):
         for start in range(0, len(prompt), PROMPT):
             _forward(guest, memory, {seq: prompt[start : start + PROMPT]}, clock)
     clock.take()  # what reading took
     ids = {seq: [prompt[-1]] for seq, prompt in enumerate(prompts)}
     of_steps: list[dict[str, float]] = []
-    params, vocabulary = SamplingParams(temperature=0.0), network.config.vocab_size
-    choices = [
+    choices = _samplers(guest, prompts)
+    for _ in range(steps + 1):
+        logits = _forward(guest, memory, ids, clock)
+        ids = dict(enumerate(_drawn(guest, memory, logits, choices, clock)))
+        of_steps.append(clock.take())
+    return of_steps
+
+
+def _samplers(guest: Guest, prompts: Sequence[Sequence[int]]) -> list[Sampler]:
+    params, vocabulary = SamplingParams(temperature=0.0), guest.model.config.vocab_size
+    return [
         Sampler(params, seed=0, index=0, prompt_ids=prompt, vocab_size=vocabulary, end_ids=frozenset())
         for prompt in prompts
     ]
-    for _ in range(steps + 1):
-        logits = _forward(guest, memory, ids, clock)
-        with clock.running("draw"), torch.inference_mode():
-            drawn = draw(logits, choices, [memory.length(seq) for seq in ids])
-        of_steps.append(clock.take())
-        ids = {seq: [one.token_id] for seq, one in enumerate(drawn)}
-    names = {backend.name for backend in guest.backends.values()}
-    return ", ".join(sorted(names)), {part: statistics.median(s[part] for s in of_steps[1:]) for part in parts}
+
+
+def _drawn(guest: Guest, memory: Memory, logits: Tensor, choices: Sequence[Sampler], clock: Clock) -> list[list[int]]:
+    """The token of each sequence."""
+    with clock.running("draw"), torch.inference_mode():
+        drawn = draw(logits, choices, [memory.length(seq) for seq in range(len(choices))])
+    return [[one.token_id] for one in drawn]
 
 
 def _by_modules(network: Any, clock: Clock) -> Guest:

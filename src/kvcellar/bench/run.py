@@ -2,11 +2,12 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -18,7 +19,7 @@ from kvcellar.bench.counts import all_counts
 from kvcellar.bench.counts import lines as count_lines
 from kvcellar.bench.fragmented import fragmented
 from kvcellar.bench.fragmented import lines as fragmented_lines
-from kvcellar.bench.kinds import KINDS
+from kvcellar.bench.kinds import KINDS, write_kind
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.bench.prefix import SMALLEST, Extent, prefix
 from kvcellar.bench.prefix import lines as prefix_lines
@@ -29,7 +30,7 @@ from kvcellar.bench.restart import lines as restart_lines
 from kvcellar.bench.restart import restart
 from kvcellar.bench.revertible import forked, revertible
 from kvcellar.bench.threads import run_threads
-from kvcellar.bench.workloads import PROMPTS, WORKLOADS, Engines, Row, Scale
+from kvcellar.bench.workloads import PROMPTS, WORKLOADS, Engines, Prompts, Row, Scale
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import load
@@ -45,6 +46,15 @@ NAMES = (
     *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
     *(THREADS, *KINDS),
 )
+PROFILES: Mapping[str, Callable[[Scale], Prompts]] = MappingProxyType(
+    {
+        **PROMPTS,
+        "prefill-512": lambda scale: [scale.prompt(512)],
+        "prefill-2048": lambda scale: [scale.prompt(2048)],
+        **{kind: lambda scale: [scale.prompt(512)] for kind in KINDS},
+        **{f"{kind}-8": lambda scale: [scale.prompt(512, seed) for seed in range(8)] for kind in KINDS},
+    }
+)  # of steps whose parts can be timed: `kind-8` decodes eight sequences
 RECORDING = (START, OTHER_KINDS, THREADS, *KINDS)  # those that run an engine with the setting `record`
 
 
@@ -223,15 +233,19 @@ def run_drafts(*, quick: bool = False) -> None:
 
 
 def run_profile(name: str, *, quick: bool = False, threads: int = 1, recorded: bool = False) -> None:
-    """Print where the time of a decoding step goes, recorded or by modules, and the same as one line of JSON."""
-    if name not in PROMPTS:
-        raise BadRequest(f"only decoding has a profile: {', '.join(PROMPTS)}; not {name!r}", "profile")
+    """Print where the time of a step goes, recorded or by modules, and the same as one line of JSON. `name` is one of
+    `PROFILES`."""
+    if name not in PROFILES:
+        raise BadRequest(f"these have a profile: {', '.join(PROFILES)}; not {name!r}", "profile")
     torch.set_num_threads(threads)
     size, scale = _extent(quick)
-    with tempfile.TemporaryDirectory() as directory:
-        parameters = write(size, Path(directory))
-        steps = scale.bursts * scale.burst
-        attention, parts = profile(Path(directory), PROMPTS[name](scale), steps, recorded=recorded)
+    kind, steps, prompts = name.removesuffix("-8"), scale.bursts * scale.burst, PROFILES[name](scale)
+    with tempfile.TemporaryDirectory() as place:
+        directory, reading = Path(place), name.startswith("prefill")
+        parameters = write_kind(kind, directory, quick=quick) if kind in KINDS else write(size, directory)
+        attention, parts = profile(
+            directory, prompts, scale.repeats if reading else steps, recorded=recorded, reading=reading
+        )
     for part, took in parts.items():
         print(f"{part:20} {took:8.2f} ms {took / sum(parts.values()):6.1%}")
     found = all_counts()

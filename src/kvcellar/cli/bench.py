@@ -25,7 +25,8 @@ from kvcellar.errors import BadRequest
 )
 @click.option(
     "--profile",
-    help="Run one decoding workload and print where the time of a step goes; with --record auto, of a recorded one.",
+    help="Print where the time of a step goes, of decode-512 or another that has a profile; with --record auto, of a "
+    "recorded step.",
 )
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of all engines.")
 @click.option("--size", type=click.Choice(["125m", "0.5b"]), help="Parameters of the network. With --against only.")

@@ -18,7 +18,15 @@ from pydantic import BaseModel
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
-from kvcellar.engine.stats import EngineStats, GroupStats, RecordingStats, SpeculationStats, StoreStats, TierStats
+from kvcellar.engine.stats import (
+    EngineStats,
+    GroupStats,
+    PrefixStats,
+    RecordingStats,
+    SpeculationStats,
+    StoreStats,
+    TierStats,
+)
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
@@ -54,6 +62,7 @@ there is no metrics endpoint yet.
 RECORDS = {
     EngineStats: "`engine.stats()`",
     GroupStats: "`groups` of `engine.stats()`",
+    PrefixStats: "`prefixes` of `engine.stats()`",
     StoreStats: "`store` of `engine.stats()`",
     TierStats: "`tiers` of `engine.stats().store`",
     SpeculationStats: "`speculation` of `engine.stats()`",

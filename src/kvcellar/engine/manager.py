@@ -358,7 +358,7 @@ class SequenceManager:
         self._running.clear()
         self._fetches.clear()
         self.memory.claims.clear()
-        self.prefixes = Prefixes(self.memory, shares=self._shares, watch=self.events)
+        self.prefixes = Prefixes(self.memory, shares=self._shares, watch=self.events, totals=self.prefixes.ended())
         if self.events is not None:
             self.events.device_cleared()
         if self.store is not None:

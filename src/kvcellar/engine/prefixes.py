@@ -7,8 +7,9 @@ Always true:
 
 import time
 from bisect import bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.shares import USUAL, Shares, part, windows
@@ -41,6 +42,29 @@ class Prefix:
     last: Use | None = None  # that of what it goes on with, if that was in the tree before
 
 
+@dataclass(eq=False, slots=True)
+class Totals:
+    """What requests found in memory, and what memory lost, since the start of an engine."""
+
+    asked: int = 0
+    matched: int = 0
+    restored: int = 0
+    sources: Counter[str] = field(default_factory=Counter[str])  # restored tokens, by tier
+    missed: Counter[str] = field(default_factory=Counter[str])  # the rest of what was asked for, by reason
+    forks: int = 0
+    lost: int = 0  # tokens of earlier trees
+    lost_checkpoints: int = 0
+
+    def count(self, recall: Recall) -> None:
+        """A request begins to run."""
+        self.asked += recall.asked
+        self.matched += recall.matched
+        self.restored += recall.restored
+        self.sources.update(dict(recall.sources))
+        if recall.asked > recall.restored:
+            self.missed[recall.reason] += recall.asked - recall.restored
+
+
 class Prefixes:
     """The prefix tree of one memory."""
 
@@ -52,8 +76,10 @@ class Prefixes:
         shares: Shares = USUAL,
         clock: Callable[[], float] = time.time,
         watch: Watch | None = None,
+        totals: Totals | None = None,
     ) -> None:
-        """`clock` is that of retention: seconds of the wall clock."""
+        """`clock` is that of retention: seconds of the wall clock. `totals` are continued."""
+        self.totals = totals if totals is not None else Totals()
         self._memory, self._every, self._clock = memory, every, clock
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
@@ -151,6 +177,7 @@ class Prefixes:
             elsewhere=self._elsewhere._replace(owner=owner),
         )
         self._elsewhere.owners.note(owner, namespace, prefix.key)
+        self.totals.count(recall)
         return recall
 
     def know_others(self, others: Sightings, identity: str) -> None:
@@ -160,6 +187,7 @@ class Prefixes:
     def fork(self, prefix: Prefix) -> Prefix:
         """The place of a fork of the sequence, whose tokens are all published."""
         self.tree.share(prefix.node)
+        self.totals.forks += 1
         return replace(prefix, wanted=[])
 
     def _wanted(self, length: int, matched: int, marks: Iterable[int]) -> list[int]:
@@ -290,6 +318,16 @@ class Prefixes:
         while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
             found = True
         return found
+
+    def ended(self) -> Totals:
+        """The totals, which the next tree continues: all that this one has is lost."""
+        found = self.tree.total()
+        lost, checkpoints = found.lost + found.tokens, found.lost_checkpoints + found.checkpoints
+        self.totals.lost, self.totals.lost_checkpoints = (
+            self.totals.lost + lost,
+            self.totals.lost_checkpoints + checkpoints,
+        )
+        return self.totals
 
     def discard(self, node: Node, most: int) -> int:
         """Remove up to `most` leaves at and below a node that no sequence uses; returns their tokens, 0 at the end."""

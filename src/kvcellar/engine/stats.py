@@ -10,6 +10,7 @@ from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
+    from kvcellar.engine.prefixes import Prefixes
     from kvcellar.engine.store import Store
 
 
@@ -50,6 +51,8 @@ class TierStats:
     name: str  # host, disk or remote
     bytes: int  # of all that is there
     limit_bytes: int  # cap on these
+    written_bytes: int  # since the start
+    read_bytes: int  # since the start
     down: bool  # whether it is not used now, because it has failed or was too slow
     failures: Mapping[str, int]  # operations that failed, by kind: each is a miss, or not stored
 
@@ -100,6 +103,22 @@ class RecordingStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """What requests found in memory. docs/reference/statistics.md is generated from the comments."""
+
+    asked: int  # tokens of prompts since the start that could have come from memory: all but the last of each
+    matched: int  # of these, tokens that were found
+    restored: int  # of these, tokens that were used
+    sources: Mapping[str, int]  # restored tokens, by the tier that had them: device, host, disk, remote
+    missed: Mapping[str, int]  # tokens that were asked for and computed, by the reason in the `recall` of the request
+    forks: int  # sequences that began as copies of others since the start
+    tokens: int  # tokens that the prefix tree has, those of running sequences included
+    checkpoints: int  # checkpoints that it has
+    lost: int  # tokens that it has lost since the start: evicted, removed, expired, or of no use any more
+    lost_checkpoints: int  # checkpoints that it has lost since the start
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """The state of an engine between two steps. docs/reference/statistics.md is generated from the
     comments."""
@@ -114,6 +133,7 @@ class EngineStats:
     staging_bytes: int  # bytes of the largest edit
     limit_bytes: int  # cap on the sum of these three, without what a draft model has
     groups: tuple[GroupStats, ...]  # described below
+    prefixes: PrefixStats  # described below
     store: StoreStats | None  # described below; None: no store
     speculation: SpeculationStats | None  # described below; None: nothing is drafted
     recording: RecordingStats  # described below
@@ -171,6 +191,7 @@ def stats(built: "Built") -> EngineStats:
         staging_bytes=memory.storage.staging,
         limit_bytes=built.capacity.budget,
         groups=_groups(built),
+        prefixes=_prefix_stats(loop.manager.prefixes),
         store=_store_stats(loop.manager.store),
         speculation=_speculation_stats(built),
         recording=_recording_stats(built),
@@ -206,6 +227,22 @@ def _groups(built: "Built") -> tuple[GroupStats, ...]:
     )
 
 
+def _prefix_stats(prefixes: "Prefixes") -> PrefixStats:
+    found, tree = prefixes.totals, prefixes.tree.total()
+    return PrefixStats(
+        asked=found.asked,
+        matched=found.matched,
+        restored=found.restored,
+        sources=dict(found.sources),
+        missed=dict(found.missed),
+        forks=found.forks,
+        tokens=tree.tokens,
+        checkpoints=tree.checkpoints,
+        lost=found.lost + tree.lost,
+        lost_checkpoints=found.lost_checkpoints + tree.lost_checkpoints,
+    )
+
+
 def _speculation_stats(built: "Built") -> SpeculationStats | None:
     if (found := built.loop.manager.drafting.speculator) is None:
         return None
@@ -237,7 +274,15 @@ def _store_stats(store: "Store | None") -> StoreStats | None:
     transfers, restores = store.transfers, store.restores
     return StoreStats(
         tiers=tuple(
-            TierStats(tier.name, tier.size(), tier.cap, transfers.down(number), dict(tier.failures))
+            TierStats(
+                tier.name,
+                tier.size(),
+                tier.cap,
+                transfers.traffic[tier.name, "written"],
+                transfers.traffic[tier.name, "read"],
+                transfers.down(number),
+                dict(tier.failures),
+            )
             for number, tier in enumerate(transfers.tiers)
         ),
         snapshots=len(store.catalogue),

@@ -1,6 +1,7 @@
 """order: which leaf and which checkpoint of the prefix tree is evicted next, and which node has expired.
 
 Always true:
+  * `total` counts all tokens, or checkpoints, of the tree;
   * `held` of an owner counts all tokens, or checkpoints, that it has in the tree, while there is a quota;
   * the value of a leaf is what it was worth when it was last used, or reached its age, or was to be evicted;
   * each node that expires has its present time in a heap; other entries of the heaps are stale and skipped.
@@ -30,6 +31,15 @@ class Part(NamedTuple):
 UNLIMITED = Part()
 
 
+class Total(NamedTuple):
+    """Of a tree. What was evicted, has expired, was removed or served no request any more is lost."""
+
+    tokens: int
+    checkpoints: int
+    lost: int
+    lost_checkpoints: int
+
+
 class Next(NamedTuple, Generic[T]):
     """What is evicted next. It was removed from `heap`: if it stays, it is to be put back there. `over`: its owner has
     more than its quota."""
@@ -49,10 +59,13 @@ class Ranking(Generic[T]):
         self._of: dict[str, Heap[T]] = {}  # of each owner, if there is a quota
         self._over: set[str] = set()  # fewer than the quota is a part of the cache
         self.held = Counter[str]()
+        self.total = self.lost = 0  # of all owners, now and since the start
         self.clock = 0.0  # value of the last one that was evicted: what is not used falls behind
 
     def count(self, owner: str, change: int) -> None:
         """An owner has so much more in the tree. To be called before what is new is pushed."""
+        self.total += change
+        self.lost -= min(change, 0)
         if self._quota is None or not owner:
             return
         self.held[owner] += change
@@ -80,8 +93,9 @@ class Ranking(Generic[T]):
         """All that can be evicted."""
         return self._all.things()
 
-    def check(self, held: Counter[str]) -> None:
-        """Assert what is always true, where owners have so much."""
+    def check(self, held: Counter[str], total: int) -> None:
+        """Assert what is always true, where owners have so much, and all together `total`."""
+        assert self.total == total
         if self._quota is None:
             return
         assert self.held == held
@@ -102,6 +116,10 @@ class Order:
             lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
         )
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
+
+    def total(self) -> Total:
+        """What the tree has, and what it has lost."""
+        return Total(self.leaves.total, self.checkpoints.total, self.leaves.lost, self.checkpoints.lost)
 
     def enter_leaf(self, node: Node) -> None:
         """A node has its value of now; it is ranked if it can be evicted."""
@@ -162,5 +180,5 @@ class Order:
                 tokens[owner] += node.tokens
                 points[owner] += len(node.checkpoints)
         self.returns.check()
-        self.leaves.check(tokens)
-        self.checkpoints.check(+points)
+        self.leaves.check(tokens, sum(node.tokens for node in nodes))
+        self.checkpoints.check(+points, sum(len(node.checkpoints) for node in nodes))

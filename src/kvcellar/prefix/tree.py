@@ -52,6 +52,7 @@ class Tree(Lookup):
         super().__init__(claims, anywhere=anywhere, clock=clock)
         self._evicted, self._watch = evicted, watch
         self._order = Order(quota)
+        self.total = self._order.total
         self.pins = Pins(pins, self._order)
 
     # -- use ----------------------------------------------------------------------------------------------------

@@ -66,6 +66,7 @@ class Transfers:
         self.tiers, self.staging = tuple(tiers), staging
         self.reads = {tier.name: Rate() for tier in tiers}  # of what was fetched
         self.counts: Counter[Outcome] = Counter()
+        self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by the name of a tier and "read" or "written"
         self._locations = locations if locations is not None else Locations()
         self._copies = 1 + max((tier.copies for tier in tiers), default=0)
         self._patience, self._completed, self._freed, self._clock = patience, completed, freed, clock
@@ -307,6 +308,8 @@ class Transfers:
         stored = tier.put(loaded.snapshot, loaded.chunks, loaded.retention)
         if stored:
             self._locations.stored(tier.name, [loaded.snapshot])
+            with self._changed:
+                self.traffic[tier.name, "written"] += loaded.snapshot.size
         return stored
 
     def _fetch_below(self, transfer: Transfer, first: int) -> Step | None:
@@ -331,6 +334,7 @@ class Transfers:
         transfer.tiers = (tier.name,)
         with self._changed:
             self.reads[tier.name].record(loaded.snapshot.size, seconds)
+            self.traffic[tier.name, "read"] += loaded.snapshot.size
             self._lanes[number].use(loaded.snapshot.key)
             for above in self._usable(range(number)):
                 transfer.promotions += 1

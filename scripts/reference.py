@@ -33,10 +33,12 @@ from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import ADMIN_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.openai.chat import ChatBody
+from kvcellar.serve.openai.completions import CompletionBody
+from kvcellar.serve.openai.fields import CommonBody, StreamOptions
+from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
 from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS
-from kvcellar.serve.requests import ChatBody, CommonBody, CompletionBody, StreamOptions
-from kvcellar.serve.responses import DRAFT_TIMINGS, TIMINGS
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.speculations import SPECULATION
 

@@ -16,8 +16,8 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.one_engine import hosting
-from kvcellar.serve.openai import SEND_BYTES
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.sending import SEND_BYTES
 from kvcellar.serve.shared import Shared
 from kvcellar.tiers import archive
 from tests.serve.fake_engine import PATIENCE, FakeEngine

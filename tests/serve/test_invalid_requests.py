@@ -19,7 +19,8 @@ from kvcellar.errors import (
 )
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.json_text import printable
-from kvcellar.serve.requests import ChatBody, CompletionBody
+from kvcellar.serve.openai.chat import ChatBody
+from kvcellar.serve.openai.completions import CompletionBody
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion, error_of, lines_of
 
 JSON = {"content-type": "application/json"}

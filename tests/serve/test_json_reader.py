@@ -17,7 +17,7 @@ from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
 from kvcellar.serve.connection import READ, Connection
 from kvcellar.serve.json_reader import RUN, JsonReader, Limits, read
 from kvcellar.serve.json_text import json_chunks, to_json
-from kvcellar.serve.openai import _send_json
+from kvcellar.serve.sending import send_json
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_response, request
 
 LIMITS = Limits(context=10_000)
@@ -174,7 +174,7 @@ def test_other_tasks_run_while_a_long_response_is_encoded() -> None:
 
     async def main() -> None:
         counting = asyncio.create_task(others())
-        await _send_json(send, {"choices": [{"logprobs": {"content": iter(entries)}}]})
+        await send_json(send, {"choices": [{"logprobs": {"content": iter(entries)}}]})
         counting.cancel()
 
     asyncio.run(main())

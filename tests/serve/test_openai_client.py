@@ -11,7 +11,8 @@ import pytest
 from kvcellar.errors import CacheFull, EngineFailed, Overloaded
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.requests import ChatBody, CompletionBody
+from kvcellar.serve.openai.chat import ChatBody
+from kvcellar.serve.openai.completions import CompletionBody
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 

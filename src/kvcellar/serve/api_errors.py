@@ -1,15 +1,17 @@
-"""api_errors: errors in the format of OpenAI's API, and the conversion of exceptions to them.
+"""api_errors: errors in the formats of the APIs, and the conversion of exceptions to them.
 
-The format is `{"error": {"message", "type", "param", "code"}}`, below /api/ `{"error": message}`, with status 4xx for
-what the client can correct and 5xx for what it cannot; clients retry 408, 429 and 5xx themselves. Details of unexpected
-errors are only in the log.
+The format is that of OpenAI, `{"error": {"message", "type", "param", "code"}}`, except below the paths of `SHAPES`. The
+status is 4xx for what the client can correct and 5xx for what it cannot; clients retry 408, 429 and 5xx themselves.
+Details of unexpected errors are only in the log.
 
 Messages name fields of the API, never options of the command line or names in Python; tests/serve/test_messages.py
 contains every message.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -47,14 +49,25 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def body(self, path: str = "") -> dict[str, object]:
-        if path.startswith(OLLAMA):
-            return {"error": self.message}
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        """In the format of the API that has `path`."""
+        return next((shape(self) for prefix, shape in SHAPES.items() if path.startswith(prefix)), openai_shape(self))
 
     def response(self, path: str = "") -> Response:
         """For a request to `path`."""
         return Response(to_json(self.body(path)), self.status, self.headers, "application/json")
+
+
+def openai_shape(error: ApiError) -> dict[str, object]:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def ollama_shape(error: ApiError) -> dict[str, object]:
+    return {"error": error.message}
+
+
+# Formats of errors by the beginnings of paths.
+SHAPES: Mapping[str, Callable[[ApiError], dict[str, object]]] = MappingProxyType({OLLAMA: ollama_shape})
 
 
 class ClientDisconnected(Exception):

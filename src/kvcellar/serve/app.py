@@ -13,7 +13,7 @@ from kvcellar.serve.health import health_routes
 from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
-from kvcellar.serve.openai import openai_routes
+from kvcellar.serve.openai.routes import openai_routes
 from kvcellar.serve.records import Records
 from kvcellar.serve.shared import Shared
 

@@ -14,10 +14,10 @@ from typing import Any
 from kvcellar.engine.conversations import Held
 from kvcellar.engine.dialogue import Prompt, Render
 from kvcellar.errors import EngineClosed
-from kvcellar.events import Delta, Event, Finished
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.replies import ReplyPart
 
 
 class ConversationTurn:
@@ -75,17 +75,15 @@ class ConversationTurn:
             raise _invalid("conversation", f"the conversation {name} is a {what}; continue it with {route}")
         return held
 
-    def add(self, batch: Sequence[tuple[int, Event]]) -> None:
+    def add(self, part: ReplyPart) -> None:
         """Collect the completion as it arrives."""
-        for _, event in batch:
-            match event:
-                case Delta():
-                    self._text.append(event.text)
-                    self._tokens += event.token_ids
-                case Finished():
-                    self._stopped = event.stop_string is not None
-                case _:
-                    pass
+        if not self.begun:
+            return
+        self._text.append(part.text)
+        if part.delta is not None:
+            self._tokens += part.delta.token_ids
+        if part.end is not None:
+            self._stopped = part.end.stop_string is not None
 
     def save(self) -> None:
         """Add the turn, whose completion is whole, to the conversation. Raises what `Held.save` raises."""

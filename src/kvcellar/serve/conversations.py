@@ -18,14 +18,14 @@ from kvcellar.engine.conversations import ConversationInfo
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks
-from kvcellar.serve.messages import Message, StrictModel, template_messages
+from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.namespaces import owner
-from kvcellar.serve.openai import send_encoded, until_disconnected
+from kvcellar.serve.openai.completions import one_prompt
 from kvcellar.serve.parsing import parse_object, validated
-from kvcellar.serve.requests import MAX_MESSAGES, one_prompt
-from kvcellar.serve.responses import Json
+from kvcellar.serve.sending import send_encoded, until_disconnected
 from kvcellar.serve.shared import Shared
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps

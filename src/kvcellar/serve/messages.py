@@ -12,6 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 from kvcellar.serve.api_errors import ApiError
 
+MAX_MESSAGES = 4096
+
 # Fields of a message that are accepted with any value, and why ignoring them is harmless.
 MESSAGE_NO_EFFECT: Mapping[str, str] = MappingProxyType(
     {

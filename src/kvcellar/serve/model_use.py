@@ -19,9 +19,8 @@ from kvcellar.serve.host import Host
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
-from kvcellar.serve.parsing import parse_object
+from kvcellar.serve.parsing import Fields, parse_object
 from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.requests import Fields
 from kvcellar.serve.servable import Servable
 
 T = TypeVar("T")

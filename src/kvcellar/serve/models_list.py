@@ -5,8 +5,8 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import to_json
-from kvcellar.serve.responses import Json
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.shared import Shared
 

@@ -19,9 +19,9 @@ from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.ollama_details import Details, whole_name
 from kvcellar.serve.ollama_fields import GenerateBody, ShowBody
-from kvcellar.serve.openai import until_disconnected
 from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.resident import FOREVER, Member
+from kvcellar.serve.sending import until_disconnected
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.shared import Shared
 from kvcellar.version import __version__

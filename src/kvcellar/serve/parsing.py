@@ -39,9 +39,10 @@ MUST: Mapping[str, str] = MappingProxyType(
 )
 
 Body = TypeVar("Body", bound=BaseModel)
+Fields = dict[str, object]  # a body
 
 
-def parse_object(raw: bytes | bytearray, limits: Limits) -> dict[str, object]:
+def parse_object(raw: bytes | bytearray, limits: Limits) -> Fields:
     """`raw` as a JSON object. Raises `ApiError` 400 and `PromptTooLong`."""
     if raw.startswith(BOM_UTF8):
         raise _malformed("it begins with a byte order mark")
@@ -62,7 +63,7 @@ def parse_object(raw: bytes | bytearray, limits: Limits) -> dict[str, object]:
     return value
 
 
-def validated(kind: type[Body], fields: dict[str, object]) -> Body:
+def validated(kind: type[Body], fields: Fields) -> Body:
     """`fields` as a record of `kind`. Raises `ApiError` 400 for the first invalid field."""
     try:
         return kind.model_validate(fields)

@@ -1,0 +1,63 @@
+"""chat_request: what the bodies of all APIs become before prompts are made of them, and after."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sample.params import SamplingParams
+from kvcellar.text.pieces import PlainReader, ReplyReader
+
+Json = dict[str, object]
+Prompts = list[list[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """What requests of all APIs have in common."""
+
+    # fields of `SamplingParams` that replace the defaults of the model; None: the default
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    stream: bool = False
+    salt: str | None = None  # memory is shared only with requests of the same salt
+    users: tuple[str | None, ...] = ()  # and with those of the same names of users
+    retention: RetentionOptions = NO_OPTIONS  # without the owner
+    conversation: str | None = None  # the name of one that the request continues
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRequest(GenerationRequest):
+    """Texts to be completed. `prompts` are texts or token ids; `special` is that of `Engine.encode`."""
+
+    prompts: Sequence[str | list[int]]
+    special: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(GenerationRequest):
+    """A chat to be continued. `messages` are in the form that `Engine.render` takes, which checks them."""
+
+    messages: Sequence[dict[str, Any]]
+    variables: Mapping[str, Any] | None = None  # of the chat template
+    effort: str | None = None  # of reasoning
+    add_generation_prompt: bool = True
+    replay: bool = True  # earlier replies have the tokens that they were generated with
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose prompts were made. Choice i of prompt p has the index p * n + i."""
+
+    prompt_tokens: tuple[int, ...]  # of each prompt
+    params: SamplingParams
+    stream: bool
+    namespace: str  # of its memory
+    retention: RetentionOptions  # without the owner
+
+    @property
+    def choices(self) -> int:
+        return len(self.prompt_tokens) * self.params.n
+
+    def reader(self) -> ReplyReader:
+        """A reader of one choice."""
+        return PlainReader()

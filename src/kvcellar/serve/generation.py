@@ -1,0 +1,155 @@
+"""generation: the one way from a request of any API to its response: a body is received and read, its prompts are
+submitted, and what the engine generates is written, as one response or as a stream.
+
+An error sets the status of the response until the first byte is sent; after that the writer of the API reports it in
+the stream, which ends.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from kvcellar.serve.api_errors import api_error, shutting_down
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.chat_request import Json, Prepared
+from kvcellar.serve.conversation_turn import ConversationTurn
+from kvcellar.serve.http_request import Batch, HttpRequest
+from kvcellar.serve.json_text import CHUNK_ITEMS
+from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.namespaces import namespace, owner
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.prepare import prepare
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.replies import Replies, ReplyPart
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.retained import allowed
+from kvcellar.serve.sending import send_json, send_part, until_disconnected
+from kvcellar.serve.shared import Shared
+from kvcellar.serve.writer import Caller, Generation, Parse, Writer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the events of a request are made into."""
+
+    replies: Replies
+    writer: Writer
+    turn: ConversationTurn
+    log: RequestLog
+
+    def parts(self, batch: Batch) -> Iterator[ReplyPart]:
+        """What the events add to the response; they are counted and collected."""
+        self.log.count(batch)
+        for part in self.replies.parts(batch):
+            self.turn.add(part)
+            yield part
+
+
+class GenerationHandler:
+    """Handles the requests of one route. An ASGI application."""
+
+    def __init__(self, server: Shared, parse: Parse) -> None:
+        self._server = server
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, body = self._server, RequestBody(self._server.bodies)
+        try:
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            await until_disconnected(receive, self._respond(body, scope, send))
+        finally:
+            body.release()
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        response = await self._answered(body, scope, send)
+        if response is not None:  # sent without a reference to the engine, which may be unloaded meanwhile
+            await send_json(send, response)
+
+    async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Json | None:
+        """The response, when the model is not used any more; None if it was sent as a stream."""
+        server, log = self._server, RequestLog.of(scope)
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings)
+        with ExitStack() as stack:
+            use = stack.enter_context(ModelUse(server.host, server.threads, body))
+            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events))
+            stack.enter_context(server.drain.on_start(request.refuse_if_queued))
+            turn = stack.enter_context(ConversationTurn(caller.owner))
+
+            def submit(engine: ServedEngine, sent: Fields) -> tuple[Generation, Prepared]:
+                naming = partial(namespace, scope, server.settings.share_prefixes)
+                log.servable = use.servable
+                read = self._parse(engine, sent, caller)
+                prepared, prompts = prepare(engine, read.request, naming, turn)
+                log.set_prompts(prompts)
+                retention = allowed(prepared.retention, scope, server.settings)
+                request.submit(engine, prompts, prepared.params, prepared.namespace, retention)
+                return read, prepared
+
+            _, (read, prepared) = await server.drain.run_before(use.run(submit))
+            body.release()
+            replies = Replies(prepared)
+            answer = Answer(replies, read.writer(replies), turn, log)
+            log.response_id, log.namespace, log.owner = answer.writer.id, prepared.namespace, caller.owner
+            if prepared.stream:
+                await self._stream(request, answer, send)
+                return None
+            return await self._whole(request, answer)
+
+    async def _whole(self, request: HttpRequest, answer: Answer) -> Json:
+        while not request.finished:
+            for part in answer.parts(await request.next_batch()):
+                answer.writer.add(part)
+        await self._save(answer.turn)
+        return answer.writer.response()
+
+    async def _save(self, turn: ConversationTurn) -> None:
+        """Add the turn to the conversation that the request continues, if there is one."""
+        if turn.begun:
+            await self._server.threads.for_conversation(RequestBody(self._server.bodies), turn.save)
+
+    async def _stream(self, request: HttpRequest, answer: Answer, send: Send) -> None:
+        """The status is sent with the first event, or after `ping_seconds` without one."""
+
+        async def send_to_client(message: Message) -> None:
+            with request.waiting_for_client():
+                await send(message)
+
+        writer, batch = answer.writer, await request.next_batch(self._server.settings.ping_seconds)
+        await send_to_client({"type": "http.response.start", "status": 200, "headers": _headers(writer)})
+        try:
+            await self._send_parts(request, answer, send_to_client, batch)
+            await self._save(answer.turn)
+            last = writer.last()
+        except Exception as error:
+            await send_part(send_to_client, writer.failed(api_error(error)), more=False)
+            raise
+        except asyncio.CancelledError:  # the client has disconnected, and this is discarded; or the server shuts down
+            await send_part(send_to_client, writer.failed(shutting_down()), more=False)
+            raise
+        await send_part(send_to_client, last, more=False)
+
+    async def _send_parts(self, request: HttpRequest, answer: Answer, send: Send, batch: Batch) -> None:
+        writer, first = answer.writer, answer.writer.first()
+        while chunks := list(islice(first, CHUNK_ITEMS)):
+            await send_part(send, b"".join(chunks))
+        while True:
+            data = b"".join(map(writer.chunk, answer.parts(batch))) if batch else writer.ping()
+            if data:
+                await send_part(send, data)
+            if request.finished:
+                return
+            batch = await request.next_batch(self._server.settings.ping_seconds)
+
+
+def _headers(writer: Writer) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"content-type", writer.media_type),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # stops nginx from buffering the stream
+    ]

@@ -1,0 +1,71 @@
+"""chat: the fields of a chat completion, and the request that they make."""
+
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import FailFast, Field
+
+from kvcellar.sample.params import MAX_LOGPROBS
+from kvcellar.serve.chat_request import ChatRequest
+from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
+from kvcellar.serve.openai.chat_format import ChatFormat
+from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, response_options, sampling
+from kvcellar.serve.openai.response_writer import ResponseWriter
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.writer import Caller, Generation
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Reasoning(StrictModel):
+    """OpenRouter's form of `reasoning_effort`."""
+
+    effort: Effort | None = None
+
+
+class ChatBody(CommonBody):
+    # OpenAI: described below; up to 4096
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    # OpenAI: new name of `max_tokens`
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None  # OpenAI: whether to return log-probabilities
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # OpenAI: up to 20; needs `logprobs`
+    reasoning_effort: Effort | None = None  # OpenAI: see [tool calls and reasoning](../tool-calls.md)
+    reasoning: Reasoning | None = None  # OpenRouter: `{"effort": ...}`, the same as `reasoning_effort`
+    # vLLM: variables of the chat template; those that it does not use have no effect
+    chat_template_kwargs: dict[str, object] | None = None
+    add_generation_prompt: bool | None = None  # vLLM: `false`: render without the start of the assistant's turn
+    # kvcellar: `false`: earlier replies are tokenized again, instead of having the tokens that they were generated with
+    replay_tokens: bool | None = None
+
+
+def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`."""
+    body = checked(ChatBody, sent)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    request = ChatRequest(
+        messages=template_messages(body.messages),
+        sampling=sampling(body) | {"logprobs": logprobs, "max_tokens": _max_tokens(body)},
+        variables=body.chat_template_kwargs,
+        effort=_effort(body),
+        add_generation_prompt=body.add_generation_prompt is not False,
+        replay=body.replay_tokens is not False,
+        **common(body),
+    )
+    return Generation(request, partial(ResponseWriter, engine, response_options(engine, body, caller), ChatFormat()))
+
+
+def _max_tokens(body: ChatBody) -> int | None:
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise invalid("max_completion_tokens", "max_completion_tokens and max_tokens differ; send one of them")
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _effort(body: ChatBody) -> Effort | None:
+    other = None if body.reasoning is None else body.reasoning.effort
+    if None not in (body.reasoning_effort, other) and body.reasoning_effort != other:
+        raise invalid("reasoning", "reasoning_effort and reasoning.effort differ; send one of them")
+    return body.reasoning_effort or other

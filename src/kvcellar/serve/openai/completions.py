@@ -1,0 +1,81 @@
+"""completions: the fields of a text completion, and the request that they make."""
+
+from functools import partial
+
+from kvcellar.serve.chat_request import TextRequest
+from kvcellar.serve.openai.completion_format import CompletionFormat
+from kvcellar.serve.openai.fields import (
+    CommonBody,
+    checked,
+    common,
+    invalid,
+    response_options,
+    sampling,
+    unsupported,
+)
+from kvcellar.serve.openai.response_writer import ResponseWriter
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.writer import Caller, Generation
+
+MAX_PROMPTS = 256
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have none
+
+
+class CompletionBody(CommonBody):
+    prompt: object  # OpenAI: a string, token ids, or a list of either with up to 256 prompts
+    logprobs: int | None = None  # OpenAI: up to 20
+    best_of: int | None = None  # OpenAI: accepted if it equals `n`
+    add_special_tokens: bool | None = None  # vLLM: `false`: encode the prompt without begin-of-text and end-of-text
+
+
+def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/v1/completions`. Raises `ApiError` and `BadRequest`."""
+    body, defaults = checked(CompletionBody, sent), engine.model.default_sampling
+    n = defaults.n if body.n is None else body.n
+    if body.best_of not in (None, n):
+        message = f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {n}"
+        raise unsupported("best_of", message)
+    most = body.max_tokens if body.max_tokens is not None else defaults.max_tokens
+    given = sampling(body) | {
+        "logprobs": body.logprobs,
+        "max_tokens": COMPLETION_TOKENS if most is None else most,
+    }
+    continued = body.conversation is not None
+    request = TextRequest(
+        prompts=[one_prompt(body.prompt)] if continued else _prompts(body.prompt),
+        special=body.add_special_tokens,
+        sampling=given,
+        **common(body),
+    )
+    return Generation(
+        request, partial(ResponseWriter, engine, response_options(engine, body, caller), CompletionFormat())
+    )
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    if isinstance(prompt, str) and prompt:
+        return [prompt]
+    if isinstance(prompt, list) and prompt and "" not in prompt:
+        if _are_ids(prompt):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            message = f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} prompts are allowed in one request"
+            raise invalid("prompt", message)
+        if all(isinstance(item, str) for item in prompt):
+            return prompt
+        if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
+            return prompt
+    forms = "a string, a list of strings, a list of token ids, or a list of such lists"
+    raise invalid("prompt", f"prompt must be {forms}; none of them empty")
+
+
+def one_prompt(prompt: object) -> str | list[int]:
+    """The text that begins or continues a conversation; empty: what the model wrote last is continued."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
+        return prompt
+    raise invalid("prompt", "prompt of a conversation must be one string or one list of token ids")
+
+
+def _are_ids(items: list[object]) -> bool:
+    return set(map(type, items)) == {int}

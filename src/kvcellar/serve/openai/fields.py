@@ -1,0 +1,208 @@
+"""fields: what the bodies of completions and of chats have in common.
+
+Every field of a request is one of these:
+
+* implemented: part of `CompletionBody` or `ChatBody`. Types are strict: `"5"` is not a number, `true` is not 1. `null`
+  is the same as leaving a field out.
+* without effect (`ignored_fields.NO_EFFECT`): accepted with any value, because it cannot change the response.
+* not implemented (`ignored_fields.NEUTRAL`): accepted with values that have no effect, refused with any other.
+* unknown: refused, as OpenAI does.
+
+docs/reference/http-fields.md lists all fields; it is generated from the comments here (`origin: what it does`).
+Defaults come from the model's generation config. `model` may be left out; otherwise it must name the served model.
+"""
+
+import json
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, FailFast, Field
+
+from kvcellar.errors import BadRequest
+from kvcellar.retention import MOST_TTL, PRIORITIES
+from kvcellar.sample.params import MAX_BIASES, SamplingParams
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.messages import StrictModel
+from kvcellar.serve.parsing import Fields, unknown_parameter, validated
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.retained import options
+from kvcellar.serve.writer import Caller
+
+
+def _not_many(value: object) -> object:
+    """Checks the number of keys before pydantic checks every one of them."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise ValueError(f"{len(value)} biases; {MAX_BIASES} are allowed")
+    return value
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(StrictModel):
+    include_usage: bool | None = None  # OpenAI: a last chunk with the usage of the request and empty `choices`
+    # vLLM: every chunk has the usage of its choice so far; implies `include_usage` unless that is `false`, which
+    # disables both
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # OpenAI: only `false`; chunks are never padded
+
+
+class CommonBody(StrictModel):
+    model: str | None = None  # OpenAI: may be left out; otherwise the name in `/v1/models`, like `owner/name` or `gpt2`
+    stream: bool | None = None  # OpenAI: server-sent events
+    stream_options: StreamOptions | None = None  # OpenAI: described below; needs `stream`
+    return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
+    return_recall: bool | None = None  # kvcellar: `usage` has `recall`, what came from memory and why it was not more
+    return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
+    # OpenAI: most new tokens. Default: the model's; else 16 for a completion, and up to the context for a chat
+    max_tokens: int | None = None
+    min_tokens: int | None = None  # vLLM: end-of-text and stop ids are banned before this many tokens
+    temperature: float | None = None  # OpenAI: sampling
+    top_k: int | None = None  # vLLM: sampling
+    top_p: float | None = None  # OpenAI: sampling
+    min_p: float | None = None  # vLLM: sampling
+    typical_p: float | None = None  # llama.cpp: sampling
+    repetition_penalty: float | None = None  # vLLM: sampling
+    presence_penalty: float | None = None  # OpenAI: sampling
+    frequency_penalty: float | None = None  # OpenAI: sampling
+    # OpenAI: from token id to bias, -100 to 100
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
+    seed: int | None = None  # OpenAI: makes sampling reproducible
+    # kvcellar: name of a [conversation](../howto/conversations.md) that the request continues, and its completion too
+    conversation: str | None = None
+    cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
+    user: str | None = None  # OpenAI: the request shares memory only with those of the same user
+    safety_identifier: str | None = None  # OpenAI: new name of `user`
+    # OpenAI: announces more requests with the same beginning: what this one computes is worth as much to eviction as
+    # what was used again; it separates no memory
+    prompt_cache_key: str | None = None
+    # OpenAI: `in_memory`: what the request computes is never written to the store; `24h`: as `cache_ttl` of 24 hours
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    # kvcellar: seconds after the last use until what the request uses and computes is deleted; default: no limit
+    cache_ttl: float | None = Field(default=None, gt=0, le=MOST_TTL)
+    # kvcellar: -8 to 8: each level doubles what it is worth to eviction; above 0 only if the server allows it
+    cache_priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
+    cache_pin: bool | None = None  # kvcellar: the prompt is not evicted; only if the server allows it
+    n: int | None = None  # OpenAI: number of completions of each prompt; they share its K/V
+    stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None  # OpenAI: a string, or up to 64
+    stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: the completion ends at any of these tokens
+    ignore_eos: bool | None = None  # vLLM: continue past the end of text
+    # Ollama: at the end of the context, drop the oldest tokens and continue; needs `max_tokens`
+    shift: bool | None = None
+    num_keep: int | None = None  # Ollama: with `shift`, first tokens that are never dropped; -1: the prompt
+    repeat_last_n: int | None = None  # Ollama: penalties read this many of the last tokens; 0: none, -1: all
+    min_length: int | None = None  # transformers: `min_tokens`, counting the prompt too
+    no_repeat_ngram_size: int | None = None  # transformers: no n-gram of this size occurs twice
+    bad_words_ids: list[list[int]] | None = None  # transformers: sequences of token ids that are banned
+    sequence_bias: list[list[object]] | None = None  # transformers: a list of pairs of token ids and a bias
+    suppress_tokens: list[int] | None = None  # transformers: token ids that are banned
+    begin_suppress_tokens: list[int] | None = None  # transformers: token ids that are banned as first token
+    # transformers: a pair of a number of tokens and a factor
+    exponential_decay_length_penalty: list[object] | None = None
+    top_h: float | None = None  # transformers: sampling
+    epsilon_cutoff: float | None = None  # transformers: sampling
+    eta_cutoff: float | None = None  # transformers: sampling
+
+
+AnyBody = TypeVar("AnyBody", bound=CommonBody)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseOptions:
+    """What a client wants of its response."""
+
+    include_usage: bool  # a last chunk with the usage of the request
+    continuous_usage: bool  # and in every other chunk the usage of its choice so far
+    recall: bool  # say in `usage` what came from memory
+    recall_texts: bool  # with what may be the text of other requests of the namespace
+    token_ids: bool  # return the ids beside the text
+    tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
+
+
+def checked(kind: type[AnyBody], sent: Fields) -> AnyBody:
+    fields = dict(sent)
+    for name in (fields.keys() & (NEUTRAL.keys() | NO_EFFECT.keys())) - kind.model_fields.keys():
+        value = fields.pop(name)
+        if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
+            neutral = " or ".join(json.dumps(same) for same in NEUTRAL[name])
+            raise unsupported(name, f"{name} is not supported; leave it out, or send {neutral}")
+    for name in fields:
+        if name not in kind.model_fields:
+            raise unknown_parameter(name)
+    body = validated(kind, fields)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "stream_options needs stream to be true")
+    return body
+
+
+_CONVERTED = {"logit_bias", "max_tokens", "stop", "stop_token_ids"}  # fields that `_params` converts itself
+_SAMPLING = (CommonBody.model_fields.keys() & {field.name for field in fields(SamplingParams)}) - _CONVERTED
+
+
+def sampling(body: CommonBody) -> dict[str, Any]:
+    """The sampling fields of `GenerationRequest`, without those that the two bodies have in different forms."""
+    given: dict[str, Any] = body.model_dump(include=_SAMPLING)
+    if body.logit_bias is not None:
+        given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
+    if body.stop is not None:
+        given["stop"] = tuple(body.stop)
+    if body.stop_token_ids is not None:
+        given["stop_token_ids"] = tuple(body.stop_token_ids)
+    return given
+
+
+def common(body: CommonBody) -> dict[str, Any]:
+    """The other fields of `GenerationRequest`."""
+    return {
+        "stream": bool(body.stream),
+        "salt": body.cache_salt,
+        "users": (body.user, body.safety_identifier),
+        "conversation": body.conversation,
+        "retention": options(
+            key=body.prompt_cache_key,
+            retention=body.prompt_cache_retention,
+            ttl=body.cache_ttl,
+            priority=body.cache_priority,
+            pin=body.cache_pin,
+        ),
+    }
+
+
+def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> ResponseOptions:
+    include, continuous = _usage_options(body.stream_options)
+    return ResponseOptions(
+        include_usage=include,
+        continuous_usage=continuous,
+        recall=bool(body.return_recall),
+        recall_texts=caller.sees_texts,
+        token_ids=bool(body.return_token_ids) or not engine.model.has_text,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
+    )
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        message = f"logit_bias must map token ids to numbers; {printable(repr(key), 40)} is not a token id"
+        raise BadRequest(message, "logit_bias")
+    return int(key)
+
+
+def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
+    """Whether to send the usage of the request, and of every chunk. As in vLLM, the second implies the first, unless
+    that is explicitly false, which disables both."""
+    if options is None:
+        return False, False
+    continuous = bool(options.continuous_usage_stats)
+    include = continuous if options.include_usage is None else options.include_usage
+    return include, include and continuous
+
+
+def invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "unsupported_parameter")

@@ -1,0 +1,159 @@
+"""response_writer: writes the responses to chats and text completions. A `ResponseFormat` has what differs.
+
+What clients rely on: only the first chunk of a choice has the role; its `finish_reason` comes before the chunk with the
+usage, whose `choices` are empty; `prompt_tokens_details.cached_tokens` is always present, 0 if nothing was cached; a
+stream ends with `data: [DONE]` if and only if it succeeded. An error in a stream is one more `data:` line,
+`{"error": ...}`.
+
+Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended it, as in vLLM) and, on request,
+`token_ids`; a response has `timings`, with the names of llama.cpp. Where drafts were used, the usage has OpenAI's
+counts of them, and the timings those of llama.cpp and a record of our own.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+from uuid import uuid4
+
+from kvcellar.events import TokenLogprob
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.chat_request import Json
+from kvcellar.serve.openai.fields import ResponseOptions
+from kvcellar.serve.openai.logprobs import Tokens, TokenText
+from kvcellar.serve.openai.usage import timings, usage, usage_so_far
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.recalls import recall_fields
+from kvcellar.serve.replies import Replies, Reply, ReplyPart, WholeReply
+from kvcellar.serve.writer import SSE, SSE_PING, data_events
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ResponseFormat(Protocol):
+    """What differs between the two routes."""
+
+    id_prefix: str
+    object_type: str
+    chunk_type: str
+
+    def first_chunk(self) -> Json | None:
+        """What the first chunk of a choice contains before any text, if there is such a chunk."""
+        ...
+
+    def deltas(self, part: ReplyPart) -> list[Json]:
+        """What the chunks contain that the pieces of a part become."""
+        ...
+
+    def empty(self) -> Json:
+        """What a chunk without a piece contains."""
+        ...
+
+    def message(self, reply: WholeReply) -> Json: ...
+    def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], tokens: TokenText) -> Json:
+        """Lists as long as the completion are iterators, which are encoded in chunks."""
+        ...
+
+
+class ResponseWriter:
+    """A `Writer`."""
+
+    media_type = SSE
+
+    def __init__(self, engine: ServedEngine, wanted: ResponseOptions, form: ResponseFormat, replies: Replies) -> None:
+        self._engine, self._wanted, self._format, self._replies = engine, wanted, form, replies
+        self._text = TokenText(engine, wanted.tokens_as_ids)
+        self._wholes = [WholeReply() for _ in replies.replies]
+        self._tokens = [Tokens() for _ in replies.replies]
+        self.id = form.id_prefix + uuid4().hex
+        self._head: Json = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": engine.model.name,
+            "system_fingerprint": None,
+        }
+
+    # -- one response -------------------------------------------------------------------------------------------
+
+    def add(self, part: ReplyPart) -> None:
+        self._wholes[part.reply.index].add(part.pieces)
+        if part.delta is not None:
+            self._tokens[part.reply.index].add(part.delta, self._text)
+
+    def response(self) -> Json:
+        choices = [self._whole(reply) for reply in self._replies.replies]
+        return self._record(self._format.object_type, choices) | self._totals()
+
+    def _whole(self, reply: Reply) -> Json:
+        tokens = self._tokens[reply.index]
+        fields: Json = {"index": reply.index, "logprobs": None} | self._format.message(self._wholes[reply.index])
+        fields |= self._end(reply)
+        if self._replies.prepared.params.logprobs is not None:
+            fields["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
+        if self._wanted.token_ids:
+            fields["token_ids"] = iter(tokens.ids)
+        return fields
+
+    # -- a stream -----------------------------------------------------------------------------------------------
+
+    def first(self) -> Iterator[bytes]:
+        first = self._format.first_chunk()
+        if first is not None:
+            for reply in self._replies.replies:
+                yield data_events([self._chunk(reply, first)])
+
+    def chunk(self, part: ReplyPart) -> bytes:
+        """No chunk for an empty text, unless it has logprobs or token ids, which are in the last chunk of a part."""
+        reply, bodies = part.reply, self._format.deltas(part)
+        if part.delta is not None and (more := self._of_tokens(part)):
+            bodies = bodies or [self._format.empty()]
+            bodies[-1] |= more
+        if part.end is not None:
+            bodies.append(self._format.empty() | self._end(reply))
+        return data_events(self._chunk(reply, body) for body in bodies)
+
+    def _of_tokens(self, part: ReplyPart) -> Json:
+        """The log-probabilities and ids of the tokens of a part."""
+        assert part.delta is not None
+        tokens, body = self._tokens[part.reply.index], {}
+        tokens.add(part.delta, self._text)
+        if part.delta.logprobs:
+            body["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
+        if self._wanted.token_ids and part.delta.token_ids:
+            body["token_ids"] = tokens.ids
+        tokens.mark_sent()
+        return body
+
+    def last(self) -> bytes:
+        if not self._wanted.include_usage:
+            return DONE
+        return data_events([self._record(self._format.chunk_type, []) | self._totals()]) + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return data_events([error.body()])
+
+    def ping(self) -> bytes:
+        return SSE_PING
+
+    def _chunk(self, reply: Reply, body: Json) -> Json:
+        fields = {"index": reply.index, "logprobs": None, "finish_reason": None} | body
+        chunk = self._record(self._format.chunk_type, [fields])
+        if self._wanted.include_usage:
+            chunk["usage"] = usage_so_far(self._replies, reply) if self._wanted.continuous_usage else None
+        return chunk
+
+    # -- of both ------------------------------------------------------------------------------------------------
+
+    def _end(self, reply: Reply) -> Json:
+        assert reply.end is not None, "the choice has not ended"
+        return {"finish_reason": reply.finish_reason, "stop_reason": reply.end.stop_string}
+
+    def _record(self, kind: str, choices: list[Json]) -> Json:
+        return self._head | {"object": kind, "choices": choices}
+
+    def _totals(self) -> Json:
+        used = usage(self._replies)
+        if self._wanted.recall:
+            texts = self._wanted.recall_texts
+            found = (one.recall for one in self._replies.done.values() if one.recall is not None)
+            used["recall"] = [recall_fields(one, self._engine, texts=texts) for one in found]
+        return {"usage": used, "timings": timings(self._replies)}

@@ -1,0 +1,77 @@
+"""prepare: makes the prompts of a request, and everything that is known before its first token.
+
+Slow, because it renders and tokenizes: it runs in a thread. It raises `ApiError` and `BadRequest`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvcellar.engine.dialogue import Render
+from kvcellar.sample.params import SamplingParams, merged
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
+from kvcellar.serve.conversation_turn import ConversationTurn
+from kvcellar.serve.protocols import ServedEngine
+
+MAX_COMPLETIONS = 4096  # prompts times n
+
+Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
+
+
+def prepare(
+    engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn
+) -> tuple[Prepared, Prompts]:
+    """The request with its prompts; begins `turn` if it continues a conversation."""
+    given = {name: value for name, value in request.sampling.items() if value is not None}
+    params = merged(engine.model.default_sampling, given)
+    namespace = naming(request.salt, request.users)
+    if isinstance(request, TextRequest):
+        prompts, params = _texts(engine, request, params, turn)
+    else:
+        prompts, params = _chat(engine, request, params, namespace, turn)
+    if len(prompts) * params.n > MAX_COMPLETIONS:
+        count = f"{len(prompts)} prompts with n {params.n}"
+        message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"
+        raise ApiError(400, message, "n", "invalid_value")
+    lengths = tuple(map(len, prompts))
+    return Prepared(lengths, params, request.stream, namespace, request.retention), prompts
+
+
+def _texts(
+    engine: ServedEngine, request: TextRequest, params: SamplingParams, turn: ConversationTurn
+) -> tuple[Prompts, SamplingParams]:
+    if request.conversation is not None:
+        prompt = turn.begin_text(engine, request.conversation, request.prompts[0], params)
+        return [prompt.ids], prompt.params
+
+    def encoded(text: str | list[int]) -> list[int]:
+        if not isinstance(text, str):
+            return text
+        return engine.encode(text, special=request.special, limit=engine.model.context)
+
+    return list(map(encoded, request.prompts)), params
+
+
+def _chat(
+    engine: ServedEngine, request: ChatRequest, params: SamplingParams, namespace: str, turn: ConversationTurn
+) -> tuple[Prompts, SamplingParams]:
+    render = renderer(engine, request, namespace)
+    if request.conversation is None:
+        return [render(request.messages, limit=engine.model.context)], params
+    if not request.add_generation_prompt:
+        message = "add_generation_prompt must not be false with conversation"
+        raise ApiError(400, message, "add_generation_prompt", "invalid_value")
+    prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
+    return [prompt.ids], prompt.params
+
+
+def renderer(engine: ServedEngine, request: ChatRequest, namespace: str) -> Render:
+    """A function from messages to the tokens of the prompt. It raises `PromptTooLong` for more than its `limit`."""
+    return partial(
+        engine.render,
+        variables=request.variables,
+        effort=request.effort,
+        add_generation_prompt=request.add_generation_prompt,
+        namespace=namespace,
+        replay=request.replay,
+    )

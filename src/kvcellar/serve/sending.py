@@ -1,0 +1,53 @@
+"""sending: sends responses in pieces, so that the event loop is not blocked, and stops work whose client has left."""
+
+import asyncio
+from collections.abc import Coroutine
+
+from starlette.types import Receive, Send
+
+from kvcellar.serve.api_errors import ClientDisconnected
+from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks
+
+SEND_BYTES = 2**18  # of a response that are sent at once
+
+
+async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work`. Cancels it and raises `ClientDisconnected` if the client disconnects."""
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not worker.done():
+            raise ClientDisconnected
+        worker.result()
+    finally:
+        worker.cancel()
+        watcher.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_json(send: Send, value: object) -> None:
+    """Encode and send in chunks; other tasks of the event loop run between them."""
+    body = bytearray()
+    for number, chunk in enumerate(json_chunks(value)):
+        body += chunk
+        if len(chunk) > 1000 or number % CHUNK_ITEMS == 0:
+            await asyncio.sleep(0)
+    await send_encoded(send, body)
+
+
+async def send_encoded(send: Send, body: bytes | bytearray) -> None:
+    """Send JSON in pieces. The next one is copied when the client has read most of those before it."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for at in range(0, len(body), SEND_BYTES):
+        await send_part(send, bytes(body[at : at + SEND_BYTES]), more=at + SEND_BYTES < len(body))
+
+
+async def send_part(send: Send, data: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})

@@ -1,0 +1,103 @@
+"""writer: what each API has of its own: how a body is read, and how a response is written.
+
+`generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.datastructures import Headers
+
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.chat_request import ChatRequest, Json, TextRequest
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.replies import Replies, ReplyPart
+from kvcellar.serve.settings import ServeSettings
+
+SSE = b"text/event-stream; charset=utf-8"
+NDJSON = b"application/x-ndjson"
+SSE_PING = b": still here\n\n"  # a comment, which parsers skip
+
+
+class Writer(Protocol):
+    """Writes the response to one request: one object, by `add` for each part and then `response`; or a stream, by
+    `first`, `chunk` for each part, and `last`. What it knows of the request and its usage is in the `Replies`."""
+
+    @property
+    def id(self) -> str:
+        """Of the response; the record of the request has it, too."""
+        ...
+
+    @property
+    def media_type(self) -> bytes:
+        """Of a stream."""
+        ...
+
+    def add(self, part: ReplyPart) -> None: ...
+    def response(self) -> Json:
+        """When all prompts have ended. Iterators in it become lists, which are encoded in chunks."""
+        ...
+
+    def first(self) -> Iterator[bytes]:
+        """What is sent before any part, in small pieces. The status is 200 from here on."""
+        ...
+
+    def chunk(self, part: ReplyPart) -> bytes:
+        """May be empty."""
+        ...
+
+    def last(self) -> bytes:
+        """When all prompts have ended, and the turn of a conversation was saved."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of `last`, perhaps before `first` has ended. An error before a stream begins is written by
+        `ApiError.response`."""
+        ...
+
+    def ping(self) -> bytes:
+        """What keeps a connection open on which nothing is sent. Empty: nothing does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a request."""
+
+    owner: str  # a digest of its API key; "" without one
+    headers: Headers
+    settings: ServeSettings
+
+    @property
+    def sees_texts(self) -> bool:
+        """Whether responses may have the text of other requests of the namespace."""
+        return not (self.settings.share_prefixes and self.settings.key_digests)
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A body that was read. `writer` makes the writer of the response when the prompts were submitted."""
+
+    request: TextRequest | ChatRequest
+    writer: Callable[[Replies], Writer]
+
+
+Parse = Callable[[ServedEngine, Fields, Caller], Generation]  # slow, in a thread; raises `ApiError` and `BadRequest`
+
+
+def data_events(values: Iterable[Json]) -> bytes:
+    """Server-sent events without names."""
+    return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)
+
+
+def named_event(name: str, value: Json) -> bytes:
+    """A server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+
+
+def json_line(value: Json) -> bytes:
+    """A line of NDJSON."""
+    return to_json(value) + b"\n"

@@ -21,8 +21,7 @@ import pytest
 from kvcellar import __version__
 from kvcellar.errors import ModelRefused
 from kvcellar.progress import Progress, report
-from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve import openai as openai_routes
+from kvcellar.serve import Server, ServeSettings, generation, key_digest
 from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.server import bind
@@ -424,7 +423,7 @@ def test_a_response_that_is_sent_refers_to_no_engine(
     http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[weakref.ref[Any]] = []
-    make, send = world.host._leased, openai_routes._send_json
+    make, send = world.host._leased, generation.send_json
 
     def leased(*args: Any) -> Any:
         lease = make(*args)
@@ -442,7 +441,7 @@ def test_a_response_that_is_sent_refers_to_no_engine(
         await send(*args)
 
     monkeypatch.setattr(world.host, "_leased", leased)
-    monkeypatch.setattr(openai_routes, "_send_json", sent)
+    monkeypatch.setattr(generation, "send_json", sent)
     body = {"model": "one", "prompt": "a", "max_tokens": 2}
     assert http.post("/v1/completions", json=body).status_code == 200
     assert engines

@@ -1,7 +1,8 @@
 """events: the records that the engine delivers for a running request. Plain data: no torch, no text handling.
 
-For each choice there are any number of `Delta` and then one `Finished`. When all choices have finished there is one
-`Done`. A request that fails gets one `Failed` in place of the remaining events. Nothing follows `Done` or `Failed`.
+A request that reads its prompt gets one `PromptScored` or `Embedded` first. For each choice there are any number of
+`Delta` and then one `Finished`. When all choices have finished there is one `Done`. A request that fails gets one
+`Failed` in place of the remaining events. Nothing follows `Done` or `Failed`.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,26 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One generated token with its log-probability (natural log) under the model's own distribution."""
+    """One token with its log-probability (natural log) under the model's own distribution."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # the most likely (token id, logprob), best first
+    rank: int = 0  # of a token of a prompt: 1 if it was the most likely; 0 of a generated one
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The tokens of the prompt, with their log-probabilities; None for the first, before which nothing is."""
+
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The hidden states of the prompt, pooled: [H] in float32, not normalised."""
+
+    vector: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +100,8 @@ class Recall:
     restored: int  # of these, tokens that were used
     sources: tuple[tuple[str, int], ...]  # restored tokens by the tier that had them when the request arrived
     seconds: float  # seconds that the request waited for tokens to be read back
-    # complete, no checkpoint, diverged, new, evicted, damaged, other weights, other adapter, cheaper to recompute or
-    # tier unavailable
+    # complete, no checkpoint, diverged, new, evicted, damaged, other weights, other adapter, cheaper to recompute,
+    # tier unavailable or prompt read
     reason: str
     detail: str  # what the reason means here, in words
     entry: str = ""  # where it diverged: the name of the entry of the tree that goes on in another way
@@ -136,4 +152,4 @@ class Failed:
     error: Exception
 
 
-Event = Delta | Finished | Done | Failed
+Event = PromptScored | Embedded | Delta | Finished | Done | Failed

@@ -31,7 +31,7 @@ from kvcellar.engine.open_store import open_draft_store, open_store
 from kvcellar.engine.recorded import record_steps, without_preparing
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
-from kvcellar.engine.scheduler import Scheduler
+from kvcellar.engine.scheduler import SCORED, Scheduler
 from kvcellar.engine.settings import Settings, text_bytes_of
 from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, forked_from
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvcellar.engine")
 
+LEAST_SCORED = 8  # rows
 TORCH = os.getpid()  # the process that imported torch
 
 
@@ -152,7 +153,7 @@ def _assembled(
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
-    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting)
+    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting, _scored(capacity, intake))
     adapters.loop = loop
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
@@ -212,8 +213,9 @@ def _running(
     threads: Threads,
     device: DeviceThread,
     drafting: Drafting,
+    scored: int,
 ) -> tuple[Loop, Runner]:
-    """The parts that run on the device's thread."""
+    """The parts that run on the device's thread. `scored`: the most rows of prompts of which a step has the logits."""
     context = intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
     manager = SequenceManager(
@@ -227,6 +229,7 @@ def _running(
         max_sequences=intake.most_completions,
         step_tokens=settings.step_tokens,
         draft=drafting.propose,
+        scored=scored,
     )
     loop = Loop(manager, scheduler, context=context, threads=threads.count, device=device)
     runner = Runner(
@@ -241,6 +244,11 @@ def _running(
         keep=manager.keep,
     )
     return loop, runner
+
+
+def _scored(capacity: Capacity, intake: Intake) -> int:
+    """How many rows of prompts a step has logits of, in float32 within half of the bytes of a step."""
+    return max(LEAST_SCORED, min(SCORED, capacity.scratch // (2 * 4 * intake.vocab_size)))
 
 
 def _speculator(

@@ -118,7 +118,7 @@ class SequenceManager:
 
     def arrived(self, completion: Completion) -> None:
         """A completion waits from now on: what tiers have of its tokens is read meanwhile."""
-        if self.store is not None:
+        if self.store is not None and completion.reusable:
             self._fetches[completion] = self.store.restores.prefetch(
                 completion.request.space, lambda: key_of(completion.tokens)
             )
@@ -137,14 +137,15 @@ class SequenceManager:
         if self._read_back(completion, next_in=next_in):
             return True
         namespace, tokens, key = completion.request.space, completion.tokens, b""
+        most = completion.reusable
         for other, prefix in self._running.values():
             at = other.computed
-            if other.status is not Status.PREFILL or prefix.root.namespace != namespace or at >= len(tokens) - 1:
+            if other.status is not Status.PREFILL or prefix.root.namespace != namespace or at >= most:
                 continue
             if tokens[at] != other.tokens[at]:  # which is cheap to find out
                 continue
             key = key or key_of(tokens)
-            alike = min(common(prefix.key, key), len(tokens) - 1)
+            alike = min(common(prefix.key, key), most)
             if alike > at and alike >= self.prefixes.restorable(namespace, key) + NEAR:
                 self.prefixes.want(prefix, alike)
                 return True
@@ -152,7 +153,7 @@ class SequenceManager:
 
     def _read_back(self, completion: Completion, *, next_in: bool) -> bool:
         """Whether tokens of a waiting completion are being read back."""
-        if self.store is None:
+        if self.store is None or not completion.reusable:
             return False
         if completion not in self._fetches:  # it was preempted
             self.arrived(completion)
@@ -165,7 +166,8 @@ class SequenceManager:
         request, key = completion.request, key_of(completion.tokens)
         self._publish_needed(request.space, key)
         seq = next(self._numbers)
-        prefix = self.prefixes.restore(seq, request.space, key, request.checkpoint_positions, request.retention)
+        marks, most = request.checkpoint_positions, completion.reusable
+        prefix = self.prefixes.restore(seq, request.space, key, marks, request.retention, most=most)
         self._running[seq] = completion, prefix
         completion.seq, completion.computed = seq, prefix.restored
 
@@ -188,7 +190,8 @@ class SequenceManager:
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
             read = fetch.read_back if fetch is not None else ReadBack()
-            recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner)
+            most = completion.reusable if request.reading is not None else None
+            recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner, most=most)
             if (rewrite := request.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall

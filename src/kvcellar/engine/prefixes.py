@@ -117,18 +117,22 @@ class Prefixes:
         key: bytes,
         marks: Iterable[int] = (),
         options: RetentionOptions = NO_OPTIONS,
+        *,
+        most: int | None = None,
     ) -> Prefix:
-        """Begin the new sequence `seq` with what the tree has of a key; at least one token is left to compute.
+        """Begin the new sequence `seq` with what the tree has of a key, up to `most` tokens; at least one token is left
+        to compute.
 
         `marks` are positions that later requests may resume at, such as the borders of messages. What was restored
         counts as used once `use` is called.
         """
         self.expire()
         length, root = len(key) // TOKEN, self.tree.root(namespace)
-        match, pinned = self.tree.match(root, key, length - 1), self._for_everyone(namespace, key, length - 1)
+        most = length - 1 if most is None else min(most, length - 1)
+        match, pinned = self.tree.match(root, key, most), self._for_everyone(namespace, key, most)
         if pinned.resume > match.resume:
             self._adopt(seq, root, key, pinned)
-            match = self.tree.match(root, key, length - 1)._replace(matched=max(match.matched, pinned.matched))
+            match = self.tree.match(root, key, most)._replace(matched=max(match.matched, pinned.matched))
         if match.resume:
             self._memory.claims.assemble(seq, [node.claim for node in match.path], match.resume)
         node = self.tree.lock(root, match)
@@ -162,23 +166,32 @@ class Prefixes:
             return DEFAULT
         return replace(options.at(self._clock()), pinned=False)
 
-    def explain(self, prefix: Prefix, *, read: ReadBack, owner: str) -> Recall:
-        """Why no more of the prompt of a sequence was restored. `read` is what was read back for it."""
+    def explain(self, prefix: Prefix, *, read: ReadBack, owner: str, most: int | None = None) -> Recall:
+        """Why no more of the prompt of a sequence was restored. `read` is what was read back for it, `most` how many
+        tokens it could use."""
         namespace = prefix.root.namespace
         recall = explained(
             self.tree,
             self.losses,
             namespace,
             prefix.key,
-            matched=prefix.matched,
+            matched=prefix.matched if most is None else self._matched(prefix),
             restored=prefix.restored,
             read=read,
             kinds=self._kinds,
             elsewhere=self._elsewhere._replace(owner=owner),
         )
         self._elsewhere.owners.note(owner, namespace, prefix.key)
+        if most is not None and most < recall.asked:
+            detail = f"from token {most} on, the prompt is computed because what it gives is read"
+            recall = replace(recall, reason="prompt read", detail=detail, entry="", ours=(), theirs=())
         self.totals.count(recall)
         return recall
+
+    def _matched(self, prefix: Prefix) -> int:
+        """How many tokens of its key are there, whether it uses them or not."""
+        found = self.tree.match(prefix.root, prefix.key, len(prefix.key) // TOKEN - 1)
+        return max(prefix.matched, found.matched)
 
     def know_others(self, others: Sightings, identity: str) -> None:
         """What a store has of other weights, by namespace; `identity` is that of this memory."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypedDict, cast
 
+from kvcellar.engine.reading import Pooled, PoolingMode, PromptLogprobs, Reading, to_read
 from kvcellar.events import (
     Delta,
     Done,
@@ -45,6 +46,12 @@ class HowOptions(TypedDict, total=False):
 
     retention: RetentionOptions | None
     adapter: str | None
+
+
+class Use(HowOptions, total=False):
+    """`pooling`: the request ends with its prompt, and gives its hidden states, pooled that way."""
+
+    pooling: PoolingMode | None
 
 
 class RequestOptions(SamplingOptions, HowOptions, total=False):
@@ -105,6 +112,8 @@ class Request:
     retention: RetentionOptions = NO_OPTIONS
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     adapter: AdapterUse | None = None
+    pooling: PoolingMode | None = None
+    reading: Reading | None = field(init=False, default=None)  # of its prompt; None: nothing is read of it
     space: str = field(init=False)
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
@@ -122,6 +131,10 @@ class Request:
 
     def __post_init__(self) -> None:
         self.stops = Stops(self.params.stop)
+        if self.pooling is not None:
+            self.reading = Pooled(self.prompt, self.pooling)
+        elif self.params.prompt_logprobs is not None:
+            self.reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
         digest = self.adapter.digest if self.adapter is not None else ""
         self.space = with_adapter(self.namespace, digest) if digest else self.namespace
 
@@ -194,6 +207,28 @@ class Completion:
     @property
     def uncomputed(self) -> int:
         return len(self.tokens) - self.computed
+
+    @property
+    def draws(self) -> bool:
+        """Does it go on behind its prompt?"""
+        return self.request.pooling is None and self.request.params.max_tokens != 0
+
+    @property
+    def reads(self) -> bool:
+        """Does its request read rows that are still to be computed?"""
+        return self.request.reading is not None and not self.request.reading.done
+
+    @property
+    def reusable(self) -> int:
+        """How many of its first tokens need not be computed where memory has them: all but the last, and but those
+        that are still read."""
+        reading, most = self.request.reading, len(self.tokens) - 1
+        return most if reading is None or reading.done else min(most, reading.known)
+
+    def scored(self, tokens: int) -> range:
+        """Which of its next tokens, counted from 0, have logits that its request reads."""
+        reading = self.request.reading
+        return range(0) if reading is None or reading.hidden else to_read(reading, self.computed, tokens)
 
     @property
     def pos(self) -> int:

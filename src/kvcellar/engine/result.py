@@ -15,10 +15,12 @@ from kvcellar.errors import EngineClosed, WrongStage, forked_from
 from kvcellar.events import (
     Delta,
     Done,
+    Embedded,
     Event,
     Failed,
     Finished,
     FinishReason,
+    PromptScored,
     Recall,
     Speculation,
     Timings,
@@ -50,6 +52,7 @@ class Result:
     timings: Timings
     recall: Recall | None = None  # what of the prompt came from memory, and why it was not more
     speculation: Speculation | None = None  # what drafts did; None: without drafts, or it ended before a round
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of its tokens, the first None; on request
 
     @property
     def text(self) -> str:
@@ -89,6 +92,8 @@ class Collector:
         self._deltas: list[list[Delta]] = [[] for _ in range(n)]
         self._finished: dict[int, Finished] = {}
         self._done: Done | None = None
+        self._scored: PromptScored | None = None
+        self.embedded: Embedded | None = None
         self._process = os.getpid()
         self.deliver = self._events.put
 
@@ -119,6 +124,10 @@ class Collector:
             case Delta():
                 self._deltas[event.choice].append(event)
                 return (event,)
+            case PromptScored():
+                self._scored = event
+            case Embedded():
+                self.embedded = event
             case Finished():
                 self._finished[event.choice] = event
             case Failed(error=error):
@@ -139,7 +148,8 @@ class Collector:
             raise WrongStage("the request is not done")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
         done = self._done
-        return Result(choices, done.usage, done.timings, done.recall, done.speculation)
+        scored = self._scored.logprobs if self._scored is not None else None
+        return Result(choices, done.usage, done.timings, done.recall, done.speculation, scored)
 
     def _answer(self, index: int) -> Answer:
         deltas, end = self._deltas[index], self._finished[index]

@@ -12,19 +12,21 @@ Always true:
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.drafting import Drafting
+from kvcellar.engine.prompt_rows import PromptRows
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.scheduler import Scheduled
 from kvcellar.errors import EngineFailed
 from kvcellar.events import FinishReason
 from kvcellar.kernels.uploads import uploaded
 from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
+from kvcellar.plan import Batch, Feed, Plan
 from kvcellar.speculate.chain import Chain
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.verify import Verified, verify
@@ -39,7 +41,8 @@ End = Callable[[Completion, FinishReason | Exception], None]
 @dataclass(frozen=True, slots=True, eq=False)
 class Ready:
     """A completion whose last token was computed in this step, and the rows of the logits [R,V] of this token and its
-    drafts. At the end of a prompt, `siblings` are the other completions of the request, which draw from the same row.
+    drafts; none if it ends with its prompt. At the end of a prompt, `siblings` are the other completions of the
+    request, which draw from the same row.
     """
 
     rows: range
@@ -64,7 +67,8 @@ class Result:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """A step that was kept: how many rows of each sequence, its claims and its hidden states [T,H]."""
+    """A step that was kept: how many rows of each sequence, its claims and its hidden states [T,H]; and the rows that
+    requests read of their prompts, with what they found."""
 
     chains: Mapping[Completion, Chain]
     ready: Sequence[Ready]
@@ -72,6 +76,8 @@ class Kept:
     rows: Mapping[int, int]
     claims: Mapping[int, int]
     hidden: Tensor | None
+    reads: PromptRows | None
+    found: Sequence[Any]
 
 
 NOTHING = Verified((), 0, 0)
@@ -154,23 +160,33 @@ class Runner:
         plan = self._memory.begin(Batch(self._feeds(scheduled)))
         try:
             ids, rows = _inputs(scheduled, chains)
-            if self._drafting.reads_hidden:
-                logits, hidden = self._guest.forward_with_hidden(self._memory, plan, ids, rows)
-            else:
-                logits, hidden = self._guest.forward(self._memory, plan, ids, rows), None
+            reads = PromptRows(scheduled) if any(one.completion.reads for one in scheduled) else None
+            logits, hidden = self._forward(plan, ids, rows, reads)
+            found = reads.values(logits[len(rows) :], hidden) if reads is not None else ()
+            if reads is not None:
+                logits = logits[: len(rows)].clone()  # the others are freed before tokens are drawn
             ready = self._ready(scheduled)
-            results = self._draw(
+            results = self._results(
                 [(chains[one.completion], one.rows, one.completion) for one in ready]
                 + [(self._drafting.chain(other), one.rows, other) for one in ready for other in one.siblings],
                 logits,
             )
             drafted = {_seq(one.completion): one.kept for one in results if one.completion.status is Status.DECODE}
             counts = {_seq(one.completion): one.tokens for one in scheduled} | drafted
-            return Kept(chains, ready, results, counts, self._memory.commit(counts), hidden)
+            return Kept(chains, ready, results, counts, self._memory.commit(counts), hidden, reads, found)
         except BaseException:
             if self._memory.step is not None:
                 self._memory.abandon()
             raise
+
+    def _forward(
+        self, plan: Plan, ids: Sequence[int], rows: Sequence[int], reads: PromptRows | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [R,V] of `rows`, and behind them of the rows that requests read; hidden states [T,H], if needed."""
+        wanted = rows if reads is None else [*rows, *reads.scored]
+        if self._drafting.reads_hidden or (reads is not None and reads.hidden):
+            return self._guest.forward_with_hidden(self._memory, plan, ids, wanted)
+        return self._guest.forward(self._memory, plan, ids, wanted), None
 
     def _ready(self, scheduled: Sequence[Scheduled]) -> list[Ready]:
         found: list[Ready] = []
@@ -178,9 +194,15 @@ class Runner:
         for completion, tokens, drafts in scheduled:
             if tokens == completion.uncomputed:
                 siblings = self._siblings(completion) if completion.status is Status.PREFILL else ()
-                found.append(Ready(range(row, row + 1 + drafts), completion, siblings))
-                row += 1 + drafts
+                draws = 1 + drafts if completion.draws else 0
+                found.append(Ready(range(row, row + draws), completion, siblings))
+                row += draws
         return found
+
+    def _results(self, rows: Sequence[tuple[Chain, range, Completion]], logits: Tensor) -> list[Result]:
+        """`_draw`, and nothing for completions that end with their prompt, which have no rows."""
+        ended = [Result(completion, NOTHING, 0) for _, of, completion in rows if not of]
+        return self._draw([row for row in rows if row[1]], logits) + ended
 
     def _draw(self, rows: Sequence[tuple[Chain, range, Completion]], logits: Tensor) -> list[Result]:
         """Draw for each completion from its rows of the logits [R,V]. If that raises for all of them together, each is
@@ -222,6 +244,8 @@ class Runner:
             seq = _seq(one.completion)
             drafts = kept.chains[one.completion].tokens[: kept.rows[seq] - 1] if one.drafts else ()
             self._keep(one.completion, kept.rows[seq], kept.claims.get(seq), drafts)
+        if kept.reads is not None:
+            kept.reads.deliver(kept.found)
         self._pass_on(scheduled, kept)  # before forks, which begin with what drafters know of the prompt
         for one in kept.ready:
             if one.completion.status is Status.PREFILL:
@@ -232,7 +256,7 @@ class Runner:
 
     def _pass_on(self, scheduled: Sequence[Scheduled], kept: Kept) -> None:
         """Let the drafter read the hidden states of what was kept."""
-        if kept.hidden is None:
+        if kept.hidden is None or not self._drafting.reads_hidden:
             return
         news: list[Committed] = []
         row = 0
@@ -246,6 +270,8 @@ class Runner:
 
     def _accept(self, result: Result) -> FinishReason | Exception | None:
         """Append its tokens to a completion, and emit them. Returns why it ends, if it does."""
+        if not result.completion.draws:
+            return "length"
         drawn = [(one.token_id, one.logprob) for one in result.verified.drawn[: result.takes]]
         try:
             reason = result.completion.accept(drawn, self._context).reason if drawn else None
@@ -261,7 +287,7 @@ def _inputs(scheduled: Sequence[Scheduled], chains: Mapping[Completion, Chain]) 
     rows: list[int] = []
     for completion, tokens, drafts in scheduled:
         ids += completion.tokens[completion.computed : completion.computed + tokens]
-        if tokens == completion.uncomputed:
+        if tokens == completion.uncomputed and completion.draws:
             rows += range(len(ids) - 1, len(ids) + drafts)
         ids += chains[completion].tokens
     return ids, rows

@@ -24,6 +24,7 @@ from kvcellar.engine.request import Completion, Status
 from kvcellar.layout import Layout
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
+SCORED = 128  # rows of prompts, at most, of which a step has the logits
 
 Draft = Callable[[Sequence[Completion], int], Sequence[int]]
 
@@ -139,9 +140,11 @@ class Scheduler:
         max_sequences: int,
         step_tokens: int,
         draft: Draft = no_drafts,
+        scored: int = SCORED,
     ) -> None:
-        """`draft` makes drafts for completions in decode, up to so many for each, and returns how many each has."""
-        self._manager, self._layouts, self._draft = manager, dict(layouts), draft
+        """`draft` makes drafts for completions in decode, up to so many for each, and returns how many each has.
+        `scored`: the most rows of prompts of which a step has the logits."""
+        self._manager, self._layouts, self._draft, self._scored = manager, dict(layouts), draft, scored
         self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
@@ -221,7 +224,9 @@ class Scheduler:
         while completion in self.running:
             self.current = completion
             end = min(self._manager.next_end(completion), self._context)
-            wanted = min(step.left, end - completion.computed)
+            wanted = self._scorable(completion, min(step.left, end - completion.computed), step)
+            if not wanted:
+                return True  # in a later step
             room = self._make_free(step.rows + wanted, drafts=step.drafts > 0) - step.rows
             self.current = completion
             if step.drafts and room < wanted:  # drafts take nothing that others need
@@ -237,6 +242,13 @@ class Scheduler:
             elif not self._manager.unpin():
                 return False
         return True
+
+    def _scorable(self, completion: Completion, tokens: int, step: _Step) -> int:
+        """How many of its next tokens a step can compute, where their logits are read."""
+        if not (rows := completion.scored(tokens)):
+            return tokens
+        left = self._scored - sum(len(one.completion.scored(one.tokens)) for one in step.scheduled)
+        return tokens if len(rows) <= left else rows.start + max(0, left)
 
     def preempt_youngest(self, completion: Completion) -> bool:
         """Preempt the youngest running completion, which may be `completion`. False if `completion` runs alone."""

@@ -60,6 +60,8 @@ class SamplingParams:
     seed: int | None = None  # makes sampling reproducible; None: a new seed for each request
     n: int = 1  # number of completions, which share the K/V of the prompt
     logprobs: int | None = None  # return log-probabilities of the token and of this many of the most likely
+    # the same of every token of the prompt, which is computed again for that; `max_tokens` may be 0 then
+    prompt_logprobs: int | None = None
     stop: tuple[str, ...] = ()  # the completion ends before the first of these strings
     stop_token_ids: tuple[int, ...] = ()  # the completion ends at any of these tokens
     ignore_eos: bool = False  # continue past the end of text
@@ -71,7 +73,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
             if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
-                self._set(name, _whole(name, value, low, high))
+                self._set(name, _whole(name, value, self._lowest(name, low), high))
         for name, (low, high, above) in _REAL.items():
             if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
                 self._set(name, _real(name, value, low, high, above=above))
@@ -91,6 +93,10 @@ class SamplingParams:
             raise BadRequest("shift needs max_tokens: with it, the context does not end a completion", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
+
+    def _lowest(self, name: str, low: int) -> int:
+        """Where the prompt is scored, it may be all that is wanted."""
+        return 0 if name == "max_tokens" and self.prompt_logprobs is not None else low
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -124,6 +130,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     n: int
     logprobs: int | None
+    prompt_logprobs: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
@@ -134,11 +141,12 @@ class SamplingOptions(TypedDict, total=False):
 
 _MOST = 2**31 - 1
 _LENGTHENING = ("ignore_eos", "min_tokens", "min_length")
-_OPTIONAL = {"max_tokens", "logprobs", "seed", "top_h"}  # may be None
+_OPTIONAL = {"max_tokens", "logprobs", "prompt_logprobs", "seed", "top_h"}  # may be None
 _WHOLE = {  # the lowest and the highest value
     "max_tokens": (1, _MOST), "min_tokens": (0, _MOST), "min_length": (0, _MOST), "top_k": (0, _MOST),
     "no_repeat_ngram_size": (0, MAX_NGRAM), "num_keep": (-1, _MOST), "repeat_last_n": (-1, _MOST),
-    "n": (1, MAX_CHOICES), "logprobs": (0, MAX_LOGPROBS), "seed": (-(2**63), 2**64 - 1),
+    "n": (1, MAX_CHOICES), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS),
+    "seed": (-(2**63), 2**64 - 1),
 }  # fmt: skip
 _REAL = {  # the lowest and the highest value, and whether the lowest itself is excluded
     "temperature": (0.0, 100.0, False), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0, False),
@@ -266,7 +274,7 @@ def merged(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams
     if given.get("constraint") is not None:
         given = {**dict.fromkeys(_LENGTHENING, 0), "ignore_eos": False, **given}
     most = given.get("max_tokens")
-    if "min_tokens" not in given and isinstance(most, int) and 0 < most < defaults.min_tokens:
+    if "min_tokens" not in given and isinstance(most, int) and 0 <= most < defaults.min_tokens:
         given = {**given, "min_tokens": most}
     return replace(defaults, **given)
 

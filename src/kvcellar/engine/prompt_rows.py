@@ -1,0 +1,64 @@
+"""prompt_rows: the rows of one step that requests read of their prompts (`reading.py`)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvcellar.engine.reading import Reading, to_read
+from kvcellar.engine.request import Completion
+from kvcellar.engine.scheduler import Scheduled
+
+
+class _Part(NamedTuple):
+    """Rows of the step, the first of which is at `start` of the prompt."""
+
+    completion: Completion
+    reading: Reading
+    rows: range
+    start: int
+
+
+class PromptRows:
+    """Of the completions of a step, in order."""
+
+    def __init__(self, scheduled: Sequence[Scheduled]) -> None:
+        self._parts: list[_Part] = []
+        first = 0
+        for completion, tokens, drafts in scheduled:
+            reading, at = completion.request.reading, completion.computed
+            if reading is not None and not reading.done:
+                rows = to_read(reading, at, tokens)
+                self._parts.append(
+                    _Part(completion, reading, range(first + rows.start, first + rows.stop), at + rows.start)
+                )
+            first += tokens + drafts
+
+    @property
+    def hidden(self) -> bool:
+        """Whether hidden states are read."""
+        return any(part.reading.hidden for part in self._parts)
+
+    @property
+    def scored(self) -> list[int]:
+        """The rows of the step whose logits are read, part by part."""
+        return [row for part in self._parts if not part.reading.hidden for row in part.rows]
+
+    def values(self, logits: Tensor, hidden: Tensor | None) -> list[Any]:
+        """What is kept of each part: of the logits [S,W] of the scored rows, and the hidden states [T,H] of the step."""
+        found: list[Any] = []
+        at = 0
+        for completion, reading, rows, start in self._parts:
+            if reading.hidden:
+                assert hidden is not None
+                of = hidden[rows.start : rows.stop]
+            else:
+                of, at = logits[at : at + len(rows)], at + len(rows)
+            found.append(reading.values(of, start, completion.sampler.vocab_size))
+        return found
+
+    def deliver(self, values: Sequence[Any]) -> None:
+        """The step was kept: give the readings these values, and the requests what is complete."""
+        for (completion, reading, rows, _), value in zip(self._parts, values, strict=True):
+            if (event := reading.add(value, len(rows))) is not None:
+                completion.request.emit(event)

@@ -45,7 +45,7 @@ class PromptRows:
         return [row for part in self._parts if not part.reading.hidden for row in part.rows]
 
     def values(self, logits: Tensor, hidden: Tensor | None) -> list[Any]:
-        """What is kept of each part: of the logits [S,W] of the scored rows, and the hidden states [T,H] of the step."""
+        """What is kept of each part: of the logits [S,W] of the scored rows, and hidden states [T,H] of the step."""
         found: list[Any] = []
         at = 0
         for completion, reading, rows, start in self._parts:

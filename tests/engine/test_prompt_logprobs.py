@@ -11,7 +11,6 @@ from kvcellar.engine import prompt_rows
 from kvcellar.engine.result import Collector
 from kvcellar.errors import EngineFailed
 from kvcellar.events import Delta, Done, Finished, PromptScored
-from kvcellar.sample import score
 from tests.engine.mixes import (
     Clock,
     Ear,
@@ -171,8 +170,8 @@ def test_a_request_whose_scores_are_not_numbers_fails_alone(monkeypatch):
     def damaged(logits, *args):
         return real(logits * math.nan, *args) if len(logits) > 20 else real(logits, *args)
 
-    real = score.scored
-    monkeypatch.setattr(score, "scored", damaged)
+    real = prompt_rows.scored
+    monkeypatch.setattr(prompt_rows, "scored", damaged)
     with small_engine("llama") as engine:
         short, long = Collector(1), Collector(1)
         engine.submit(PROMPT[:9], SamplingParams(max_tokens=2, prompt_logprobs=0), deliver=short.deliver)

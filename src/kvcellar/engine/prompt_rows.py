@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvcellar.engine.reading import Reading, to_read
+from kvcellar.engine.reading import Pooled, Reading, to_read
 from kvcellar.engine.request import Completion
 from kvcellar.engine.scheduler import Scheduled
+from kvcellar.sample.score import scored
 
 
 class _Part(NamedTuple):
@@ -37,24 +38,25 @@ class PromptRows:
     @property
     def hidden(self) -> bool:
         """Whether hidden states are read."""
-        return any(part.reading.hidden for part in self._parts)
+        return any(isinstance(part.reading, Pooled) for part in self._parts)
 
     @property
     def scored(self) -> list[int]:
         """The rows of the step whose logits are read, part by part."""
-        return [row for part in self._parts if not part.reading.hidden for row in part.rows]
+        return [row for part in self._parts if not isinstance(part.reading, Pooled) for row in part.rows]
 
     def values(self, logits: Tensor, hidden: Tensor | None) -> list[Any]:
         """What is kept of each part: of the logits [S,W] of the scored rows, and hidden states [T,H] of the step."""
         found: list[Any] = []
-        at = 0
+        at = 0  # in the logits
         for completion, reading, rows, start in self._parts:
-            if reading.hidden:
+            if isinstance(reading, Pooled):
                 assert hidden is not None
-                of = hidden[rows.start : rows.stop]
+                found.append(hidden[rows.start : rows.stop].double().sum(0))
             else:
-                of, at = logits[at : at + len(rows)], at + len(rows)
-            found.append(reading.values(of, start, completion.sampler.vocab_size))
+                own = logits[at : at + len(rows), : completion.sampler.vocab_size]
+                found.append(scored(own, reading.tokens(start, len(rows)), reading.most))
+                at += len(rows)
         return found
 
     def deliver(self, values: Sequence[Any]) -> None:

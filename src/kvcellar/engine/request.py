@@ -228,7 +228,7 @@ class Completion:
     def scored(self, tokens: int) -> range:
         """Which of its next tokens, counted from 0, have logits that its request reads."""
         reading = self.request.reading
-        return range(0) if reading is None or reading.hidden else to_read(reading, self.computed, tokens)
+        return range(0) if reading is None or isinstance(reading, Pooled) else to_read(reading, self.computed, tokens)
 
     @property
     def pos(self) -> int:

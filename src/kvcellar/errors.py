@@ -165,5 +165,9 @@ class NoToken(KvcellarError):
     """No token can be sampled for one completion: its logits are not numbers, or every token is banned."""
 
 
+class ConstraintFailed(NoToken):
+    """The grammar of a constraint has reached a limit in the middle of an answer, which is not complete."""
+
+
 class Overloaded(KvcellarError):
     """Too many requests are waiting. Try again later."""

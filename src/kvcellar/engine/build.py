@@ -41,6 +41,7 @@ from kvcellar.models.input_limits import context_of, context_reason, padding_tok
 from kvcellar.models.load import Loaded
 from kvcellar.models.packing import Packed, pack_model
 from kvcellar.progress import report
+from kvcellar.sample.grammars import Grammars
 from kvcellar.shapes import StoredAs
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.cost import step_clock
@@ -191,17 +192,20 @@ def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int, ad
         replay_bytes=settings.replay_bytes,
         preamble=opened.preamble,
     )
+    vocab_size = vocabulary_of(loaded.model)
+    grammars = Grammars(codec.tokenizer, loaded.without_text, vocab_size=vocab_size, end_ids=loaded.end_ids)
     return Intake(
         codec=codec,
         prompts=PromptMemory(text_bytes - text_bytes // 2),
         context=context,
-        vocab_size=vocabulary_of(loaded.model),
+        vocab_size=vocab_size,
         end_ids=loaded.end_ids,
         padding=padding_token(loaded.model),
         groups={group.name: (group.layout, capacity.cells[group.name]) for group in memory.storage.groups},
         most_completions=capacity.states.sequences,
         max_sequences=settings.max_sequences,
         adapters=adapters,
+        grammars=grammars,
     )
 
 

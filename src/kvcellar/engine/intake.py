@@ -17,6 +17,7 @@ from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event, Rewrite
 from kvcellar.layout import Layout
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sample.grammars import Grammars
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import ADAPTED
@@ -55,6 +56,7 @@ class Intake:
     most_completions: int  # that can run at once
     max_sequences: int  # as set; more than `most_completions` where state rows are fewer
     adapters: "Adapters"
+    grammars: Grammars
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
@@ -75,7 +77,8 @@ class Intake:
         return (*found[:FIRST_BORDERS], *found[FIRST_BORDERS:][-LAST_BORDERS:])
 
     def completion(self, request: Request, seed: int) -> Completion:
-        """The completion of `request` that prefills its prompt."""
+        """The completion of `request` that prefills its prompt. Compiles its constraint: see `Grammars.matcher`."""
+        constraint = request.params.constraint
         sampler = Sampler(
             request.params,
             seed=seed,
@@ -84,6 +87,7 @@ class Intake:
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
+            matcher=None if constraint is None else self.grammars.matcher(constraint),
         )
         return self._completion(request, sampler, request.prompt)
 
@@ -137,11 +141,8 @@ class Intake:
         """Raise `BadRequest` if so many completions could not run at once."""
         most, wanted = self.most_completions, self.max_sequences
         if n > most:
-            hint = "Or raise max_sequences."
-            if most < wanted:
-                hint = (
-                    f"Or raise cache_bytes: max_sequences is {wanted}, but there are no more rows of recurrent state."
-                )
+            rows = f"Or raise cache_bytes: max_sequences is {wanted}, but there are no more rows of recurrent state."
+            hint = rows if most < wanted else "Or raise max_sequences."
             raise BadRequest(f"n is {n}; at most {most} answers to one request are generated at once", "n", hint=hint)
 
 
@@ -193,6 +194,10 @@ class TextCodec:
     @property
     def has_chat(self) -> bool:
         return self._template is not None
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        return self._tokenizer
 
     @property
     def special_ids(self) -> frozenset[int]:

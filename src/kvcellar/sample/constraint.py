@@ -6,7 +6,7 @@ of enums. Whether the grammar can be honoured is known when it is compiled (`gra
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, get_args
 
 from kvcellar.errors import BadRequest, shown
@@ -36,6 +36,7 @@ class Constraint:
     kind: Kind
     source: str = ""
     compact: bool = False
+    param: str = field(default=PARAM, compare=False)  # the field of the request that it comes from, for messages
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in get_args(Kind):

@@ -16,6 +16,7 @@ Where each operation is defined, in the order in which they are applied:
   boost of ends         ExponentialDecayLengthPenalty; its growth ends at 1e30, where transformers overflows
   forbidden tokens      NoRepeatNGram-, NoBadWords-, MinLength-, MinNewTokensLength-, SuppressTokens- and
                         SuppressTokensAtBeginLogitsProcessor; ends are also the request's own stop_token_ids
+  constraint            `masks`: the tokens that the grammar of the request does not allow here
   filters               top-h, top-k, typical-p, top-p, min-p, epsilon, eta, as the warpers of transformers
 
 The edits are in the order of transformers' `_get_logits_processor`, except that forbidden tokens are last.
@@ -43,10 +44,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.errors import NoToken
+from kvcellar.errors import ConstraintFailed, NoToken
 from kvcellar.events import TokenLogprob
 from kvcellar.kernels.uploads import sent, uploaded
 from kvcellar.sample.couple import WEIGHT_BITS, Draft, keeps, residual
+from kvcellar.sample.masks import forbid_unmatched
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 
@@ -197,7 +199,7 @@ def _drawn(row: list[float], sampler: Sampler, pos: int) -> Drawn:
     """Read a row of the table: token, best score, then log-probabilities if any row asked for them."""
     token, best, *rest = row
     if not math.isfinite(best):
-        return Drawn(-1, error=NoToken(_why(best, sampler, pos)))
+        return Drawn(-1, error=_no_token(best, sampler, pos))
     asked = sampler.params.logprobs
     if asked is None:
         return Drawn(int(token))
@@ -207,16 +209,17 @@ def _drawn(row: list[float], sampler: Sampler, pos: int) -> Drawn:
     return Drawn(int(token), TokenLogprob(int(token), rest[0], top))
 
 
-def _why(best: float, sampler: Sampler, pos: int) -> str:
+def _no_token(best: float, sampler: Sampler, pos: int) -> NoToken:
     """The reason why no token can be drawn, where the best score is NaN or infinite."""
     where = f"no token can be drawn at pos {pos} of choice {sampler.index}"
+    if sampler.matcher is not None and sampler.matcher.error is not None:
+        return ConstraintFailed(f"{where}: its constraint cannot be followed further: {sampler.matcher.error}")
     if best == -math.inf:
-        return (
-            f"{where}: all {sampler.vocab_size} tokens are forbidden. Ask for less of "
-            f"min_tokens, suppress_tokens, bad_words_ids or no_repeat_ngram_size, or check the model."
-        )
+        less = "Ask for less of min_tokens, suppress_tokens, bad_words_ids or no_repeat_ngram_size, or check the model."
+        return NoToken(f"{where}: all {sampler.vocab_size} tokens are forbidden. {less}")
     kind = "NaN" if math.isnan(best) else "infinity"
-    return f"{where}: the scores hold {kind}. The weights may be damaged; if not, load the model with dtype float32."
+    advice = "The weights may be damaged; if not, load the model with dtype float32."
+    return NoToken(f"{where}: the scores hold {kind}. {advice}")
 
 
 def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
@@ -225,7 +228,8 @@ def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     penalised = [row for row, one in enumerate(samplers) if one.seen_ids]
     ending = {row: boost for row, one in enumerate(samplers) if (boost := one.end_boost())}
     forbidden = {row: ids for row, one in enumerate(samplers) if (ids := one.forbidden())}
-    if not (biased or penalised or ending or forbidden):
+    constrained = any(one.matcher is not None for one in samplers)
+    if not (biased or penalised or ending or forbidden or constrained):
         return raw
     scores = raw.to(torch.float32, copy=True)
     if biased:
@@ -237,6 +241,8 @@ def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         _boost(scores, ending, [samplers[row].end_array for row in ending])
     if forbidden:
         scores[_places([*forbidden], [*forbidden.values()], scores.device)] = -torch.inf
+    if constrained:
+        forbid_unmatched(scores, samplers)
     return scores
 
 

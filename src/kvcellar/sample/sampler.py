@@ -7,7 +7,8 @@ Always true:
     if that is limited;
   * an n-gram of the prompt is in the index that all completions of the request share, any other in one of its own;
   * no id in `seen_ids`, `end_ids` or `never_ids`, or returned by `forbidden` or `biases`, lies outside the vocabulary;
-  * no id in `never_ids` ends the completion: a token that ends it does not become part of its text.
+  * no id in `never_ids` ends the completion: a token that ends it does not become part of its text;
+  * `matcher` has accepted the tokens of the completion; samplers of its drafts share it, and name them.
 """
 
 import hashlib
@@ -17,8 +18,15 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from typing import TYPE_CHECKING
 
 from kvcellar.sample.params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from kvcellar.sample.matcher import Matcher
 
 MAX_BOOST = 1e30  # so that no score becomes infinite
 GREEDY_BELOW = 1e-5  # as vLLM's _SAMPLING_EPS: below it, sampling could differ from greedy by rounding only
@@ -54,10 +62,13 @@ class Sampler:
         vocab_size: int,
         end_ids: frozenset[int],
         never_ids: frozenset[int] = frozenset(),
+        matcher: "Matcher | None" = None,
     ) -> None:
         """`end_ids` are the model's own: the request's stop ids are added, and with `ignore_eos` the model's are left
-        out. `never_ids` cannot be in a text of this model (padding) and are never drawn."""
-        self.params = params
+        out. `never_ids` cannot be in a text of this model (padding) and are never drawn. `matcher` is that of the
+        constraint in `params`, at its start."""
+        self.params, self.matcher = params, matcher
+        self._drafts: tuple[int, ...] = ()  # which `matcher` has not accepted: it is shared with `after`
         self.seed, self.index, self.vocab_size = seed, index, vocab_size
         self.produced = 0
         self.greedy = params.temperature < GREEDY_BELOW
@@ -92,13 +103,15 @@ class Sampler:
         assert not self.produced, "only a sampler that has drawn nothing can be forked"
         other = self._copy()
         other.index = index
+        other.matcher = self.matcher.copy() if self.matcher is not None else None
         return other
 
     def after(self, token: int) -> "Sampler":
         """The sampler of the next position if `token`, a draft, is accepted. This one does not change, and the new one
         is not to be used once it does. Copies the tokens that penalties apply to."""
         other = self._copy()
-        other.accept(token)
+        other._count(token)
+        other._drafts = (*self._drafts, token)
         return other
 
     def _copy(self) -> "Sampler":
@@ -112,6 +125,12 @@ class Sampler:
 
     def accept(self, token: int) -> None:
         """Append `token` to the completion."""
+        if self.matcher is not None:
+            self.matcher.accept(token)
+        self._count(token)
+
+    def _count(self, token: int) -> None:
+        """All of `accept` but what the constraint says."""
         self.produced += 1
         self._rules.accept(token)
         if not self.penalised:
@@ -154,8 +173,17 @@ class Sampler:
         return token in self.end_ids
 
     def forbidden(self) -> "array[int]":
-        """The tokens that cannot be drawn next."""
+        """The tokens that cannot be drawn next, beside those that the constraint does not allow."""
         return self._rules.forbidden(self.produced)
+
+    def matches(self, token: int) -> bool:
+        """Does the constraint allow `token` next?"""
+        return self.matcher is None or self.matcher.allows(self._drafts, token)
+
+    def fill_mask(self, mask: "NDArray[np.int32]") -> None:
+        """Write what the constraint allows next, a bit for each token of the vocabulary."""
+        assert self.matcher is not None, "this completion has no constraint"
+        self.matcher.fill(self._drafts, mask)
 
     def biases(self) -> tuple["array[int]", "array[float]"]:
         """The tokens whose scores are biased in the next draw, each once, and the biases."""

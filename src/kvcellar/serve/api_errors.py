@@ -19,6 +19,7 @@ from starlette.responses import Response
 from kvcellar.errors import (
     BadRequest,
     CacheFull,
+    ConstraintFailed,
     ConversationConflict,
     ConversationNotSaved,
     ConversationUnreadable,
@@ -86,8 +87,8 @@ def api_error(error: Exception) -> ApiError:
         case BadRequest():
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             return ApiError(400, printable(error.message, 2000), error.param, code)
-        case NotSupported():
-            return ApiError(400, printable(error.reason, 2000), code="not_supported")
+        case NotSupported() | ConstraintFailed():
+            return _not_possible(error)
         case ModelNotFound():
             return ApiError(404, printable(str(error), 2000), "model", "model_not_found")
         case Overloaded():
@@ -98,6 +99,12 @@ def api_error(error: Exception) -> ApiError:
             return shutting_down()
         case _:
             return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
+
+
+def _not_possible(error: NotSupported | ConstraintFailed) -> ApiError:
+    if isinstance(error, ConstraintFailed):
+        return ApiError(400, printable(str(error), 2000), code="constraint_failed")
+    return ApiError(400, printable(error.reason, 2000), code="not_supported")
 
 
 def _conversation_error(

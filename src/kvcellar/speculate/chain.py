@@ -63,7 +63,8 @@ class Chain:
         return len(self.drafts) + 1
 
     def add(self, token: int, weights: Tensor | None = None) -> None:
-        """Append a draft. `weights`: see `Draft`. Raises `ValueError` for one that cannot follow."""
+        """Append a draft; one that the constraint of the completion does not allow closes the chain instead.
+        `weights`: see `Draft`. Raises `ValueError` for one that cannot follow."""
         sampler = self.samplers[-1]
         if self.left < 1:
             raise ValueError(f"{len(self.drafts)} drafts of {self.room}: no other can follow")
@@ -71,6 +72,9 @@ class Chain:
             raise ValueError(f"draft {token} is not a token; these are 0 to {sampler.vocab_size - 1}")
         if weights is not None and (weights.dtype != torch.int64 or weights.shape != (sampler.vocab_size,)):
             raise ValueError(f"weights of a draft are [{sampler.vocab_size}] int64, as `weights_of` makes them")
+        if not sampler.matches(token):
+            self._closed = True
+            return
         self.drafts.append(Draft(token, weights))
         self.samplers.append(sampler.after(token))
         self._closed = sampler.ends_with(token)

@@ -1,0 +1,178 @@
+"""grammars: compiles the constraints of requests for one tokenizer, within limits on time and memory. No torch.
+
+A constraint is compiled on the thread that submits the request, before anything runs, and refused there if it cannot be
+honoured: the library says which keyword it does not know, and none is ignored. The tokenizer is read at the first
+constraint.
+
+Always true:
+  * at most `COMPILING` constraints are compiled at once, and at most `WAITING` wait for that;
+  * `_compiled` has at most `KEPT` grammars, the last used last; they are copied, and never consume a token.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
+
+from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.matcher import WORD_BITS, Matcher, one_line
+
+COMPILING, WAITING, KEPT = 2, 64, 32
+MAX_STATES = 50_000  # of a lexer: 1 to 2 kB each, for each completion
+MAX_ROW = 10_000  # items of a parser in one place: an object of 2,000 properties has four for each
+MAX_GBNF_BYTES, MAX_GBNF_RULES = 2**16, 400  # converting one takes up to rules times its length
+WHITESPACE = r" |\n[ \t]{0,32}"  # else a weak model may write whitespace for ever
+ANY_OBJECT = '{"type":"object"}'
+
+
+class ReadTokenizer(Protocol):
+    """What is read of a tokenizer."""
+
+    vocab_size: int
+
+    def to_json(self) -> str: ...
+
+
+class Grammars:
+    """Of one model. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: ReadTokenizer | None, why_not: str, *, vocab_size: int, end_ids: Iterable[int]
+    ) -> None:
+        """`why_not` is the reason where there is no tokenizer. `end_ids` end a completion."""
+        self._source, self._why_not, self._vocab_size = tokenizer, why_not, vocab_size
+        self._end_ids = sorted(end_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._ends = self._loose = frozenset[int]()  # tokens that end a completion; those that may be text, too
+        self._compiled: OrderedDict[Constraint, Matcher] = OrderedDict()
+        self._lock = threading.Lock()  # of what is compiled
+        self._reading = threading.Lock()
+        self._turns, self._waiting = threading.Semaphore(COMPILING), 0
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """The state of a completion that has no token yet. Raises `BadRequest` for what cannot be honoured, and
+        `Overloaded`. Takes seconds at worst; the first of a large vocabulary one more."""
+        if (found := self._found(constraint)) is not None:
+            return found
+        with self._turn():
+            if (found := self._found(constraint)) is not None:  # another thread has compiled it meanwhile
+                return found
+            made = self._compile(constraint)
+        with self._lock:
+            self._compiled[constraint] = made
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            return made.copy()
+
+    def _found(self, constraint: Constraint) -> Matcher | None:
+        with self._lock:
+            if (found := self._compiled.get(constraint)) is None:
+                return None
+            self._compiled.move_to_end(constraint)
+            return found.copy()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._lock:
+            if self._waiting >= COMPILING + WAITING:
+                raise Overloaded(f"{WAITING} requests wait for their constraints to be compiled; try again later")
+            self._waiting += 1
+        try:
+            with self._turns:
+                yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def _compile(self, constraint: Constraint) -> Matcher:
+        tokenizer = self._read(constraint)
+        limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_ROW, verbose_errors=False)
+        found = LLMatcher(tokenizer, _grammar(constraint), log_level=0, limits=limits)
+        if found.is_error():
+            raise _refused(constraint, one_line(found.get_error()))
+        first = Matcher(found.deep_copy(), self._ends, self._loose)
+        first.fill((), np.empty(-(-self._vocab_size // WORD_BITS), np.int32))
+        if first.error is not None:  # a circle of references is met only here
+            raise _refused(constraint, f"no answer can begin: {first.error}")
+        return Matcher(found, self._ends, self._loose)
+
+    def _read(self, constraint: Constraint) -> LLTokenizer:
+        with self._reading:
+            if self._tokenizer is None:
+                self._tokenizer = self._opened(constraint)
+                self._ends = frozenset(self._tokenizer.eos_tokens)
+                self._loose = frozenset(end for end in self._ends if not self._tokenizer.is_special_token(end))
+            return self._tokenizer
+
+    def _opened(self, constraint: Constraint) -> LLTokenizer:
+        if self._source is None:
+            reason = f"this model has no tokenizer, and so no text. The reason: {self._why_not}"
+            raise BadRequest("a constraint needs a tokenizer, and this model has none", constraint.param, hint=reason)
+        ends = [token for token in self._end_ids if token < self._source.vocab_size]
+        if not ends:
+            raise BadRequest("a constraint needs an end-of-text token, and this model has none", constraint.param)
+        try:
+            return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=ends)
+        except ValueError as error:
+            reason = one_line(str(error))
+            raise BadRequest(
+                f"constraints cannot be read in this model's tokens: {reason}", constraint.param
+            ) from error
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        with self._lock:
+            assert 0 <= self._waiting <= COMPILING + WAITING
+            assert len(self._compiled) <= KEPT
+            assert all(matcher.at_start for matcher in self._compiled.values())
+
+
+def _refused(constraint: Constraint, reason: str) -> BadRequest:
+    return BadRequest(f"this {constraint.kind} cannot be honoured: {reason}", constraint.param)
+
+
+def _grammar(constraint: Constraint) -> str:
+    """The constraint as the library reads it."""
+    match constraint.kind:
+        case "regex":
+            return LLMatcher.grammar_from_regex(constraint.source)
+        case "choice":
+            return LLMatcher.grammar_from_regex("|".join(map(_literal, json.loads(constraint.source))))
+        case "grammar":
+            return LLMatcher.grammar_from_lark(_lark(constraint))
+        case _:
+            schema = constraint.source or ANY_OBJECT
+            if constraint.compact:
+                return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False})
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _literal(text: str) -> str:
+    """A regular expression that matches just this."""
+    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _lark(constraint: Constraint) -> str:
+    source = constraint.source
+    if is_lark_syntax(source):
+        return source
+    size, rules = len(source.encode()), source.count("::=")
+    if size > MAX_GBNF_BYTES or rules > MAX_GBNF_RULES:
+        raise _refused(
+            constraint,
+            f"in GBNF it may have {MAX_GBNF_RULES} rules and {MAX_GBNF_BYTES} bytes, and it has {rules} and {size}. In "
+            f"Lark's notation it may be larger",
+        )
+    try:
+        return any_to_lark(source)
+    except RecursionError:
+        raise _refused(constraint, "it is nested too deep") from None
+    except Exception as error:
+        raise _refused(constraint, f"it is neither Lark (no rule `start:`) nor GBNF: {one_line(str(error))}") from error

@@ -1,0 +1,132 @@
+"""Constraints are compiled within limits, or refused with the reason; what one thread compiled others copy."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvcellar import BadRequest, Overloaded
+from kvcellar.sample import grammars as module
+from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.grammars import COMPILING, KEPT, WAITING, Grammars
+from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, tokenizer
+
+
+@pytest.mark.parametrize(
+    ("constraint", "says"),
+    [
+        (Constraint.json_schema({"not": {}}), 'json_schema cannot be honoured: .*"not"'),
+        (Constraint.json_schema({"if": {}, "then": {}}), '"if", "then"'),
+        (Constraint.json_schema({"type": "array", "uniqueItems": True}), '"uniqueItems"'),
+        (Constraint.json_schema({"type": "object", "dependentRequired": {"a": ["b"]}}), '"dependentRequired"'),
+        (Constraint.json_schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+        (Constraint.json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
+        (Constraint.json_schema({"type": "colour"}), "Invalid type: colour"),
+        (Constraint.json_schema({"$ref": "https://example.invalid/schema"}), "retrieving it failed"),
+        (Constraint.json_schema({"$ref": "#/$defs/none"}), "does not exist"),
+        (Constraint.json_schema({"$ref": "#"}), "no answer can begin"),
+        (Constraint.json_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "oneOf"),
+        (Constraint.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "minimum .5. is greater"),
+        (Constraint.json_schema({"allOf": [{"anyOf": [{"minLength": i} for i in range(8)]}] * 8}), "too large"),
+        (Constraint.regex("a(b"), "regex cannot be honoured: .*unclosed group"),
+        (Constraint.regex(r"(a)\1"), "backreferences are not supported"),
+        (Constraint.grammar("start: other"), 'unknown name: "other"'),
+        (Constraint.grammar('root ::= "a'), "neither Lark .* nor GBNF: Unexpected end of input"),
+        (Constraint.grammar("words of no grammar"), "neither Lark"),
+        (Constraint.grammar('root ::= "a"\n' * 500), "in GBNF it may have 400 rules"),
+        (Constraint.grammar("root ::= " + "(" * 9000 + '"a"' + ")" * 9000), "nested too deep"),
+        (Constraint.grammar("start: " + "(" * 60_000 + '"a"' + ")" * 60_000), "cannot be honoured"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.kind,
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_with_its_reason_and_the_field_it_came_from(constraint, says) -> None:
+    made = grammars()
+    with pytest.raises(BadRequest, match=says) as caught:
+        made.matcher(Constraint(constraint.kind, constraint.source, param="response_format"))
+    assert caught.value.param == "response_format"
+    assert len(caught.value.message) < 500
+    made.check()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "first"),
+    [
+        (Constraint.json_object(), {"{"}),
+        (Constraint.json_schema({"type": "array", "items": {"$ref": "#"}}), {"["}),
+        (Constraint.grammar('root ::= rest | "b" # GBNF\nrest ::= "c" rest?'), {"b", "c", "cc"}),
+        (Constraint.grammar('%llguidance {}\nstart: ("b" | "c") /a+/'), {"b", "ba", "c"}),
+        (Constraint.grammar('start: %json {"enum": [10, 0]}'), {"0", "1", "10"}),
+        (Constraint.choice(["a|b", "1+0", "[0]", "c.", 'ab"', "ab{"]), {"a", "1", "[", "c", "ab"}),
+    ],
+    ids=lambda value: value if isinstance(value, set) else value.kind,
+)  # fmt: skip
+def test_every_kind_begins_with_what_it_says(constraint, first) -> None:
+    assert {WORDS[token] for token in allowed(grammars().matcher(constraint))} == first
+
+
+def test_json_has_a_space_or_an_indented_line_between_its_parts_and_none_if_it_is_compact() -> None:
+    schema = {"const": [1]}
+    made = Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=[END])
+    matcher = made.matcher(Constraint.json_schema(schema, compact=True))
+    assert {WORDS[token] for token in allowed(matcher)} == {"["}
+    assert made.matcher(Constraint.json_schema(schema)) is not None
+
+
+def test_without_a_tokenizer_or_an_end_or_with_too_few_columns_a_constraint_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"needs a tokenizer.*The reason: it is a test"):
+        Grammars(None, "it is a test", vocab_size=COLUMNS, end_ids=[END]).matcher(Constraint.json_object())
+    for ends in ([], [10**6]):
+        with pytest.raises(BadRequest, match="needs an end-of-text token"):
+            Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=ends).matcher(Constraint.json_object())
+    with pytest.raises(BadRequest, match="cannot be read in this model's tokens: vocab size too small"):
+        Grammars(tokenizer(), "", vocab_size=5, end_ids=[2]).matcher(Constraint.json_object())
+
+
+def test_an_end_that_may_be_text_is_allowed_only_where_an_answer_is_complete() -> None:
+    """Here the token "c" ends answers, and is no control token."""
+    end = WORDS.index("c")
+    made = Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=[end])
+    matcher = made.matcher(Constraint.regex("[ac]b?"))
+    assert end not in allowed(matcher)
+    matcher.accept(WORDS.index("a"))
+    assert allowed(matcher) == {end, WORDS.index("b")}
+
+
+def test_the_last_grammars_are_kept_and_copied() -> None:
+    made = grammars()
+    for number in range(KEPT + 5):
+        made.matcher(Constraint.choice(["0", "a" * (number + 1)]))
+        made.matcher(Constraint.choice(["0", "b"])).accept(WORDS.index("0"))
+    assert allowed(made.matcher(Constraint.choice(["0", "b"]))) == {WORDS.index("0"), WORDS.index("b")}
+    assert len(made._compiled) == KEPT
+    made.check()
+
+
+def test_few_are_compiled_at_once_some_wait_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, lock, gate = grammars(), threading.Lock(), threading.Event()
+    made.matcher(Constraint.regex("a"))  # the tokenizer is read
+    running, most = 0, 0
+    real = module._grammar
+
+    def slow(constraint: Constraint) -> str:
+        nonlocal running, most
+        with lock:
+            running, most = running + 1, max(most, running + 1)
+        gate.wait(60)
+        with lock:
+            running -= 1
+        return real(constraint)
+
+    monkeypatch.setattr(module, "_grammar", slow)
+    with ThreadPoolExecutor(COMPILING + WAITING) as threads:
+        asked = [threads.submit(made.matcher, Constraint.regex("a" * n)) for n in range(2, 2 + COMPILING + WAITING)]
+        while made._waiting < COMPILING + WAITING:
+            time.sleep(0.01)
+        with pytest.raises(Overloaded, match="wait for their constraints"):
+            made.matcher(Constraint.regex("b"))
+        gate.set()
+        assert all(one.result(60) for one in asked)
+    assert most == COMPILING
+    assert made.matcher(Constraint.regex("b")).error is None
+    made.check()

@@ -161,7 +161,8 @@ def measured_once(guest: Guest, path: Path | None = None, **how: Any) -> Measure
     """As `measures_of`, but what the steps of a network of the zoo take is measured once in a process of tests."""
     if path is not None:
         return measures_of(guest, path, **how)
-    return measures(digest({"model": model(guest), "shape": shape(guest), "flags": flags()}))
+    facts = {"model": model(guest), "shape": shape(guest), "flags": flags(), "recorded": guest.recording is not None}
+    return measures(digest(facts))
 
 
 def made(network: PreTrainedModel, **settings: Any) -> Engine:

@@ -5,7 +5,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,11 +18,13 @@ from torch import Tensor
 
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.program import Number, Op, Program, Ref, Value
-from kvcellar.kernels.recorded import Recorded
+from kvcellar.kernels.recorded import FIXED, KEPT, Recorded
+from kvcellar.kernels.recorded_calls import Handler
 from kvcellar.kernels.recorded_functions import CANDIDATES, Functions
 from kvcellar.kernels.recorded_kernel import REFERENCES, StepKernel, same_bits
 from kvcellar.kernels.recorded_lowering import operator
 from kvcellar.kernels.recorded_memory import Life, placed
+from kvcellar.kernels.recorded_outline import outlined
 from tests.kernels.traced import data_of, traced
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -49,9 +51,11 @@ def rows(t: int, *widths: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(t, *widths, generator=generator) * 3).to(dtype)
 
 
-def recorded(program: Program, kernel: StepKernel) -> Recorded:
+def recorded(
+    program: Program, kernel: StepKernel, handlers: Mapping[str, Handler] | None = None, kept: int = KEPT
+) -> Recorded:
     program.check()
-    return Recorded(program, data_of(program), {}, kernel)
+    return Recorded(outlined(program, data_of(program), FIXED), handlers or {}, kernel, kept)
 
 
 def run(made: Recorded, t: int, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -187,7 +191,7 @@ def test_functions_are_native_where_torchs_library_has_them(native: StepKernel) 
     if X86 and native.functions.lanes:
         assert all(native.function(name, operator(name)) for name in CANDIDATES)
     none = Functions(lambda _: 1, 16, lambda *_: torch.ones(0), Path("no library"))
-    assert none.of("aten.exp.default", torch.exp, torch.ones(64)) is None
+    assert none.of("aten.exp.default", torch.exp, lambda: torch.ones(64)) is None
 
 
 def test_what_repeats_is_stored_once(native: StepKernel) -> None:
@@ -331,7 +335,7 @@ def doubling(n: str = "T") -> Program:
 
 def test_an_exception_of_an_operator_is_raised_and_the_next_run_is_right(native: StepKernel) -> None:
     handler = Doubled()
-    made = Recorded(doubling(), {}, {"kvcellar.double": handler}, native)
+    made = recorded(doubling(), native, {"kvcellar.double": handler})
     x = torch.ones(3, 4)
     for fails in (False, True, False):
         handler.fails = fails
@@ -343,7 +347,7 @@ def test_an_exception_of_an_operator_is_raised_and_the_next_run_is_right(native:
 
 
 def test_an_operator_without_a_handler_is_named(native: StepKernel) -> None:
-    made = Recorded(doubling(), {}, {}, native)
+    made = recorded(doubling(), native)
     with pytest.raises(ValueError, match=r"kvcellar\.double is no operator of torch and has no handler"):
         made.run({"T": 3}, {"x": torch.ones(3, 4)})
 
@@ -370,14 +374,14 @@ def test_sizes_of_one_step_only_are_taken_in_each_run(native: StepKernel) -> Non
         Op("aten.sum.dim_IntList", (Ref(2), (-1,)), {}, (3,)),
         Op("aten.mul.Tensor", (Ref(3), 2), {}, (4,)),
     )
-    made = Recorded(Program(("T", "N"), values, {}, {"x": 0}, ops, {"y": 4}), {}, {}, native)
+    made = recorded(Program(("T", "N"), values, {}, {"x": 0}, ops, {"y": 4}), native)
     x = torch.arange(3.0)
     for n in (1, 5, 2):
         assert torch.equal(made.run({"T": 3, "N": n}, {"x": x})["y"], 2 * n * x)
 
 
 def test_bindings_are_counted_and_capped(native: StepKernel) -> None:
-    made = Recorded(traced(norm, [rows(5, 64)]), {}, {}, native, kept=2)
+    made = recorded(traced(norm, [rows(5, 64)]), native, kept=2)
     sizes: list[int] = []
     for t in (64, *range(1, 30), 64):
         (got,) = run(made, t, [rows(t, 64)])
@@ -390,7 +394,7 @@ def test_bindings_are_counted_and_capped(native: StepKernel) -> None:
 
 
 def test_an_arena_that_grew_is_no_larger_than_a_new_one(native: StepKernel) -> None:
-    grown, new = (Recorded(traced(norm, [rows(5, 64)]), {}, {}, native) for _ in range(2))
+    grown, new = (recorded(traced(norm, [rows(5, 64)]), native) for _ in range(2))
     for t in (40, 1, 100, 101):
         run(grown, t, [rows(t, 64)])
         grown.check()

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.recorded import Recorded
+from kvcellar.kernels.recorded import FIXED, Recorded
 from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.kernels.recorded_outline import outlined
 from tests.kernels.traced import data_of, traced
 
 
@@ -55,7 +56,7 @@ def test_functions_that_torch_divides_among_threads_have_its_bits(name: str, ker
     """Torch computes the end of each thread's part in another way, and a third of these rows is no whole vectors."""
     x = torch.randn(100, 8192, generator=torch.Generator().manual_seed(0)) * 3
     program = traced(FUNCTIONS[name], [x])
-    made = Recorded(program, data_of(program), {}, kernel)
+    made = Recorded(outlined(program, data_of(program), FIXED), {}, kernel)
     for rows in (100, 2):
         (found,) = made.run({"T": rows}, {"x0": x[:rows]}).values()
         assert torch.equal(found, FUNCTIONS[name](x[:rows]))
@@ -70,7 +71,7 @@ def test_what_has_one_value_for_all_sizes_is_computed_once(kernel: StepKernel) -
 
     program = traced(scaled, [torch.ones(5, 64)])
     with Counted() as counted:
-        made = Recorded(program, data_of(program), {}, kernel)
+        made = Recorded(outlined(program, data_of(program), FIXED), {}, kernel)
         for rows in (1, 2, 7):
             x = torch.randn(rows, 64)
             (found,) = made.run({"T": rows}, {"x0": x}).values()

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import zlib
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from kvcellar.models.recording.passes import simplified
 from kvcellar.models.recording.record import record
 from kvcellar.models.recording.recording import Captured
 from kvcellar.models.recording.replay import Replay
-from kvcellar.models.recording.saved import FORMAT, MOST_FILES, Programs, digest_of
+from kvcellar.models.recording.saved import FORMAT, Programs, digest_of
 from tests.zoo import ARCHS
 
 
@@ -187,13 +188,17 @@ def test_a_digest_is_of_the_network_and_not_of_its_numbers() -> None:
         assert digest_of(build_guest(other, backends())) != one
 
 
-def test_a_directory_keeps_the_programs_that_were_written_last(tmp_path: Path) -> None:
+def test_a_directory_keeps_the_programs_that_were_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcellar.models.recording.saved.MOST_FILES", most := 6)
     kept = Programs(tmp_path)
-    for number in range(MOST_FILES + 3):
-        kept.write(f"{number:040}", captured())
+    for number in range(most + 2):
         (tmp_path / f"{number:040}.recording").touch()
-    assert len(list(tmp_path.iterdir())) == MOST_FILES
-    assert kept.read(f"{MOST_FILES + 2:040}") == captured()
+        os.utime(tmp_path / f"{number:040}.recording", (number, number))
+    kept.write("new", captured())
+    assert kept.read("new") == captured()
+    assert {path.stem for path in tmp_path.iterdir()} == {
+        "new", *(f"{number:040}" for number in range(3, most + 2))
+    }  # fmt: skip
 
 
 def test_a_program_that_gives_other_logits_is_refused() -> None:

@@ -17,6 +17,7 @@ from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.load import load
 from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording.native import NativeExecutor
@@ -43,20 +44,39 @@ def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "torch.__trace")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["bfloat16", "float32"]
+)
 @pytest.mark.parametrize("name", FLAT)
 def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
-    """And operator by operator, on torch."""
+    """So does the text that is decoded, and in float32 the forward operator by operator, on torch. By default some
+    run in float32 (`test_matrix.py`, `test_recording.py`), in which the passes and the operators are the same."""
     guest = build_guest(ARCHS[name].build().to(dtype=dtype), backends())
     captured = capture(guest)
-    theirs = timeline(guest)
+    theirs, text = timeline(guest), greedy(guest)
     guest.recording = recording = recorded(guest, captured, kernel)
     ours = timeline(guest)
     assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)
     assert recording.steps == len(ours)
-    if dtype is torch.float32:  # the passes are the same, and the other type costs as much time again
+    assert greedy(guest) == text
+    assert recording.steps == len(ours) + len(text)
+    if dtype is torch.float32:
         guest.recording = Recording(captured, Replay(captured.program, guest.model))
         assert all(torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True))
+
+
+def greedy(guest: Guest) -> list[int]:
+    """The text behind a prompt, decoded by itself."""
+    memory = guest.memory({group.name: 40 for group in guest.shape.groups}, rows=4)
+    text, new = list[int](), random_tokens(guest.model, 17, torch.Generator().manual_seed(11))
+    for _ in range(8):
+        at = memory.length(0)
+        plan = memory.begin(Batch((Feed(0, Span(at, at + len(new))),)))
+        logits = guest.forward(memory, plan, new, [len(new) - 1])
+        memory.commit()
+        new = [int(logits[0].argmax())]
+        text += new
+    return text
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvcellar.kernels.program import Program, Sizes
+from kvcellar.kernels.program import Sizes
 from kvcellar.kernels.recorded_binding import Binder, Binding
 from kvcellar.kernels.recorded_calls import Handler
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.kernels.recorded_memory import ALIGNED
-from kvcellar.kernels.recorded_outline import outlined
+from kvcellar.kernels.recorded_outline import Outline
 
 FIXED = ("T", "W")  # symbols that a binding has numbers for
 KEPT = 96  # bindings
@@ -33,15 +33,13 @@ class Recorded:
 
     def __init__(
         self,
-        program: Program,
-        constants: Mapping[int, Tensor],
+        outline: Outline,
         handlers: Mapping[str, Handler],
         kernel: StepKernel,
         kept: int = KEPT,
     ) -> None:
-        """`constants`, by storage, must stay where they are."""
-        self._outline = outlined(program, constants, FIXED)
-        self._handlers, self._kernel, self._kept = handlers, kernel, kept
+        """`outline`: of the program, for the symbols `FIXED`. Its constants must stay where they are."""
+        self._outline, self._handlers, self._kernel, self._kept = outline, handlers, kernel, kept
         self._bindings: OrderedDict[tuple[int, ...], Binding] = OrderedDict()
         self._arena = torch.empty(0, dtype=torch.uint8, device="cpu")
 

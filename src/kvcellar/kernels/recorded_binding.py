@@ -144,7 +144,7 @@ class Binder:
         for index, op in enumerate(self._outline.program.ops):
             if index in self._outline.folded:
                 continue
-            values = (*op.reads, *(value for value in op.outputs if value is not None))
+            values = (*self._outline.reads[index], *(value for value in op.outputs if value is not None))
             found = None
             if is_torch(op) and all(self._views[value] is not None for value in values):
                 args = [resolved(one, self._views, self._sizes) for one in op.args]

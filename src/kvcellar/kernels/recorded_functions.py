@@ -60,11 +60,12 @@ class Functions:
         except OSError:
             self._library = None
 
-    def of(self, name: str, torchs: Callable[[Tensor], Tensor], inputs: Tensor) -> Function | None:
-        """The function that computes what the operator of that name does; None where none has its bits on `inputs`,
-        whose number is a multiple of every vector's."""
+    def of(self, name: str, torchs: Callable[[Tensor], Tensor], inputs: Callable[[], Tensor]) -> Function | None:
+        """The function that computes what the operator of that name does; None where none has its bits on what `inputs`
+        returns, whose number is a multiple of every vector's."""
         if name not in self._found:
-            made = (self._made(one, torchs, inputs) for one in CANDIDATES.get(name, ()))
+            given = inputs()
+            made = (self._made(one, torchs, given) for one in CANDIDATES.get(name, ()))
             self._found[name] = next((one for one in made if one is not None), None)
         return self._found[name]
 

@@ -100,7 +100,7 @@ class StepKernel:
 
     def function(self, name: str, of: Callable[[Tensor], Tensor]) -> Function | None:
         """What computes an operator on one float32 tensor; None as above."""
-        return self.functions.of(name, of, samples(torch.float32, 0))
+        return self.functions.of(name, of, lambda: samples(torch.float32, 0))
 
     def _line_of_floats(self, name: str) -> int:
         return self._library.kvcellar_line_of(name.encode(), 0, ABSENT, ABSENT, 0) or 0

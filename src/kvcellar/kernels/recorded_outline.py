@@ -20,12 +20,14 @@ _FUNCTIONS = frozenset({"Min", "Max"})
 @dataclass(frozen=True, slots=True)
 class Outline:
     """A program and its constants, by storage: its own, and what operators compute from these for all sizes, which are
-    not in the program any more. `rows`: of each value, the one dimension whose size is an expression. `late`: values
-    whose sizes are not known before a run. `folded`: indices of operators whose results depend on constants and sizes
-    only, and are written by no other operator. `repeatable`: as in `recorded_repeats.py`."""
+    not in the program any more. `reads`: the values that each operator reads. `rows`: of each value, the one dimension
+    whose size is an expression. `late`: values whose sizes are not known before a run. `folded`: indices of operators
+    whose results depend on constants and sizes only, and are written by no other operator. `repeatable`: as in
+    `recorded_repeats.py`."""
 
     program: Program
     constants: Mapping[int, Tensor]
+    reads: tuple[Sequence[int], ...]
     rows: tuple[tuple[int, str] | None, ...]
     late: tuple[bool, ...]
     folded: frozenset[int]
@@ -41,8 +43,8 @@ def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collect
     read |= {program.values[value].storage for value in program.outputs.values()}
     constants = {**constants, **{storage: tensor for storage, tensor in computed.items() if storage in read}}
     late, rows = _late(program, symbols), tuple(_row(value) for value in program.values)
-    folded = _folded(program, constants.keys(), late, symbols)
-    return Outline(program, constants, rows, late, folded, repeatable(program, ON_ELEMENTS))
+    folded, reads = _folded(program, constants.keys(), late, symbols), tuple(op.reads for op in program.ops)
+    return Outline(program, constants, reads, rows, late, folded, repeatable(program, ON_ELEMENTS))
 
 
 def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:

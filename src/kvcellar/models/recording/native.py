@@ -19,9 +19,10 @@ from kvcellar.cache.memory import Memory
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.layers import OwnLinear, merged
 from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
-from kvcellar.kernels.recorded import Recorded
+from kvcellar.kernels.recorded import FIXED, Recorded
 from kvcellar.kernels.recorded_calls import Bound, Call
 from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.kernels.recorded_outline import Outline, outlined
 from kvcellar.models.recording.recording import Execute, RecordedStep, Results
 from kvcellar.models.recording.replay import constants_of, layers_of_cells
 from kvcellar.models.recording.states import States
@@ -43,8 +44,9 @@ class NativeExecutor:
     name = "native"
 
     def __init__(self, program: Program, network: nn.Module, kernel: StepKernel) -> None:
-        self._program, self._network, self._kernel = program, network, kernel
+        self._network, self._kernel = network, kernel
         self._constants = constants_of(program, network)
+        self._outline = outlined(program, self._constants, FIXED)  # for all memories
         self._counted = layers_of_cells(program)
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
@@ -61,7 +63,8 @@ class NativeExecutor:
     def run(self, step: RecordedStep) -> Results:
         bound = self._memories.get(step.memory)
         if bound is None:
-            bound = self._memories[step.memory] = _Bound(self._program, self._constants, self._network, self._kernel)
+            bound = _Bound(self._outline, self._constants, self._network, self._kernel)
+            self._memories[step.memory] = bound
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
         return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells})
 
@@ -70,10 +73,10 @@ class _Bound:
     """A program that is bound to one memory."""
 
     def __init__(
-        self, program: Program, constants: Mapping[int, Tensor], network: nn.Module, kernel: StepKernel
+        self, outline: Outline, constants: Mapping[int, Tensor], network: nn.Module, kernel: StepKernel
     ) -> None:
         self._step = _Step()
-        states = self._states = States(program, kernel)
+        states = self._states = States(outline.program, kernel)
         called = _Called(network, self._step)
         handlers = {
             "kvcellar.linear": _Linear(network),
@@ -87,7 +90,7 @@ class _Bound:
             "kvcellar.mix": called,
             "kvcellar.module": called,
         }
-        self._recorded = Recorded(program, constants, handlers, kernel)
+        self._recorded = Recorded(outline, handlers, kernel)
         self._resizes = 0  # of the memory, when its planes were bound
 
     def run(self, step: RecordedStep, sizes: Mapping[str, int]) -> Results:

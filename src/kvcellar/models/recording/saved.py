@@ -36,7 +36,7 @@ log = logging.getLogger("kvcellar.models")
 
 FORMAT = b"kvcellar recording 1\n"
 MOST_STORED, MOST_BYTES = 4 * 2**20, 64 * 2**20  # of a file, and of its JSON
-MOST_FILES = 64
+MOST_FILES = 512  # a few kilobytes each
 _START = len(FORMAT) + hashlib.sha256().digest_size
 _OWN = ("kvcellar", "transformers", "torch")  # packages whose version or source is part of a digest
 
@@ -80,9 +80,17 @@ class Programs:
         return self._directory / f"{digest}.recording"
 
     def _trim(self) -> None:
-        files = sorted(self._directory.glob("*.recording"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        files = sorted(self._directory.glob("*.recording"), key=_age)
         for path in files[MOST_FILES:]:
             path.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> int:
+    """Less for files that were written later."""
+    try:
+        return -path.stat().st_mtime_ns
+    except FileNotFoundError:  # another process has deleted it meanwhile
+        return 0
 
 
 def programs(environment: Mapping[str, str]) -> Programs | None:

@@ -31,8 +31,10 @@ from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.keys import ADMIN_VARIABLE, VARIABLE
+from kvcellar.serve.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.metrics import exposition, vllm
+from kvcellar.serve.metrics.samples import COUNTERS, GAUGES
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
@@ -58,8 +60,8 @@ Keyword arguments of `generate`, `stream`, `chat` and `send`, fields of `kvcella
 requests. Defaults come from the generation config of the model, then from this page.
 """
 STATISTICS = """\
-Counters of an engine and of its results. Over HTTP, the usage of a request is in its response and in its log line;
-there is no metrics endpoint yet.
+Counters of an engine and of its results. Over HTTP, the usage of a request is in its response and in its log line, and
+[metrics](metrics.md) have the state of all engines.
 """
 RECORDS = {
     EngineStats: "`engine.stats()`",
@@ -82,6 +84,10 @@ written like 800M, 1.5G or 512MiB.
 At a terminal, `run` prints the stages of loading, and after each completion tokens per second, the time to the first
 token, and how many prompt tokens came from memory; `--quiet` prints neither. Its sampling options are described [on a
 page of their own](sampling.md).
+"""
+METRICS = """\
+What `/metrics` has ([how to read it](../howto/metrics.md)). The names of counters end in `_total` there. Every metric
+of a model has the label `model_name`.
 """
 FIELDS = """\
 How `POST /v1/completions` and `POST /v1/chat/completions` handle every field that a client may send. A field that could
@@ -115,6 +121,7 @@ def pages() -> dict[str, str]:
         "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
         "sampling.md": _page("Sampling parameters", SAMPLING, _settings_table(SamplingParams)),
         "statistics.md": _page("Statistics", STATISTICS, *map(_record, RECORDS), *_http_statistics()),
+        "metrics.md": _page("Metrics", METRICS, *_metrics()),
         "command-line.md": _page(
             "Command line", COMMAND_LINE, _group_options(), *map(_command, COMMANDS), _environment()
         ),
@@ -183,6 +190,30 @@ def _http_statistics() -> Iterator[str]:
         yield _table(("name", "meaning"), [(f"`{name}`", meaning) for name, meaning in table.items()])
 
 
+def _metrics() -> Iterator[str]:
+    head = ("name", "labels", "meaning")
+    yield "## Of an engine\n"
+    for kind, metrics in (("Gauges", GAUGES), ("Counters", COUNTERS)):
+        yield f"{kind}:\n"
+        yield _table(head, [(f"`{m.name}`", ", ".join(f"`{label}`" for label in m.labels), m.text) for m in metrics])
+    yield "## Of requests\n\nCounters:\n"
+    (outcomes, about), (finished, ended) = exposition.OUTCOMES, exposition.FINISHED
+    rows = [(f"`{outcomes}`", "`outcome`", about), (f"`{finished}`", "`reason`", ended)]
+    yield _table(head, [*rows, *((f"`{name}`", "", text) for name, (_, text) in exposition.TOTALS.items())])
+    yield "Histograms:\n"
+    yield _table(("name", "meaning"), [(f"`{name}`", text) for name, (_, text) in exposition.HISTOGRAMS.items()])
+    yield "## Of the server\n\nGauges, without the label `model_name` but for the last:\n"
+    server = [*exposition.SERVER.items(), exposition.STALE]
+    yield _table(("name", "meaning"), [(f"`{name}`", text) for name, text in server])
+    yield "`kvcellar_build_info` has the label `version`.\n"
+    yield "## Names of vLLM\n\nWith `metrics_compat`, beside `vllm:kv_cache_usage_perc` and `vllm:request_success`:\n"
+    ours = {**vllm.GAUGES, **vllm.COUNTERS}
+    tables = exposition.HISTOGRAMS, exposition.TOTALS
+    attributes = {attribute: name for table in tables for name, (attribute, _) in table.items()}
+    ours |= {name: attributes[attribute] for name, attribute in {**vllm.TOTALS, **vllm.HISTOGRAMS}.items()}
+    yield _table(("name", "the same as"), [(f"`{name}`", f"`{own}`") for name, own in ours.items()])
+
+
 def _type(cls: type, name: str) -> str:
     kind = inspect.get_annotations(cls)[name]
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
@@ -241,6 +272,7 @@ def _environment() -> str:
     rows = [
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
         (f"`{ADMIN_VARIABLE}`", "one more admin key of `kvcellar serve`; the admin key of `why` and `cache`"),
+        (f"`{METRICS_VARIABLE}`", "one more metrics key of `kvcellar serve`"),
         (f"`{KEY}`", "key of what is stored, as in the file of `--store-key-file`"),
         (f"`{REMOTE}`", "as `--store-remote`, for URLs with a password"),
         (

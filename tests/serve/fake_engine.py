@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
+from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.retention import RetentionOptions
@@ -49,6 +50,21 @@ class Script:
     rejections: int | None = None  # how often; None: always
     fail: Exception | None = None  # delivered instead of the event number `fail_at`
     fail_at: int = 0
+
+
+def engine_stats(**changes: Any) -> EngineStats:
+    """Of an engine with one group, which has done nothing yet, but for `changes`."""
+    zeros: dict[str, Any] = {field.name: 0 for field in fields(EngineStats)}
+    prefixes = PrefixStats(0, 0, 0, {}, {}, 0, 0, 0, 0, 0)
+    found: dict[str, Any] = {
+        "groups": (GroupStats("full", 1, 100, 0, 0, 800, "reference"),),
+        "prefixes": prefixes,
+        "store": None,
+        "speculation": None,
+        "recording": RecordingStats(None, None, (), 0, {}),
+        "recomputes": {},
+    }
+    return EngineStats(**zeros | found | changes)
 
 
 class FakeTicket:
@@ -104,12 +120,22 @@ class FakeEngine:
         self.cancels = 0  # requests cancelled before their end
         self.rejected = 0
         self.adapters: list[str | None] = []  # of all requests
+        self.counted = engine_stats()
+        self.stats_gate: threading.Event | None = None  # `stats` waits until it is set
+        self.stats_calls = 0
         self.rendered: list[dict[str, Any]] = []  # options of each call
         self._running: list[Run] = []
         self._turn = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="fake-engine")
         self._thread.start()
+
+    def stats(self) -> EngineStats:
+        """The test sets what it returns."""
+        self.stats_calls += 1
+        if self.stats_gate is not None:
+            assert self.stats_gate.wait(PATIENCE)
+        return self.counted
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         """Tokenizes to bytes; with `special`, byte 1 comes first."""

@@ -15,6 +15,7 @@ from kvcellar.serve import ServeSettings
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.sending import SEND_BYTES
@@ -74,7 +75,8 @@ def test_a_client_that_does_not_read_holds_one_of_few_copies(engine, name) -> No
     given.messages = [{"role": "user", "content": "é" * 300_000}, {"role": "assistant", "content": "y"}]
     engine.conversations.save(name, given)
     settings, threads = ServeSettings(), ReaderThreads()
-    handler = WholeHandler(Shared(hosting(engine), settings, threads, BodyBudget(settings.bodies_bytes), Drain()))
+    host, bodies = hosting(engine), BodyBudget(settings.bodies_bytes)
+    handler = WholeHandler(Shared(host, settings, threads, bodies, Drain(), EngineCounts(host)))
     scope: Scope = {"type": "http", "path_params": {"name": name}, "state": {}}
 
     async def clients() -> list[list[Message]]:

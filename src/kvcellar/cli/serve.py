@@ -16,16 +16,16 @@ from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engin
 from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
-from kvcellar.serve.keys import admin_digests, key_digests, permission_warning
+from kvcellar.serve.keys import admin_digests, key_digests, metrics_digests, permission_warning
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
-from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.settings import MetricsCompat, ServeSettings
 
 log = logging.getLogger("kvcellar.serve")
 
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
     *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "max_upload_bytes", "drain_seconds"),
-    *("share_prefixes", "client_pins", "allow_pull"),
+    *("share_prefixes", "client_pins", "allow_pull", "metrics_compat"),
 )
 
 
@@ -43,6 +43,12 @@ SERVER_OPTIONS = (
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The same for keys of the routes below /admin/, which exist only with such a key. $KVCELLAR_ADMIN_KEY, too.",
 )
+@click.option(
+    "--metrics-key-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The same for keys of /metrics alone. $KVCELLAR_METRICS_KEY, too.",
+)
+@click.option("--metrics-compat", type=click.Choice(get_args(MetricsCompat)), help="Add vLLM's names to /metrics.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
 @click.option(
@@ -99,6 +105,7 @@ def command(
     models: tuple[str, ...],
     api_key_file: Path | None,
     admin_key_file: Path | None,
+    metrics_key_file: Path | None,
     pin_file: Path | None,
     log_level: str,
     log_format: Format,
@@ -120,6 +127,7 @@ def command(
         **server_options,
         key_digests=key_digests(api_key_file, os.environ),
         admin_digests=admin_digests(admin_key_file, os.environ),
+        metrics_digests=metrics_digests(metrics_key_file, os.environ),
     )
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     pinned = read_pinned(pin_file) if pin_file is not None else []
@@ -127,7 +135,7 @@ def command(
         download_missing(model, options["draft"], pull=pull, quiet=quiet)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
-        for file in (api_key_file, admin_key_file):
+        for file in (api_key_file, admin_key_file, metrics_key_file):
             if file is not None and (warning := permission_warning(file)) is not None:
                 log.warning("%s", warning)
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)

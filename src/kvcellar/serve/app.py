@@ -10,6 +10,8 @@ from kvcellar.serve.admin import admin_routes
 from kvcellar.serve.api_errors import api_error
 from kvcellar.serve.conversations import conversation_routes
 from kvcellar.serve.health import health_routes
+from kvcellar.serve.metrics.requests import RequestCounts
+from kvcellar.serve.metrics.routes import metrics_routes
 from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
@@ -22,16 +24,20 @@ def build_app(shared: Shared) -> Starlette:
     """The application for the models of a host. The caller closes what is shared."""
     settings = shared.settings
     records = Records() if settings.admin_digests else None
+    requests = RequestCounts()
     app = Starlette(
         routes=[
             *health_routes(shared),
+            *metrics_routes(shared, requests),
             *openai_routes(shared),
             *conversation_routes(shared),
             *ollama_routes(shared),
             *library_routes(shared),
             *(admin_routes(shared, records) if records is not None else ()),
         ],
-        middleware=[Middleware(RequestMiddleware, settings=settings, drain=shared.drain, records=records)],
+        middleware=[
+            Middleware(RequestMiddleware, settings=settings, drain=shared.drain, records=records, ended=requests.ended)
+        ],
         exception_handlers={HTTPException: _no_such_route},
     )
     app.router.redirect_slashes = False  # a redirect would be a response without the API's error format

@@ -65,6 +65,8 @@ class Host:
         self._threads: set[threading.Thread] = set()
         self.short_switches = ShortSwitches()  # for all long work beside requests
         self._closed = False
+        # called with each model that is about to be unloaded, on the thread that does so
+        self.unloading: Callable[[Resident], None] = lambda resident: None
 
     def open(self, servable: Servable) -> ServedEngine:
         """Load a model that stays, before the first request; the first one is the default. Raises what its load raises,
@@ -297,6 +299,7 @@ class Host:
     def _close(self, resident: Resident) -> None:
         engine = resident.engine
         assert engine is not None
+        self.unloading(resident)
         resident.engine = None  # so that its memory is free when it is closed
         for member in resident.members.values():
             member.variant = None

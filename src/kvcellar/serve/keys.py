@@ -14,7 +14,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.serve.settings import key_digest
 from kvcellar.serve.text_file import text_of
 
-VARIABLE, ADMIN_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY"
+VARIABLE, ADMIN_VARIABLE, METRICS_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY", "KVCELLAR_METRICS_KEY"
 MAX_BYTES = 2**20  # largest key file
 SHORTEST, LONGEST = 8, 1024  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
 
@@ -29,10 +29,19 @@ def key_digests(file: Path | None, environment: Mapping[str, str], variable: str
 
 def admin_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
     """The same of admin keys."""
+    return _digests(file, environment, ADMIN_VARIABLE, "admin_key_file")
+
+
+def metrics_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
+    """The same of metrics keys."""
+    return _digests(file, environment, METRICS_VARIABLE, "metrics_key_file")
+
+
+def _digests(file: Path | None, environment: Mapping[str, str], variable: str, param: str) -> tuple[bytes, ...]:
     try:
-        return key_digests(file, environment, ADMIN_VARIABLE)
+        return key_digests(file, environment, variable)
     except BadRequest as error:
-        raise BadRequest(error.message, "admin_key_file") from error
+        raise BadRequest(error.message, param) from error
 
 
 def admin_key(file: Path | None, environment: Mapping[str, str]) -> str | None:

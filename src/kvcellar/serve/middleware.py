@@ -33,15 +33,24 @@ from kvcellar.serve.settings import ServeSettings
 log = logging.getLogger("kvcellar.serve")
 
 ADMIN = "/admin/"
+METRICS = "/metrics"
 CHANGING = tuple(f"/api/{name}" for name in ("create", "copy", "delete", "pull", "push", "blobs"))
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
 
 
 class RequestMiddleware:
-    """ASGI middleware."""
+    """ASGI middleware. `ended` is called with each request, once it has ended."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, drain: Drain, records: Records | None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        drain: Drain,
+        records: Records | None,
+        ended: Callable[[RequestLog], None],
+    ) -> None:
         self._app, self._settings, self._drain, self._records = app, settings, drain, records
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,6 +75,7 @@ class RequestMiddleware:
         finally:
             request.write()
             self._record(request)
+            self._ended(request)
 
     def _record(self, request: RequestLog) -> None:
         if self._records is not None:
@@ -90,6 +100,10 @@ class RequestMiddleware:
         settings, path = self._settings, scope["path"]
         if (settings.admin_digests and path.startswith(ADMIN)) or path.startswith(CHANGING):
             self._check_admin(authorizations)
+        elif path == METRICS and (operators := settings.metrics_digests + settings.admin_digests):
+            if _valid_key(authorizations, operators) is None:
+                message = "a valid metrics key or admin key is needed: Authorization: Bearer KEY"
+                raise ApiError(401, message, code="invalid_metrics_key", headers={"www-authenticate": "Bearer"})
         elif settings.key_digests:
             keys = settings.key_digests + (settings.admin_digests if path.startswith(OLLAMA) else ())
             key = _valid_key(authorizations, keys)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
@@ -47,6 +48,9 @@ class NamedEngine:
     @property
     def cache(self) -> ServedCache:
         return self._engine.cache
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._engine.encode(text, special=special, limit=limit)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
@@ -77,6 +78,10 @@ class ServedEngine(Protocol):
     def cache(self) -> ServedCache: ...
     @property
     def conversations(self) -> Conversations: ...
+
+    def stats(self) -> EngineStats:
+        """Waits for the running step."""
+        ...
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         """Raises `PromptTooLong`, before tokenizing, for a text that cannot fit in `limit` tokens."""

@@ -33,6 +33,7 @@ class ReaderThreads:
         self._listing = ThreadPoolExecutor(LISTING, "kvcellar-listing")
         self._long_work = ThreadPoolExecutor(1, "kvcellar-create")
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
+        self._metrics = ThreadPoolExecutor(1, "kvcellar-metrics")
         self._upload = ThreadPoolExecutor(1, "kvcellar-upload")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
@@ -68,6 +69,10 @@ class ReaderThreads:
         """The result of `work`, which may take long; one after another."""
         return await asyncio.wrap_future(self._admin.submit(work))
 
+    async def for_metrics(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which waits for engines; one after another."""
+        return await asyncio.wrap_future(self._metrics.submit(work))
+
     async def for_upload(self, work: Callable[[], T]) -> T:
         """The result of `work`, which writes a part of a file; one after another."""
         return await asyncio.wrap_future(self._upload.submit(work))
@@ -82,6 +87,6 @@ class ReaderThreads:
 
     def close(self) -> None:
         library = self._library, self._listing, self._long_work
-        for pool in (self._short, self._long, self._conversations, *library, self._admin):
+        for pool in (self._short, self._long, self._conversations, *library, self._admin, self._metrics):
             pool.shutdown(wait=False, cancel_futures=True)
         self._upload.shutdown(wait=False)

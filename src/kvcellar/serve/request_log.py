@@ -9,6 +9,7 @@ import logging
 import re
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,7 +19,8 @@ from urllib.parse import quote
 
 from starlette.types import Scope
 
-from kvcellar.events import Delta, Done, Event
+from kvcellar.events import Delta, Done, Event, Finished
+from kvcellar.serve.buckets import SECONDS, Buckets
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.speculations import draft_counts
 
@@ -65,6 +67,9 @@ class RequestLog:
     servable: Servable | None = None  # the model, once it is known
     recorded: bool = False  # see `records`
     done: dict[int, Done] = field(default_factory=dict[int, Done])  # by number of the prompt
+    finished: Counter[str] = field(default_factory=Counter[str])  # completions, by reason
+    gaps: Buckets | None = None  # seconds between two deliveries of tokens of one completion
+    _delivered: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])  # when, the last one
     _completion_tokens: dict[int, int] = field(default_factory=dict[int, int])  # by number of the prompt
     _began: float = field(default_factory=time.monotonic)
     _ended: float | None = None
@@ -89,7 +94,10 @@ class RequestLog:
         for number, event in batch:
             match event:
                 case Delta():
+                    self._count_gap(number, event)
                     self._completion_tokens[number] = self._completion_tokens.get(number, 0) + len(event.token_ids)
+                case Finished():
+                    self.finished[event.reason] += 1
                 case Done():
                     self.done[number] = event
                     self._completion_tokens[number] = event.usage.completion_tokens
@@ -98,6 +106,25 @@ class RequestLog:
                         self.recall = self.recall or event.recall.reason.replace(" ", "-")
                 case _:
                     pass
+
+    def _count_gap(self, number: int, delta: Delta) -> None:
+        if not delta.token_ids:
+            return
+        now, place = time.monotonic(), (number, delta.choice)
+        if (before := self._delivered.get(place)) is not None:
+            self.gaps = self.gaps or Buckets(SECONDS)
+            self.gaps.add(now - before)
+        self._delivered[place] = now
+
+    @property
+    def generated(self) -> int:
+        """Tokens so far."""
+        return sum(self._completion_tokens.values())
+
+    @property
+    def result(self) -> str:
+        """`ok`, the code of an error, or `client_gone`."""
+        return self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status))
 
     def set_error(self, status: int, code: str | None) -> None:
         """Only the first error is kept: later ones are its consequences."""
@@ -119,10 +146,10 @@ class RequestLog:
         """Of the log line, by name."""
         values = (
             *(self.request_id, self.method, self.route, self.status),
-            self.outcome or ("ok" if 200 <= self.status < 400 else _code_of(self.status)),
+            self.result,
             self.servable.name if self.servable is not None else None,
             *(self.prompt_tokens, self.cached_tokens, self.recall),
-            sum(self._completion_tokens.values()) if self.prompt_tokens is not None else None,
+            self.generated if self.prompt_tokens is not None else None,
             *(draft_counts(self.done) or (None, None)),
             self.ms(),
         )

@@ -69,7 +69,7 @@ class Member:
         return self.used + self.keep_alive if self.idle else FOREVER
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Resident:
     """An engine and its memory. `size`: reserved bytes without adapters of members."""
 

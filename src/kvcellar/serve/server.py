@@ -27,6 +27,7 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host
+from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
@@ -80,8 +81,9 @@ class Server:
         address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{address}:{self.port}"
-        drain, self._threads = Drain(), ReaderThreads()
-        shared = Shared(host, settings, self._threads, BodyBudget(settings.bodies_bytes), drain, library, tools)
+        drain, self._threads, self._engines = Drain(), ReaderThreads(), EngineCounts(host)
+        bodies = BodyBudget(settings.bodies_bytes)
+        shared = Shared(host, settings, self._threads, bodies, drain, self._engines, library, tools)
         app = _SuppressCancelled(build_app(shared))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         self._thread: threading.Thread | None = None
@@ -92,7 +94,7 @@ class Server:
         """Runs until `stop()`, or in the main thread until a signal."""
         self._uvicorn.when_ready = lambda: ready(self.url) if ready else None
         self._uvicorn.when_signalled = signalled
-        with self._socket, contextlib.closing(self._threads):
+        with self._socket, contextlib.closing(self._threads), contextlib.closing(self._engines):
             asyncio.run(self._uvicorn.serve([self._socket]))
 
     def stop(self, *, now: bool = False) -> None:

@@ -3,9 +3,11 @@
 import hashlib
 import ipaddress
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from kvcellar.errors import BadRequest
 
+MetricsCompat = Literal["vllm"]
 MAX_DRAIN = 86400.0  # seconds
 
 
@@ -32,6 +34,10 @@ class ServeSettings:
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     # `key_digest(key)` of each admin key, which the routes below `/admin/` need; empty: there are no such routes
     admin_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    # `key_digest(key)` of each metrics key, which `/metrics` needs, or an admin key; without either it needs an API key
+    metrics_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    # "vllm": `/metrics` has vLLM's names beside ours, where they mean the same
+    metrics_compat: MetricsCompat | None = None
     allow_open: bool = False  # without keys, listen on an address that other machines can reach
     allowed_hosts: tuple[str, ...] = ()  # names accepted in the Host header besides those of the loopback interface
     max_body_bytes: int = 8 * 2**20  # largest body of one request
@@ -54,11 +60,20 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         self._check_numbers()
-        for name in ("key_digests", "admin_digests"):
+        for name in ("key_digests", "admin_digests", "metrics_digests"):
             if any(len(digest) != hashlib.sha256().digest_size for digest in getattr(self, name)):
                 raise BadRequest(f"{name} are what key_digest() returns, not the keys themselves", name)
         if set(self.key_digests) & set(self.admin_digests):
             raise BadRequest("an admin key is an API key, too; clients would be admins", "admin_digests")
+        if set(self.metrics_digests) & {*self.key_digests, *self.admin_digests}:
+            raise BadRequest(
+                "a metrics key is an API key or an admin key, too; give it a value of its own", "metrics_digests"
+            )
+        if self.metrics_compat not in (None, *get_args(MetricsCompat)):
+            raise BadRequest(
+                f"metrics_compat is {' or '.join(get_args(MetricsCompat))}, not {self.metrics_compat!r}",
+                "metrics_compat",
+            )
         if not self.loopback and not self.key_digests and not self.allow_open:
             raise BadRequest(
                 f"{self.host!r} can be reached from other machines and no API key is set. Set one, listen on "

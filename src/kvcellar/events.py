@@ -43,6 +43,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if requested
+    cached_tokens: int = 0  # of the prompt, that came from memory: the same in all deltas of a request
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class FakeEngine:
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.namespaces: list[str] = []  # of each request in `seen`
         self.retentions: list[RetentionOptions | None] = []
+        self.breakpoints: list[tuple[int, ...]] = []
         self.cancels = 0  # requests cancelled before their end
         self.rejected = 0
         self.adapters: list[str | None] = []  # of all requests
@@ -175,6 +176,7 @@ class FakeEngine:
         namespace: str = "",
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
+        breakpoints: Sequence[int] = (),
     ) -> FakeTicket:
         self.adapters.append(adapter)
         script = self.script
@@ -189,6 +191,7 @@ class FakeEngine:
             self.seen.append((run.prompt, params))
             self.namespaces.append(namespace)
             self.retentions.append(retention)
+            self.breakpoints.append(tuple(breakpoints))
             self._running.append(run)
             self._turn.notify_all()
         return FakeTicket(self, run)
@@ -303,7 +306,7 @@ def _line(prompt: tuple[int, ...], params: SamplingParams, script: Script, choic
     tokens = output[:most] if met is None else output[: met[0] + len(met[1].encode())]
     for at, token in enumerate(tokens):
         text = decoder.decode(bytes([token]), final=met is None and at == len(tokens) - 1) if at < room else ""
-        yield Delta(choice, text, (token,), _logprobs(token, at, params.logprobs))
+        yield Delta(choice, text, (token,), _logprobs(token, at, params.logprobs), script.cached)
     ended = "stop" if met is not None or (len(output) <= most and not params.ignore_eos) else "length"
     yield Finished(choice, ended, None if met is None else met[1])
 

@@ -165,6 +165,7 @@ class Engine:
         deliver: Callable[[Event], None],
         session: int | None = None,
         checkpoint_positions: Sequence[int] | None = None,
+        breakpoints: Sequence[int] = (),
         namespace: str = "",
         **how: Unpack[HowOptions],
     ) -> Ticket:
@@ -173,7 +174,7 @@ class Engine:
 
         The request begins with what others of its `namespace` have computed of the same tokens, and leaves what it
         computes for them. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
-        resume; None: where messages begin. A model with windows or recurrent layers keeps checkpoints there when the
+        resume; None: where messages begin. `breakpoints` are more of them, such as a client has set. A model with windows or recurrent layers keeps checkpoints there when the
         prompt is prefilled; others can resume anywhere.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
@@ -184,6 +185,8 @@ class Engine:
         positions = self._built.intake.borders(prompt)
         if checkpoint_positions is not None:
             positions = intake.positions(checkpoint_positions, len(prompt))
+        if breakpoints:
+            positions = tuple(sorted({*positions, *intake.positions(breakpoints, len(prompt))}))
         namespace, kept = intake.namespace_name(namespace), intake.retention_options(how.get("retention"))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
@@ -255,7 +258,7 @@ class Engine:
         a limit. `clear_cache` evicts what is pinned, too, and the oldest pin is released where a request that runs
         alone needs its memory. Raises `BadRequest` if more than `pin_share` of the cache would be pinned.
         """
-        ids = chat_prefix(self, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
+        ids = chat_prefix(self.render, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
         namespace, how = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
         space, params = (
             with_adapter(namespace, self.adapters.digest(adapter)),

@@ -1,29 +1,25 @@
 """pinning: prompts that are pinned: what a chat begins with, and whether memory has it."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.node import common_prefix, key_of
 from kvcellar.prefix.tree import Tree
 
-
-class Renders(Protocol):
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, limit: int | None = None
-    ) -> list[int]: ...
+Render = Callable[[Sequence[Mapping[str, Any]]], list[int]]
 
 
 def is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def chat_prefix(engine: Renders, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def chat_prefix(render: Render, messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """The tokens that all chats have in common which begin with these messages. After one of the user, that is the
     prompt of the answer; after others, what comes before the text of the user's next message."""
-    if messages[-1].get("role") == "user":
-        return engine.render(messages)
-    one, other = (engine.render([*messages, {"role": "user", "content": text}]) for text in ("a", "b"))
+    if messages and messages[-1].get("role") == "user":
+        return render(messages)
+    one, other = (render([*messages, {"role": "user", "content": text}]) for text in ("a", "b"))
     if not (common := one[: common_prefix(one, other)]):
         raise BadRequest("chats that begin with these messages have no tokens in common", "messages")
     return common

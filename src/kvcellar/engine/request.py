@@ -323,7 +323,8 @@ class Completion:
             logprobs = tuple(logprob for _, logprob in tokens if logprob is not None)
             wanted = self.request.params.logprobs is not None
             ids = tuple(token for token, _ in tokens)
-            self.request.emit(Delta(self.sampler.index, text, ids, logprobs if wanted else None))
+            index, cached = self.sampler.index, self.request.cached
+            self.request.emit(Delta(index, text, ids, logprobs if wanted else None, cached))
 
     def finish(self, reason: FinishReason) -> None:
         """Emit the text that was held back, and `Finished`; after the last completion of the request, `Done`."""

@@ -34,6 +34,17 @@ from kvcellar.serve.json_text import printable, to_json
 
 RETRY_SECONDS = "1"
 OLLAMA = "/api/"  # the routes below it have errors in the format of Ollama's API
+ANTHROPIC = "/v1/messages"  # this route, and those below it, have errors in the format of Anthropic's API
+ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(  # by status; others below 500 are invalid requests
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
+)
 
 
 @dataclass(eq=False)
@@ -67,8 +78,15 @@ def ollama_shape(error: ApiError) -> dict[str, object]:
     return {"error": error.message}
 
 
+def anthropic_shape(error: ApiError) -> dict[str, object]:
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(error.status, other), "message": error.message}}
+
+
 # Formats of errors by the beginnings of paths.
-SHAPES: Mapping[str, Callable[[ApiError], dict[str, object]]] = MappingProxyType({OLLAMA: ollama_shape})
+SHAPES: Mapping[str, Callable[[ApiError], dict[str, object]]] = MappingProxyType(
+    {OLLAMA: ollama_shape, ANTHROPIC: anthropic_shape}
+)
 
 
 class ClientDisconnected(Exception):

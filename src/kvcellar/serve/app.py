@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcellar.serve.admin import admin_routes
+from kvcellar.serve.anthropic.routes import anthropic_routes
 from kvcellar.serve.api_errors import api_error
 from kvcellar.serve.conversations import conversation_routes
 from kvcellar.serve.health import health_routes
@@ -30,6 +31,7 @@ def build_app(shared: Shared) -> Starlette:
             *health_routes(shared),
             *metrics_routes(shared, requests),
             *openai_routes(shared),
+            *anthropic_routes(shared),
             *conversation_routes(shared),
             *ollama_routes(shared),
             *library_routes(shared),

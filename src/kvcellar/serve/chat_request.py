@@ -42,6 +42,7 @@ class ChatRequest(GenerationRequest):
     effort: str | None = None  # of reasoning
     add_generation_prompt: bool = True
     replay: bool = True  # earlier replies have the tokens that they were generated with
+    breakpoints: Sequence[int] = ()  # numbers of first messages behind which later requests may resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Prepared:
     stream: bool
     namespace: str  # of its memory
     retention: RetentionOptions  # without the owner
+    breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
 
     @property
     def choices(self) -> int:

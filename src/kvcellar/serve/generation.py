@@ -88,7 +88,7 @@ class GenerationHandler:
                 prepared, prompts = prepare(engine, read.request, naming, turn)
                 log.set_prompts(prompts)
                 retention = allowed(prepared.retention, scope, server.settings)
-                request.submit(engine, prompts, prepared.params, prepared.namespace, retention)
+                request.submit(engine, prompts, prepared.params, prepared.namespace, retention, prepared.breakpoints)
                 return read, prepared
 
             _, (read, prepared) = await server.drain.run_before(use.run(submit))

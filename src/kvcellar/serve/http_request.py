@@ -50,6 +50,7 @@ class HttpRequest:
         params: SamplingParams,
         namespace: str = "",
         retention: RetentionOptions = NO_OPTIONS,
+        breakpoints: Sequence[int] = (),
     ) -> None:
         """Submit all prompts, which share memory with others of `namespace` only. Raises what the engine's `submit`
         raises, which ends the request.
@@ -64,7 +65,14 @@ class HttpRequest:
             if self._cancelled:
                 return
             deliver = partial(self._deliver, number)
-            ticket = engine.submit(prompt, params, deliver=deliver, namespace=namespace, retention=retention)
+            ticket = engine.submit(
+                prompt,
+                params,
+                deliver=deliver,
+                namespace=namespace,
+                retention=retention,
+                breakpoints=breakpoints,
+            )
             with self._lock:
                 self._tickets[number] = ticket
                 if not self._cancelled:

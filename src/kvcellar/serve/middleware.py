@@ -6,7 +6,7 @@ the server has any. Unknown routes are checked too, so a client without a key ca
 routes of `health` need no key, and are served during shutdown. No CORS headers are sent, so a web page of another
 origin cannot read a response; and as bodies need the content type JSON, it cannot send a request that has an effect.
 
-Every response has the API's format and an `x-request-id`, and every request has one line in the log (`request_log`).
+Every response has the API's format and an `x-request-id`, which Anthropic's clients read as `request-id`, and every request has one line in the log (`request_log`).
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class RequestMiddleware:
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
         if scope["path"] in OPEN:
             return
-        self._check_key(scope, headers.getlist("authorization"))
+        self._check_key(scope, _authorizations(headers))
         if self._drain.started:
             raise shutting_down()
 
@@ -143,7 +143,10 @@ class ResponseSend:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started, self.request.status = True, message["status"]
-            message["headers"] = [*message["headers"], (b"x-request-id", self.request.request_id.encode())]
+            message["headers"] = [
+                *message["headers"],
+                *((name, self.request.request_id.encode()) for name in (b"x-request-id", b"request-id")),
+            ]
         elif not message.get("more_body", False):
             self._ends()
         await self._send(message)
@@ -164,6 +167,11 @@ def _valid_key(authorizations: list[str], digests: Sequence[bytes]) -> bytes | N
     digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
     matches = [hmac.compare_digest(digest, known) for known in digests]
     return digest if any(matches) and scheme.lower() == "bearer" else None
+
+
+def _authorizations(headers: Headers) -> list[str]:
+    """Those of the request; a key in `x-api-key`, the header of Anthropic's API, counts if there are none."""
+    return headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 
 
 def _name_of(host: str) -> str | None:

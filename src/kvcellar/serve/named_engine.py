@@ -88,8 +88,15 @@ class NamedEngine:
         namespace: str = "",
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
+        breakpoints: Sequence[int] = (),
     ) -> Ticket:
         use = self._variant.adapter if adapter is None else adapter
         return self._engine.submit(
-            prompt_ids, params, deliver=deliver, namespace=namespace, retention=retention, adapter=use
+            prompt_ids,
+            params,
+            deliver=deliver,
+            namespace=namespace,
+            retention=retention,
+            adapter=use,
+            breakpoints=breakpoints,
         )

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvcellar.engine.dialogue import Render
+from kvcellar.engine.pinning import chat_prefix
+from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
@@ -33,8 +35,10 @@ def prepare(
         count = f"{len(prompts)} prompts with n {params.n}"
         message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"
         raise ApiError(400, message, "n", "invalid_value")
-    lengths = tuple(map(len, prompts))
-    return Prepared(lengths, params, request.stream, namespace, request.retention), prompts
+    lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
+    if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
+        marked = _breakpoints(request, prompts[0], renderer(engine, request, namespace))
+    return Prepared(lengths, params, request.stream, namespace, request.retention, marked), prompts
 
 
 def _texts(
@@ -63,6 +67,13 @@ def _chat(
         raise ApiError(400, message, "add_generation_prompt", "invalid_value")
     prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
     return [prompt.ids], prompt.params
+
+
+def _breakpoints(request: ChatRequest, prompt: Sequence[int], render: Render) -> tuple[int, ...]:
+    """The positions of a prompt up to which it is what all chats have in common that begin with the messages before a
+    breakpoint."""
+    found = {common_prefix(prompt, chat_prefix(render, request.messages[:end])) for end in request.breakpoints}
+    return tuple(sorted(found))
 
 
 def renderer(engine: ServedEngine, request: ChatRequest, namespace: str) -> Render:

@@ -111,6 +111,7 @@ class ServedEngine(Protocol):
         namespace: str = "",
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
+        breakpoints: Sequence[int] = (),
     ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

@@ -1,0 +1,17 @@
+"""count_tokens: how many tokens a prompt has, without running it."""
+
+from kvcellar.serve.anthropic.dialogue import chat_of
+from kvcellar.serve.anthropic.fields import PromptBody
+from kvcellar.serve.anthropic.parse import chat_request
+from kvcellar.serve.chat_request import Json
+from kvcellar.serve.parsing import Fields, validated
+from kvcellar.serve.prepare import renderer
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.writer import Caller
+
+
+def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+    """A body of `/v1/messages/count_tokens`. Raises `ApiError` and `BadRequest`."""
+    body = validated(PromptBody, sent)
+    request = chat_request(body, chat_of(body), sampling={})
+    return {"input_tokens": len(renderer(engine, request, "")(request.messages))}

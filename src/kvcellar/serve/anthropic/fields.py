@@ -1,0 +1,119 @@
+"""fields: the bodies of Anthropic's routes.
+
+Agents send fields that belong to betas, and new ones appear with each release of a client, so unknown fields are
+ignored, as Anthropic's own clients expect of a gateway. Fields that would change the response, and that this server
+does not have, are refused by name. Types are strict.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+
+from kvcellar.serve.messages import MAX_MESSAGES
+
+Effort = Literal["low", "medium", "high", "xhigh", "max"]
+
+
+class AnthropicModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class CacheControl(AnthropicModel):
+    """A breakpoint: later requests may resume here."""
+
+    type: Literal["ephemeral"]
+    # Anthropic: what the request uses and computes is deleted when it was not used for so long
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Block(AnthropicModel):
+    """A content block. Which fields it has depends on its type; `dialogue` checks that."""
+
+    # `text`, `thinking`, `redacted_thinking`, `tool_use`, `tool_result`; of others, like `image`, there is none
+    type: str
+    text: str | None = None  # of `text`
+    thinking: str | None = None  # of `thinking`; its `signature` is ignored
+    id: str | None = None  # of `tool_use`
+    name: str | None = None  # of `tool_use`
+    input: dict[str, Any] | None = None  # of `tool_use`
+    tool_use_id: str | None = None  # of `tool_result`: the id of a `tool_use` in an earlier message
+    content: Any = None  # of `tool_result`: a string, or blocks of the type `text`
+    is_error: bool | None = None  # of `tool_result`: the text of the result begins with "Error: "
+    cache_control: CacheControl | None = None
+
+
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks)]
+
+
+class AnthropicMessage(AnthropicModel):
+    role: Literal["user", "assistant", "system"]  # `system` may stand in the middle
+    content: Blocks  # a string, or a list of blocks
+
+
+class AnthropicTool(AnthropicModel):
+    """A tool of the client."""
+
+    type: str | None = None  # Anthropic: `custom`, or left out; the tools that Anthropic runs itself are refused
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None  # a JSON schema of an object
+    strict: bool | None = None  # Anthropic: calls have arguments that are valid by the schema
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(AnthropicModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of `tool`
+    disable_parallel_tool_use: bool | None = None  # at most one call
+
+
+class Thinking(AnthropicModel):
+    # Anthropic: `disabled` switches reasoning off, the others switch it on, where the chat template can
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(default=None, ge=0)  # no limit: `max_tokens` counts reasoning, too
+
+
+class OutputFormat(AnthropicModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(AnthropicModel):
+    format: OutputFormat | None = None  # Anthropic: the answer is JSON, valid by the schema
+    effort: Effort | None = None  # Anthropic: how much the model should reason
+
+
+class Metadata(AnthropicModel):
+    user_id: str | None = None  # the request shares memory only with those of the same user
+
+
+class PromptBody(AnthropicModel):
+    """What is a part of the prompt, in both routes."""
+
+    model: str | None = None  # Anthropic: may be left out; otherwise a name in `/v1/models`
+    messages: Annotated[list[AnthropicMessage], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: Blocks | None = None  # Anthropic: a string, or a list of `text` blocks
+    tools: Annotated[list[AnthropicTool] | None, FailFast()] = Field(default=None, max_length=512)  # Anthropic
+    tool_choice: ToolChoice | None = None  # Anthropic: whether and which tools are called
+    thinking: Thinking | None = None  # Anthropic: whether the model reasons before it answers
+    output_config: OutputConfig | None = None  # Anthropic: JSON that is valid by a schema, and effort
+    mcp_servers: list[Any] | None = Field(default=None, max_length=0)  # Anthropic: only empty
+    container: None = None  # Anthropic: only `null`
+
+
+class MessagesBody(PromptBody):
+    max_tokens: int = Field(ge=1, le=2**31 - 1)  # Anthropic: required
+    stream: bool | None = None  # Anthropic: server-sent events
+    stop_sequences: Annotated[list[str] | None, FailFast()] = None  # Anthropic
+    temperature: float | None = None  # Anthropic: sampling
+    top_k: int | None = None  # Anthropic: sampling
+    top_p: float | None = None  # Anthropic: sampling
+    metadata: Metadata | None = None  # Anthropic
+    cache_control: CacheControl | None = None  # Anthropic: a breakpoint behind the last message
+    seed: int | None = None  # kvcellar: makes sampling reproducible
+    conversation: str | None = None  # kvcellar: name of a [conversation](../howto/conversations.md) to continue
+    cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt

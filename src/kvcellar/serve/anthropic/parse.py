@@ -1,0 +1,76 @@
+"""parse: the bodies of Anthropic's routes as requests."""
+
+from functools import partial
+from typing import Any
+
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sample.constraint import Constraint
+from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
+from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
+from kvcellar.serve.anthropic.message_writer import MessageWriter
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.chat_request import ChatRequest
+from kvcellar.serve.parsing import Fields, validated
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.writer import Caller, Generation
+
+
+def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/v1/messages`. Raises `ApiError` and `BadRequest`."""
+    body = validated(MessagesBody, sent)
+    chat = chat_of(body)
+    ttls = list(chat.ttls)
+    if body.cache_control is not None:
+        chat.breakpoints.append(len(chat.messages))
+        ttls.append(TTL[body.cache_control.ttl])
+    retention = RetentionOptions(ttl=max(ttls), recurring=True) if ttls else NO_OPTIONS
+    request = chat_request(
+        body,
+        chat,
+        sampling={
+            "max_tokens": body.max_tokens,
+            "stop": None if body.stop_sequences is None else tuple(body.stop_sequences),
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+            "seed": body.seed,
+        },
+        stream=bool(body.stream),
+        salt=body.cache_salt,
+        users=(None if body.metadata is None else body.metadata.user_id,),
+        retention=retention,
+        conversation=body.conversation,
+    )
+    return Generation(request, partial(MessageWriter, engine.model.name))
+
+
+def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **common: Any) -> ChatRequest:
+    """The request of a body, whose messages are in `chat`. Raises `ApiError` and `BadRequest`."""
+    choice = body.tool_choice
+    if choice is not None and choice.type == "tool" and not choice.name:
+        raise ApiError(400, "tool_choice.name is required where its type is tool", "tool_choice.name", "invalid_value")
+    tools = tools_of(body.tools)
+    return ChatRequest(
+        messages=chat.messages,
+        breakpoints=tuple(chat.breakpoints),
+        sampling=sampling,
+        effort=_effort(body),
+        **common,
+    )
+
+
+def _effort(body: PromptBody) -> str | None:
+    """How much to reason: `output_config.effort`, unless reasoning is disabled. Reasoning that is enabled without an
+    effort has a medium one, which templates that only switch it read as "on"."""
+    if body.thinking is not None and body.thinking.type == "disabled":
+        return "none"
+    if body.output_config is not None and body.output_config.effort is not None:
+        return body.output_config.effort
+    return "medium" if body.thinking is not None else None
+
+
+def _constraint(body: PromptBody) -> Constraint | None:
+    """Of the answer. Raises `BadRequest`."""
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    return Constraint.json_schema(body.output_config.format.schema_, strict=True)

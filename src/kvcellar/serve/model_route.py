@@ -1,0 +1,46 @@
+"""model_route: routes that a model answers at once, without generating: a body is received and read in a thread."""
+
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.chat_request import Json
+from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.namespaces import owner
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.sending import send_json, until_disconnected
+from kvcellar.serve.shared import Shared
+from kvcellar.serve.writer import Caller
+
+Answer = Callable[[ServedEngine, Fields, Caller], Json]  # slow, in a thread; raises `ApiError` and `BadRequest`
+
+
+class ModelRoute:
+    """An ASGI application."""
+
+    def __init__(self, server: Shared, answer: Answer) -> None:
+        self._server, self._answer = server, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, body = self._server, RequestBody(self._server.bodies)
+        try:
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            await until_disconnected(receive, self._respond(body, scope, send))
+        finally:
+            body.release()
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        server = self._server
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings)
+        with ModelUse(server.host, server.threads, body) as use:
+
+            def work(engine: ServedEngine, sent: Fields) -> Json:
+                RequestLog.of(scope).servable = use.servable
+                return self._answer(engine, sent, caller)
+
+            _, found = await server.drain.run_before(use.run(work))
+        await send_json(send, found)

@@ -96,7 +96,8 @@ class PromptBody(AnthropicModel):
 
     model: str | None = None  # Anthropic: may be left out; otherwise a name in `/v1/models`
     messages: Annotated[list[AnthropicMessage], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
-    system: Blocks | None = None  # Anthropic: a string, or a list of `text` blocks
+    # Anthropic: a string, or a list of `text` blocks
+    system: Annotated[list[Block] | None, FailFast(), BeforeValidator(_as_blocks)] = None
     tools: Annotated[list[AnthropicTool] | None, FailFast()] = Field(default=None, max_length=512)  # Anthropic
     tool_choice: ToolChoice | None = None  # Anthropic: whether and which tools are called
     thinking: Thinking | None = None  # Anthropic: whether the model reasons before it answers

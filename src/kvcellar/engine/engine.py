@@ -174,8 +174,8 @@ class Engine:
 
         The request begins with what others of its `namespace` have computed of the same tokens, and leaves what it
         computes for them. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
-        resume; None: where messages begin. `breakpoints` are more of them, such as a client has set. A model with windows or recurrent layers keeps checkpoints there when the
-        prompt is prefilled; others can resume anywhere.
+        resume; None: where messages begin. `breakpoints` are more of them, such as a client has set. A model with
+        windows or recurrent layers keeps checkpoints there when the prompt is prefilled; others can resume anywhere.
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """

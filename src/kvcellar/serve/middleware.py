@@ -6,7 +6,8 @@ the server has any. Unknown routes are checked too, so a client without a key ca
 routes of `health` need no key, and are served during shutdown. No CORS headers are sent, so a web page of another
 origin cannot read a response; and as bodies need the content type JSON, it cannot send a request that has an effect.
 
-Every response has the API's format and an `x-request-id`, which Anthropic's clients read as `request-id`, and every request has one line in the log (`request_log`).
+Every response has the API's format and an `x-request-id`, which Anthropic's clients read as `request-id`; every request
+has one line in the log (`request_log`). A key is sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
 """
 
 import asyncio

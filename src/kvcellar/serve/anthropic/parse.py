@@ -49,7 +49,7 @@ def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **co
     choice = body.tool_choice
     if choice is not None and choice.type == "tool" and not choice.name:
         raise ApiError(400, "tool_choice.name is required where its type is tool", "tool_choice.name", "invalid_value")
-    tools = tools_of(body.tools)
+    tools_of(body.tools)
     return ChatRequest(
         messages=chat.messages,
         breakpoints=tuple(chat.breakpoints),

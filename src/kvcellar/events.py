@@ -6,7 +6,7 @@ A request that reads its prompt gets one `PromptScored` or `Embedded` first. For
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -44,6 +44,9 @@ class Delta:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None  # one for each of token_ids, if requested
     cached_tokens: int = 0  # of the prompt, that came from memory: the same in all deltas of a request
+    # where the request said how its answers are read: what `kvcellar.text.pieces` has of them; `text` is their content
+    pieces: tuple[Any, ...] | None = None
+    reasoning_tokens: int = 0  # of token_ids, if it said so
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,14 @@ from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, Recordin
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.retention import RetentionOptions
+from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
+from kvcellar.text.pieces import PlainReader
+from kvcellar.text.replies.form import ReplyForm
+from kvcellar.text.replies.machine import Machine
+from kvcellar.text.replies.outline import Outline
 from kvcellar.tiers.archive import MemoryArchive
 
 VOCABULARY = 256
@@ -106,12 +111,36 @@ class Run:
         return self.delivered == len(self.events)
 
 
+class FakeReading:
+    """All is content."""
+
+    def __init__(self, constraint: Constraint | None) -> None:
+        self.constraint = constraint
+
+    def machine(self) -> Machine:
+        return Machine(Outline(ReplyForm("plain", "nothing"), None), lambda kind: "")
+
+    def reader(self) -> PlainReader:
+        return PlainReader()
+
+
+class FakeReplies:
+    form = None
+    refusal = "it is no model"
+
+    def reading(self, *, tools: Any = None, answer: Constraint | None = None, **how: Any) -> FakeReading:
+        if tools:
+            raise BadRequest(f"tools cannot be used with this model: {self.refusal}", "tools")
+        return FakeReading(answer)
+
+
 class FakeEngine:
     """A context manager; closing fails running requests, as in the real engine."""
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
         self.healthy = True
+        self.replies = FakeReplies()
         self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
@@ -159,6 +188,7 @@ class FakeEngine:
         limit: int | None = None,
         namespace: str = "",
         replay: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
@@ -177,6 +207,7 @@ class FakeEngine:
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
         breakpoints: Sequence[int] = (),
+        reading: Any = None,
     ) -> FakeTicket:
         self.adapters.append(adapter)
         script = self.script

@@ -12,7 +12,7 @@ from kvcellar.serve.host import Host
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
 from kvcellar.tiers.archive import MemoryArchive
-from tests.serve.fake_engine import FakeModel
+from tests.serve.fake_engine import FakeModel, FakeReplies
 
 
 class SizedEngine:
@@ -20,6 +20,7 @@ class SizedEngine:
 
     def __init__(self, name: str, size: int) -> None:
         self.model = FakeModel(name)
+        self.replies = FakeReplies()
         self.own_size, self.healthy, self.closed, self.leases = size, True, False, 0
         self.adapters: dict[str, int] = {}  # bytes by name of a model
         self.used: dict[str, int] = {}  # leases by name of a model

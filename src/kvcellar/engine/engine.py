@@ -20,6 +20,7 @@ from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
+from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import HowOptions, Request, RequestOptions, fresh_seed, how_of, sampling_of
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
@@ -34,6 +35,7 @@ from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
 from kvcellar.snapshot import with_adapter
+from kvcellar.text.template import RenderOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +86,7 @@ class Engine:
         self.conversations: Conversations = open_conversations(self._built.settings, self.model)
         self.adapters: Adapters = self._built.adapters  # those that requests can name
         self.variants = Variants(self._built)  # models of the library on this engine
+        self.replies = Replies(self._built.intake.codec)  # how answers are read: reasoning, content, calls of tools
         self._loop.start(self._built.runner)
         # A thread inside torch must not outlive the interpreter, so an engine that is not closed is closed at its end.
         self._closing = weakref.finalize(self, self._loop.close)
@@ -129,31 +132,23 @@ class Engine:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        variables: Mapping[str, Any] | None = None,
-        effort: str | None = None,
-        add_generation_prompt: bool = True,
         limit: int | None = None,
         namespace: str = "",
         replay: bool = True,
+        **options: Unpack[RenderOptions],
     ) -> list[int]:
         """Token ids of a conversation, ready for the model's answer. Raises `BadRequest`, `TemplateFailed`, and
         `PromptTooLong` for more than `limit`.
 
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
-        reason, in OpenAI's words ("none" to "xhigh"). Either has no effect where the template does not read it.
+        reason, in OpenAI's words ("none" to "xhigh"), `tools` are what it may call, in the form of OpenAI's chat API.
+        Each has no effect where the template does not read it.
 
         With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
         otherwise they have those that the tokenizer gives their text.
         """
-        return self._built.intake.codec.render(
-            messages,
-            variables=variables,
-            effort=effort,
-            add_generation_prompt=add_generation_prompt,
-            limit=limit,
-            namespace=namespace,
-            replay=replay,
-        )
+        codec = self._built.intake.codec
+        return codec.render(messages, limit=limit, namespace=namespace, replay=replay, **options)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -197,6 +192,7 @@ class Engine:
         try:
             use = self.adapters.take(how.get("adapter")) if named else None
             request = Request(prompt, params, deliver, session, positions, namespace, kept, rewrite, use)
+            request.reply = how.get("reading")
             completion = self._built.intake.completion(request, seed)
             request.on_done = partial(self._built.intake.ended, request, size)
             self._loop.submit(request, completion)

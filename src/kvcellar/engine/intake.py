@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
@@ -22,11 +22,13 @@ from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import ADAPTED
 from kvcellar.spans import whole
-from kvcellar.text.meter import Caps
+from kvcellar.text.meter import caps_for
 from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 from kvcellar.text.replay import Replays
-from kvcellar.text.template import ChatTemplate
+from kvcellar.text.replies.read_output import ReadOutput
+from kvcellar.text.replies.reading import ReplyReading
+from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
 from kvcellar.text.tokens import TextTokenizer, longest_text
 
 if TYPE_CHECKING:  # imports transformers
@@ -34,8 +36,6 @@ if TYPE_CHECKING:  # imports transformers
     from kvcellar.models.text_assets import TextAssets
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
-LEAST_MESSAGE_CHARS = 2**20
-SPARE = 4  # messages may have so many times the text that fits the context: templates omit some of it (reasoning)
 TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
 FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
 MOST_NAMESPACE = 256  # characters
@@ -99,7 +99,10 @@ class Intake:
         ]
 
     def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
-        return Completion(request, sampler, self.codec.output(request.stops, request.prompt), list(tokens))
+        return Completion(request, sampler, self._output(request), list(tokens))
+
+    def _output(self, request: Request) -> Output:
+        return self.codec.output(request.stops, request.prompt, request.reply)
 
     def rewrite(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
         """What the prompt of a chat has in another form than an earlier one."""
@@ -185,7 +188,8 @@ class TextCodec:
         return made
 
     def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
-        return None if template is None else ChatTemplate(template, tokenizer, _caps(tokenizer, self._context))
+        caps = caps_for(tokenizer.bound.characters, self._context)
+        return None if template is None else ChatTemplate(template, tokenizer, caps)
 
     @property
     def has_text(self) -> bool:
@@ -214,33 +218,33 @@ class TextCodec:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        variables: Mapping[str, Any] | None = None,
-        effort: str | None = None,
-        add_generation_prompt: bool = True,
         limit: int | None = None,
         namespace: str = "",
         replay: bool = True,
+        **options: Unpack[RenderOptions],
     ) -> list[int]:
         """As `Engine.render`."""
-        if variables is not None and not isinstance(variables, Mapping):
-            raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
-        if effort is not None and not isinstance(effort, str):
-            raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
-        options = {"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt}
         namespace, tokenizer = namespace_name(namespace), self._checked()
-        if self._template is None or self.replays is None:
-            raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
-        rendered = self._template.render(self._preamble.before(messages), **options)
-        if replay:
+        rendered = self.template.render(self._preamble.before(messages), **checked_options(options))
+        if replay and self.replays is not None:
             return self.replays.encode(rendered, namespace, limit=limit)
         return rendered.encode(tokenizer, limit=limit)
 
-    def output(self, stops: Stops, prompt: Sequence[int]) -> Output:
+    def output(self, stops: Stops, prompt: Sequence[int], reading: ReplyReading | None = None) -> Output:
         """The text of one completion, which continues that of the prompt."""
         if self._tokenizer is None:
             return Output(None, stops)
         after = prompt[-LONG_RUN:] if prompt[-1] not in self._tokenizer.special_ids else ()
+        if reading is not None:
+            return ReadOutput(self._tokenizer, stops, after, reading.machine())
         return Output(open_stream(self._tokenizer, after=after), stops)
+
+    @property
+    def template(self) -> ChatTemplate:
+        self._checked()
+        if self._template is None:
+            raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
+        return self._template
 
     def token_bytes(self, token: int) -> bytes:
         return self._checked().token_bytes(token)
@@ -253,15 +257,6 @@ class TextCodec:
                 hint=f"The reason: {self._why_not}.",
             )
         return self._tokenizer
-
-
-def _caps(tokenizer: TextTokenizer, context: int) -> Caps:
-    """Caps on a conversation, by how much text fits the context."""
-    caps = Caps()
-    if tokenizer.bound.characters is None:
-        return caps
-    useful = max(LEAST_MESSAGE_CHARS, SPARE * context * tokenizer.bound.characters)
-    return replace(caps, message_chars=min(caps.message_chars, useful))
 
 
 class PromptMemory:

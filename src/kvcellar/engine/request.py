@@ -38,14 +38,16 @@ from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import with_adapter
 from kvcellar.spans import Span
 from kvcellar.text.output import Output, Stops
+from kvcellar.text.replies.reading import ReplyReading
 
 
 class HowOptions(TypedDict, total=False):
     """`retention`: how what the request uses and computes is kept. `adapter`: the name of the adapter that it is
-    computed with; "": none; None: that of the engine's settings."""
+    computed with; "": none; None: that of the engine's settings. `reading`: how its answers are read; None: as text."""
 
     retention: RetentionOptions | None
     adapter: str | None
+    reading: ReplyReading | None
 
 
 class Use(HowOptions, total=False):
@@ -101,7 +103,7 @@ class Request:
     """One submission. `number` is its place in the order of arrival, set on the engine's thread. `session` is the
     number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
     resume. It shares memory with the requests of its `namespace` and its adapter only: these of its `space`.
-    `retention` is how what it uses and computes is kept."""
+    `retention` is how what it uses and computes is kept, `reply` how its answers are read."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -113,6 +115,7 @@ class Request:
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     adapter: AdapterUse | None = None
     pooling: PoolingMode | None = None
+    reply: ReplyReading | None = None
     reading: Reading | None = field(init=False, default=None)  # of its prompt; None: nothing is read of it
     space: str = field(init=False)
     stops: Stops = field(init=False)  # shared by its completions
@@ -275,11 +278,11 @@ class Completion:
 
     def takes(self, tokens: Sequence[int], context: int) -> int:
         """How many of the next tokens, in order, it accepts: those up to the first that ends it. Changes nothing."""
-        output = self.output.copy() if len(tokens) > 1 and self.request.params.stop else None
+        output = self.output.copy() if len(tokens) > 1 and self.output.may_end else None
         for count, token in enumerate(tokens[:-1], start=1):
             if output is not None:
                 output.push(token, may_stop=self._may_stop(count))
-            met = output is not None and output.met is not None
+            met = output is not None and output.over
             if met or self.sampler.ends_with(token) or self._full(count, context):
                 return count
         return len(tokens)
@@ -314,17 +317,18 @@ class Completion:
                 pushed.append(self.output.push(token, may_stop=may))
         finally:
             self._emit("".join(pushed), texts[: len(pushed)])
-        if ends or self.output.met is not None:
+        if ends or self.output.over:
             return Accepted(len(drawn), "stop")
         return Accepted(len(drawn), "length" if full else None)
 
     def _emit(self, text: str, tokens: Sequence[Token] = ()) -> None:
-        if text or tokens:
+        pieces, reasoning = self.output.told()
+        if text or tokens or pieces:
             logprobs = tuple(logprob for _, logprob in tokens if logprob is not None)
             wanted = self.request.params.logprobs is not None
             ids = tuple(token for token, _ in tokens)
-            index, cached = self.sampler.index, self.request.cached
-            self.request.emit(Delta(index, text, ids, logprobs if wanted else None, cached))
+            index, shown, cached = self.sampler.index, logprobs if wanted else None, self.request.cached
+            self.request.emit(Delta(index, text, ids, shown, cached, pieces, reasoning))
 
     def finish(self, reason: FinishReason) -> None:
         """Emit the text that was held back, and `Finished`; after the last completion of the request, `Done`."""

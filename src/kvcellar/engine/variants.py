@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.defaults import default_sampling
+from kvcellar.engine.replies import Replies, ServedReplies
 from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:  # imports torch
@@ -23,11 +24,12 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What one model has of its own on an engine. `render` is as that of the engine; `close`, when no request of the
-    model is left, blocks until its memory is free."""
+    """What one model has of its own on an engine. `render` and `replies` are as those of the engine; `close`, when no
+    request of the model is left, blocks until its memory is free."""
 
     default_sampling: SamplingParams
     render: Callable[..., list[int]]
+    replies: ServedReplies
     adapter: str | None = None  # of its requests; "": none; None: that of requests which name none
     close: Callable[[], None] = _nothing
 
@@ -47,9 +49,10 @@ class Variants:
         loaded = as_created(built.base, model)
         sampling = default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name)
         template = loaded.text.chat_template if loaded.text is not None else None
-        render = built.intake.codec.variant(template, preamble_of(model.manifest)).render
+        codec = built.intake.codec.variant(template, preamble_of(model.manifest))
+        render, replies = codec.render, Replies(codec)
         if not model.adapters:
-            return Variant(sampling, render, adapter="")
+            return Variant(sampling, render, replies, adapter="")
         name = f"{shown_name(model)}@{model.id[:12]}"
         built.adapters.add(name, model.adapters)
-        return Variant(sampling, render, name, partial(built.adapters.remove, name, wait=True))
+        return Variant(sampling, render, replies, name, partial(built.adapters.remove, name, wait=True))

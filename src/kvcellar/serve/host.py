@@ -94,7 +94,9 @@ class Host:
             )
 
         def join(engine: ServedEngine) -> Variant:
-            return Variant(engine.model.default_sampling, lambda *given, **how: engine.render(*given, **how), name)
+            return Variant(
+                engine.model.default_sampling, lambda *given, **how: engine.render(*given, **how), engine.replies, name
+            )
 
         self.open(replace(default, name=name, id="", own=0, join=join))  # the library has no model of it
 

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.replies import ServedReplies
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.protocols import ServedCache, ServedEngine, ServedModel, Ticket
+from kvcellar.text.replies.reading import ReplyReading
+from kvcellar.text.template import RenderOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class NamedEngine:
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
+    @property
+    def replies(self) -> ServedReplies:
+        return self._variant.replies
+
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._engine.encode(text, special=special, limit=limit)
 
@@ -62,22 +69,12 @@ class NamedEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        variables: Mapping[str, Any] | None = None,
-        effort: str | None = None,
-        add_generation_prompt: bool = True,
         limit: int | None = None,
         namespace: str = "",
         replay: bool = True,
+        **options: Unpack[RenderOptions],
     ) -> list[int]:
-        return self._variant.render(
-            messages,
-            variables=variables,
-            effort=effort,
-            add_generation_prompt=add_generation_prompt,
-            limit=limit,
-            namespace=namespace,
-            replay=replay,
-        )
+        return self._variant.render(messages, limit=limit, namespace=namespace, replay=replay, **options)
 
     def submit(
         self,
@@ -89,6 +86,7 @@ class NamedEngine:
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
         breakpoints: Sequence[int] = (),
+        reading: ReplyReading | None = None,
     ) -> Ticket:
         use = self._variant.adapter if adapter is None else adapter
         return self._engine.submit(
@@ -99,4 +97,5 @@ class NamedEngine:
             retention=retention,
             adapter=use,
             breakpoints=breakpoints,
+            reading=reading,
         )

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.replies import ServedReplies
 from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
+from kvcellar.text.replies.reading import ReplyReading
+from kvcellar.text.template import RenderOptions
 
 
 class ServedModel(Protocol):
@@ -78,6 +81,8 @@ class ServedEngine(Protocol):
     def cache(self) -> ServedCache: ...
     @property
     def conversations(self) -> Conversations: ...
+    @property
+    def replies(self) -> ServedReplies: ...
 
     def stats(self) -> EngineStats:
         """Waits for the running step."""
@@ -92,12 +97,10 @@ class ServedEngine(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        variables: Mapping[str, Any] | None = None,
-        effort: str | None = None,
-        add_generation_prompt: bool = True,
         limit: int | None = None,
         namespace: str = "",
         replay: bool = True,
+        **options: Unpack[RenderOptions],
     ) -> list[int]:
         """Raises `PromptTooLong` for more than `limit` tokens."""
         ...
@@ -112,6 +115,7 @@ class ServedEngine(Protocol):
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
         breakpoints: Sequence[int] = (),
+        reading: ReplyReading | None = None,
     ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

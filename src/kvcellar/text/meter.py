@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from jinja2 import TemplateRuntimeError
@@ -22,6 +22,18 @@ class Caps:
     output_chars: int = 2**24
     value_chars: int = 2**25
     work_chars: int = 2**28
+
+
+LEAST_MESSAGE_CHARS = 2**20
+SPARE = 4  # messages may have so many times the text that fits the context: templates omit some of it (reasoning)
+
+
+def caps_for(characters: int | None, context: int) -> Caps:
+    """Caps on a conversation, by how much text fits the context, whose tokens have at most so many characters."""
+    caps = Caps()
+    if characters is None:
+        return caps
+    return replace(caps, message_chars=min(caps.message_chars, max(LEAST_MESSAGE_CHARS, SPARE * context * characters)))
 
 
 class OverCaps(TemplateRuntimeError):

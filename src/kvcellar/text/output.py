@@ -29,6 +29,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from kvcellar.errors import WrongStage
+from kvcellar.text.pieces import Piece
 from kvcellar.text.tokens import TextTokenizer
 
 LONG_RUN = 64  # bytes
@@ -41,7 +42,22 @@ class Output:
 
     def __init__(self, stream: "TextStream | None", stops: "Stops") -> None:
         self._stream, self._stops = stream, StopFinder(stops)
+        self._may_end = bool(stops.tables)
         self.met: str | None = None
+
+    @property
+    def may_end(self) -> bool:
+        """Can its text end the completion?"""
+        return self._may_end
+
+    @property
+    def over(self) -> bool:
+        """Has its text ended the completion?"""
+        return self.met is not None
+
+    def told(self) -> tuple[tuple[Piece, ...] | None, int]:
+        """What was read since the last call, as pieces, and how many tokens of it are reasoning; None: it is text."""
+        return None, 0
 
     def push(self, token: int, *, may_stop: bool) -> str:
         """The text that is final after `token`. Stop strings are ordinary text unless `may_stop`."""

@@ -17,11 +17,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypedDict, TypeVar, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
+from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed, shown
 from kvcellar.text.calls import CallForm, probe
 from kvcellar.text.conversation import (
     Copier,
@@ -79,6 +79,34 @@ class Rendered:
         return tokenizer.encode_marked(self.text, self.marks, limit=limit)
 
 
+class OpeningOptions(TypedDict, total=False):
+    """What decides how a prompt ends: see `ChatTemplate.render`."""
+
+    variables: Mapping[str, Any] | None
+    effort: str | None
+    add_generation_prompt: bool
+
+
+class RenderOptions(OpeningOptions, total=False):
+    """What a conversation is rendered with beside its messages."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+
+
+Options = TypeVar("Options", OpeningOptions, RenderOptions)
+
+
+def checked_options(options: Options) -> Options:
+    """The same. Raises `BadRequest` for values of other types."""
+    variables: Any = options.get("variables")
+    effort: Any = options.get("effort")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
+    if effort is not None and not isinstance(effort, str):
+        raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
+    return options
+
+
 class ChatTemplate:
     """A model's compiled template. Thread-safe: each run has an environment of its own."""
 
@@ -96,6 +124,10 @@ class ChatTemplate:
         self.variables = CappedEnvironment(self._caps).variables(source)  # read by the template
         self._marker = Marker(tokenizer.control.values(), self._caps.marks)
         self._reads_text, self._reads_parts = self._probed()
+
+    @property
+    def source(self) -> str:
+        return self._source
 
     def render(
         self,
@@ -126,6 +158,20 @@ class ChatTemplate:
         write = partial(self._written, settings=settings)
         rendered = write(conversation)
         return replace(rendered, ends=partial(message_ends, conversation, rendered.text, write))
+
+    def opening(self, options: OpeningOptions) -> str:
+        """What the template writes in front of an answer, where it asks for one; models do not write that again. ""
+        where the template refuses a conversation of one message."""
+        probe = [{"role": "user", "content": "probe"}]
+        if not options.get("add_generation_prompt", True):
+            return ""
+        try:
+            text = self.render(probe, **options).text
+            options = {**options, "add_generation_prompt": False}
+            before = self.render(probe, **options).text
+        except TemplateFailed:
+            return ""
+        return text[common(text, before) :]
 
     def _written(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
         given = {**settings, "messages": self._fitted(conversation)}

@@ -1,0 +1,70 @@
+"""outline: a form with all its marks prepared for reading one request's answers. Never changes."""
+
+from collections.abc import Mapping
+
+from kvcellar.text.replies.bodies import ArgumentsBody, BodyReader, ObjectBody
+from kvcellar.text.replies.form import Body, Ids, ReplyForm, Section, Thought
+from kvcellar.text.replies.marks import Marks
+from kvcellar.text.replies.tools import Tools
+
+SHORT_ID = 9  # characters of an id of Mistral's
+
+
+class Outline:
+    """Without `tools`, calls are not looked for. `deltas`: arguments are told while they are read. `parallel`: further
+    calls are wanted after the first."""
+
+    def __init__(self, form: ReplyForm, tools: Tools | None, *, deltas: bool = True, parallel: bool = True) -> None:
+        self.form, self.tools, self.deltas, self.parallel = form, tools, deltas, parallel
+        sections = form.sections if tools is not None else ()
+        marked = [section for section in sections if not section.bare]
+        self.bare = next((section for section in sections if section.bare), None)
+        self.message = form.channels.section if form.channels is not None else None
+        if self.message is not None:
+            sections = (*sections, self.message)
+        self.sections = {text.strip(): section for section in marked for text in section.begin}
+        self.thoughts: Mapping[str, Thought] = {thought.open.strip(): thought for thought in form.thoughts}
+        channels = form.channels
+        self.headers = frozenset(channels.begin if channels is not None else ())
+        self.content = Marks([*self.sections, *self.thoughts, *self.headers])
+        self.ends = {thought.open: Marks([thought.close.strip(), *self.headers]) for thought in form.thoughts}
+        self.leads = {section: _marks(section.lead) for section in sections}
+        self.names = {section: _marks((*section.after_name, *section.ends_name)) for section in sections}
+        self.finishes = {section: _stripped(section.finish) for section in sections}
+        self.begins_next = {section: _stripped(section.lead) for section in sections}
+        between = {section: () if section.between is None else (section.between,) for section in sections}
+        self.tails = {
+            section: _marks((*section.tail, *between[section], *section.finish, *section.lead)) for section in sections
+        }
+
+    def unnamed(self, section: Section) -> BodyReader:
+        """A reader of what has names inside."""
+        assert section.body is Body.OBJECT
+        return ObjectBody(self.tools.names if section.bare and self.tools is not None else None)
+
+    def named(self, section: Section, name: str, call_id: str | None) -> BodyReader:
+        """A reader of the arguments of a call."""
+        assert section.body is Body.ARGUMENTS
+        return ArgumentsBody(name, call_id)
+
+    def name_and_id(self, written: str) -> tuple[str, str | None]:
+        """The name of a call, and its id if the model wrote one with it."""
+        if self.form.ids is Ids.WRITTEN:
+            return written.removeprefix("functions.").rpartition(":")[0] or written, written
+        return written, None
+
+    def keeps_id(self, written: str | None) -> bool:
+        """May a call have the id that the model wrote?"""
+        if not written:
+            return False
+        if self.form.ids is Ids.SHORT:
+            return len(written) == SHORT_ID and written.isascii() and written.isalnum()
+        return self.form.ids is Ids.WRITTEN
+
+
+def _stripped(texts: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(text.strip() for text in texts if text.strip())
+
+
+def _marks(texts: tuple[str, ...]) -> Marks:
+    return Marks(sorted(_stripped(texts)))

@@ -43,7 +43,7 @@ KINDS = {
     "ssm": "state spaces",
     "linear": "linear attention and other gated recurrences",
     "shared-kv": "layers that read the keys and values of another layer",
-    "mla": "latents in the cache, expanded to heads on the way out",
+    "mla": "latents in the cache, which its own code expands to heads",
     "indexed": "layers that see the top few positions of an index",
     "compressed": "layers that also see summaries of blocks",
     "moe": "experts chosen by a router",

@@ -148,6 +148,12 @@ class Backend(Protocol):
         """
         ...
 
+    def attend_latent(self, q: Any, history: History, scoring: Scoring) -> Any:
+        """q [1,T,H,D+Dv] -> [1,T,H,D]: a key is the vector of the plane "k" [D] and behind it that of "v" [Dv], its
+        value that of "k" (MLA without expanding). The result is zero where that of `attend` is.
+        """
+        ...
+
     def attend_dense(self, q: Any, k: Any, v: Any, step: GroupStep, scoring: Scoring) -> Any:
         """q [T,H,D], k [N,G,D], v [N,G,Dv] -> [T,H,Dv]: for keys computed from what the cells of `step.columns` store
         (MLA).

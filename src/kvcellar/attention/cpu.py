@@ -2,7 +2,8 @@
 of many sequences, or thousands of one.
 
 Keys and values are bfloat16, float32, or codes with scales; sums are float32: scores are as exact as in `sdpa`, weights
-at least as exact. Keys that are computed from stored planes (MLA) are read where they were computed.
+at least as exact. Keys that are computed from stored planes (MLA) are read where they were computed, or not computed at
+all: `attend_latent` takes the stored planes as keys.
 
 Always true: the result for a row depends only on its own query and the cells that it sees, bit for bit: not on other
 rows, whether of its sequence or of others, nor on how a prompt is cut, nor on the number of threads.
@@ -50,7 +51,7 @@ class _Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("step", "q", "out", "sinks", "pool")),
-        *((name, _Plane) for name in ("k", "v")),
+        *((name, _Plane) for name in ("k", "v", "tail")),
         *((name, ctypes.c_int64) for name in ("q_row", "q_head", "out_row", "out_head")),
         *((name, ctypes.c_int64) for name in ("heads", "groups", "threads", "per_thread")),
         ("type", ctypes.c_int32),
@@ -141,18 +142,25 @@ class Kernel:
         self.function, self.store = attention.kvcellar_attend, storing.kvcellar_store
         self.function.argtypes, self.function.restype = [ctypes.c_void_p], ctypes.c_int
 
-    def bound(self, history: History, scoring: Scoring) -> "_Bound":
-        """The call of one layer, without its queries and results."""
+    def bound(self, history: History, scoring: Scoring, *, latent: bool) -> "_Bound":
+        """The call of one layer, without its queries and results. `latent`: that of `attend_latent`."""
         keys, values = history.planes["k"], history.planes["v"]
-        sinks = _sinks(scoring)
-        call = self.call(_plane(keys), _plane(values), keys.plane.heads, scoring, sinks)
-        return _Bound(call, ref(keys), ref(values), values.plane.size, scoring, sinks)
+        sinks, k, v = _sinks(scoring), _plane(keys), _plane(values)
+        if latent:
+            assert keys.plane.heads == values.plane.heads
+            call = self.call(k, k, keys.plane.heads, scoring, sinks, tail=v)
+        else:
+            call = self.call(k, v, keys.plane.heads, scoring, sinks)
+        return _Bound(call, ref(keys), ref(values), call.v.size, scoring, sinks, latent)
 
-    def call(self, k: _Plane, v: _Plane, groups: int, scoring: Scoring, sinks: Tensor | None) -> _Call:
+    def call(
+        self, k: _Plane, v: _Plane, groups: int, scoring: Scoring, sinks: Tensor | None, *, tail: _Plane | None = None
+    ) -> _Call:
         """A call without its step, queries and results."""
         return _Call(
             sinks=None if sinks is None else sinks.data_ptr(), pool=self._threads.address,
-            k=k, v=v, groups=groups, per_thread=PER_THREAD, scale=scoring.scale, softcap=scoring.softcap or 0.0,
+            k=k, v=v, tail=tail or _Plane(), groups=groups, per_thread=PER_THREAD,
+            scale=scoring.scale, softcap=scoring.softcap or 0.0,
         )  # fmt: skip
 
 
@@ -178,6 +186,7 @@ class _Bound(NamedTuple):
     value_size: int
     scoring: Scoring
     sinks: Tensor | None
+    latent: bool
 
 
 class Cpu:
@@ -217,11 +226,18 @@ class Cpu:
         return prepared(plan.layout, plan.segments, tables)
 
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        return self._attend(q, history, scoring, latent=False)
+
+    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        return self._attend(q, history, scoring, latent=True)
+
+    def _attend(self, q: Tensor, history: History, scoring: Scoring, *, latent: bool) -> Tensor:
         kernel, planes = self._kernel or self._compiled(), history.planes
         bound = self._bound.get(history)
         same = bound is not None and bound.keys() is planes["k"] and bound.values() is planes["v"]
-        if bound is None or not same or bound.scoring is not scoring:  # after a resize, or with other arguments
-            bound = self._bound[history] = kernel.bound(history, scoring)
+        if bound is None or not same or bound.scoring is not scoring or bound.latent is not latent:
+            bound = kernel.bound(history, scoring, latent=latent)  # after a resize, or with other arguments
+            self._bound[history] = bound
         rows = q[0]
         if rows.dtype not in TYPES or rows.stride(-1) != 1:
             rows = _known(rows)
@@ -231,11 +247,12 @@ class Cpu:
             raise MemoryError(NO_MEMORY)
         return (out if out.dtype is q.dtype else out.to(q.dtype))[None]
 
-    def native(self, history: History, scoring: Scoring, q: Tensor, out: Tensor) -> Native:
-        """The call that `attend` makes, for q [T,H,D] and out [T,H,Dv] at fixed addresses: both float32 or bfloat16,
-        elements side by side. It is good for the open step, and for later ones until the planes are resized."""
+    def native(self, history: History, scoring: Scoring, q: Tensor, out: Tensor, *, latent: bool = False) -> Native:
+        """The call that `attend` makes, or `attend_latent`, for q [T,H,D] and out [T,H,Dv] at fixed addresses: both
+        float32 or bfloat16, elements side by side. It is good for the open step, and for later ones until the planes
+        are resized."""
         kernel = self._compiled()
-        bound, step = kernel.bound(history, scoring), history.step.prepared.step
+        bound, step = kernel.bound(history, scoring, latent=latent), history.step.prepared.step
         _fill(bound.call, step, q, out)
         return Native(address_of(kernel.function), bound.call, (bound, step, q, out, kernel))
 

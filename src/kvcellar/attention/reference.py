@@ -29,6 +29,10 @@ class Reference:
         k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
         return attend_dense(q[0], k, v, visible, scoring).contiguous()[None]
 
+    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        latents, tails, visible = history.dense()
+        return attend_dense(q[0], torch.cat([latents, tails], -1), latents, visible, scoring).contiguous()[None]
+
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         return attend_dense(q, k, v, step.columns.visible, scoring)
 

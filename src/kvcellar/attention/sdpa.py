@@ -45,6 +45,11 @@ class Sdpa:
     def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
         return history.step.prepared.attend(q, history, scoring)
 
+    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        latents, tails, _ = history.dense()
+        keys, values = torch.cat([latents, tails], -1).to(q.dtype), latents.to(q.dtype)
+        return self.attend_dense(q[0], keys, values, history.step, scoring)[None]
+
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         visible = step.columns.visible
         dense = attend_dense if self.fuses(q.device) else products.attend_dense

@@ -73,5 +73,8 @@ class Triton:
             self._attend(Call(rows, out, keys, values, scoring, history.step.prepared))
         return out[None]
 
+    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        return self._portable.attend_latent(q, history, scoring)
+
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         return self._portable.attend_dense(q, k, v, step, scoring)

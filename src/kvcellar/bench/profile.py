@@ -86,6 +86,10 @@ class Clocked:
         with self._clock.running("attention"):
             return self._backend.attend(q, history, scoring)
 
+    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+        with self._clock.running("attention"):
+            return self._backend.attend_latent(q, history, scoring)
+
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         with self._clock.running("attention"):
             return self._backend.attend_dense(q, k, v, step, scoring)

@@ -49,6 +49,7 @@ struct Call {
     const float* sinks;  // [H], or null
     Threads* pool;       // null: one thread
     Plane k, v;
+    Plane tail;          // of size 0, or: each key is its vector of k and behind that one of this plane
     int64_t q_row, q_head, out_row, out_head;  // strides in elements; the last is 1
     int64_t heads, groups, threads, per_thread;  // per_thread: units of work (`worth`) for which a thread is used
     int32_t type;                              // of q and out
@@ -72,10 +73,13 @@ struct Layout {
     int64_t share, tokens;  // rows of a token; tokens of a slice, at most
 
     explicit Layout(const Call& c) : call(c), share(c.heads / c.groups) {
-        shape.words = padded(c.k.size, 4 * IN_WORD) / IN_WORD;
+        const auto words = [](const Plane& plane) { return padded(plane.size, 4 * IN_WORD) / IN_WORD; };
+        shape.head_words = words(c.k), shape.words = shape.head_words + words(c.tail);
         shape.width = padded(c.v.size, 32);
-        shape.key_blocks = c.k.blocks();
-        shape.scaled_keys = c.k.scales, shape.scaled_values = c.v.scales;
+        shape.scaled_keys = c.k.scales || c.tail.scales, shape.scaled_values = c.v.scales;
+        const auto blocks = [](const Plane& plane) { return padded(plane.size, cells::SCALED) / cells::SCALED; };
+        shape.head_blocks = shape.scaled_keys ? blocks(c.k) : 1;
+        shape.key_blocks = shape.scaled_keys ? blocks(c.k) + blocks(c.tail) : 1;
         shape.scale = c.scale, shape.softcap = c.softcap;
         const int64_t rows = std::clamp<int64_t>(SLICE / (4 * (shape.words + shape.width)), 48, ROWS);
         tokens = std::max<int64_t>(1, rows / share);
@@ -91,17 +95,20 @@ struct Layout {
     int64_t partial_words() const { return 2 + shape.width; }
 };
 
+// Bytes of a vector of a plane that is rotated, in float32.
+int64_t rotated(const Plane& plane) { return plane.rotated ? padded(plane.size, 64) * 4 : 0; }
+
 // What one thread works with.
 template <class E>
 struct Scratch {
     std::unique_ptr<char[]> memory;
     uint32_t *queries, *keys, *values, *weights;  // [rows,words], packed keys and values, [FEW,CHUNK]
     float *scores, *state, *sums, *part;          // [FEW,CHUNK], [rows,2], [rows,width], [FEW,width]
-    float* wide;                                  // a query that is rotated
+    float* wide;                                  // a query or a result that is rotated
     bool* again;                                  // [tokens], those that are computed again
     uint32_t* turned;                             // [words,rows], queries of one tile
     float *key_scales, *value_scales;             // [blocks,CHUNK]
-    E *key_rows, *value_rows;                     // of a bundle
+    E *key_rows, *tail_rows, *value_rows;         // of a bundle
     Tile tiles[FEW];
 
     Scratch(const Layout<E>& of, int64_t rows) {
@@ -118,11 +125,12 @@ struct Scratch {
             rows * 8,
             rows * s.width * 4,
             some * s.width * 4,
-            s.scaled_keys ? of.call.k.blocks() * CHUNK * 4 : 0,
+            s.scaled_keys ? s.key_blocks * CHUNK * 4 : 0,
             s.scaled_values ? of.call.v.blocks() * CHUNK * 4 : 0,
-            Reader<E>::bytes(s.words * Layout<E>::IN_WORD),
+            Reader<E>::bytes(s.head_words * Layout<E>::IN_WORD),
+            Reader<E>::bytes((s.words - s.head_words) * Layout<E>::IN_WORD),
             Reader<E>::bytes(s.width),
-            of.call.k.rotated ? of.call.k.size * 4 : 0,
+            std::max({rotated(of.call.k), rotated(of.call.tail), rotated(of.call.v)}),
             rows,
             std::min<int64_t>(rows, TALL) * s.words * 4,
         };
@@ -130,38 +138,46 @@ struct Scratch {
         for (int64_t b : bytes) total += padded(b, 64) + 64;
         memory.reset(new char[total]);
         char* at = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
-        char* parts[15];
-        for (int i = 0; i < 15; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
+        char* parts[16];
+        for (int i = 0; i < 16; ++i) parts[i] = at, at += padded(bytes[i], 64) + 64;
         queries = (uint32_t*)parts[0], keys = (uint32_t*)parts[1], values = (uint32_t*)parts[2];
         weights = (uint32_t*)parts[3], scores = (float*)parts[4], state = (float*)parts[5], sums = (float*)parts[6];
         part = (float*)parts[7], key_scales = (float*)parts[8], value_scales = (float*)parts[9];
-        key_rows = (E*)parts[10], value_rows = (E*)parts[11], wide = (float*)parts[12], again = (bool*)parts[13];
-        turned = (uint32_t*)parts[14];
+        key_rows = (E*)parts[10], tail_rows = (E*)parts[11], value_rows = (E*)parts[12], wide = (float*)parts[13];
+        again = (bool*)parts[14], turned = (uint32_t*)parts[15];
     }
 };
 
 // -- queries and results ----------------------------------------------------------------------------------------------
 
-// Queries of a slice as words of packed elements, zeros behind the last.
+// A part of a query that meets vectors of a plane, zeros behind the last element up to `end`.
+template <class E>
+void take_query(const Call& c, const char* q, const Plane& plane, float* wide, E* row, E* end) {
+    if (plane.rotated) {
+        elements((cells::Kind)c.type, q, plane.size, wide);
+        cells::rotate(wide, plane.size);
+        for (int64_t d = 0; d < plane.size; ++d)
+            if constexpr (Layout<E>::NARROW) row[d] = narrowed(wide[d]);
+            else row[d] = wide[d];
+    } else {
+        elements((cells::Kind)c.type, q, plane.size, row);
+    }
+    std::fill(row + plane.size, end, E(0));
+}
+
+// Queries of a slice as words of packed elements, zeros behind the last of each plane.
 template <class E>
 void take_queries(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
     const Call& c = of.call;
+    const int64_t element = c.type == cells::FLOAT32 ? 4 : 2;
     uint32_t* to = s.queries;
     for (int64_t token = slice.begin; token < slice.end; ++token)
         for (int64_t i = 0; i < of.share; ++i, to += of.shape.words) {
             const int64_t at = of.row(slice.segment, token)[0] * c.q_row + (slice.group * of.share + i) * c.q_head;
-            const char* q = c.q + at * (c.type == cells::FLOAT32 ? 4 : 2);
-            E* row = (E*)to;
-            if (c.k.rotated) {
-                elements((cells::Kind)c.type, q, c.k.size, s.wide);
-                cells::rotate(s.wide, c.k.size);
-                for (int64_t d = 0; d < c.k.size; ++d)
-                    if constexpr (Layout<E>::NARROW) row[d] = narrowed(s.wide[d]);
-                    else row[d] = s.wide[d];
-            } else {
-                elements((cells::Kind)c.type, q, c.k.size, row);
-            }
-            std::fill(row + c.k.size, (E*)(to + of.shape.words), E(0));
+            const char* q = c.q + at * element;
+            E* const tail = (E*)(to + of.shape.head_words);
+            take_query(c, q, c.k, s.wide, (E*)to, tail);
+            if (c.tail.size) take_query(c, q + c.k.size * element, c.tail, s.wide, tail, (E*)(to + of.shape.words));
         }
     const int64_t rows = (slice.end - slice.begin) * of.share;
     if (rows <= TALL)
@@ -179,9 +195,18 @@ bool finite(const float* x, int64_t n) {
     return total(any) == 0;
 }
 
+// Where the sum of an element of a value is among a row's sums: `cells::pack_values`.
+template <class E>
+int64_t summed(int64_t element) {
+    if (!Layout<E>::NARROW) return element;
+    const int64_t lane = element % 32 / 8, in_lane = element % 8;
+    return element / 32 * 32 + in_lane / 4 * 16 + lane * 4 + in_lane % 4;
+}
+
 // The result of a row.
 template <class E>
-void write_row(const Layout<E>& of, int64_t row, int64_t head, bool any, const float* state, const float* sums) {
+void write_row(const Layout<E>& of, Scratch<E>& s, int64_t row, int64_t head, bool any, const float* state,
+               const float* sums) {
     const Call& c = of.call;
     float weight = state[1], factor = 1;
     if (c.sinks && any) {
@@ -194,6 +219,14 @@ void write_row(const Layout<E>& of, int64_t row, int64_t head, bool any, const f
     const float times = weight == 0 ? 0 : factor / weight;
     char* out = c.out + (row * c.out_row + head * c.out_head) * (c.type == cells::FLOAT32 ? 4 : 2);
     const int64_t size = c.v.size;
+    if (c.v.rotated) {  // sums of rotated vectors: rotating twice changes nothing
+        for (int64_t d = 0; d < size; ++d) s.wide[d] = sums[summed<E>(d)] * times;
+        cells::rotate(s.wide, size);
+        for (int64_t d = 0; d < size; ++d)
+            if (c.type == cells::FLOAT32) ((float*)out)[d] = s.wide[d];
+            else ((Half*)out)[d] = narrowed(s.wide[d]);
+        return;
+    }
 #if KV_PAIRS
     if constexpr (Layout<E>::NARROW) {
         for (int64_t d = 0; d < size; d += 32) {
@@ -253,6 +286,30 @@ void pack(Reader<E>& reader, Walk& walk, int64_t at, int64_t a, int64_t b, int64
     else cells::pack_keys(rows, reader.padded, to, stride);
 }
 
+// Reads what keys are made of.
+template <class E>
+struct Keys {
+    Reader<E> head, tail;  // `tail` reads nothing where keys have none
+
+    Keys(const Call& c, int64_t group, Scratch<E>& s)
+        : head(c.k, group, 4 * Layout<E>::IN_WORD, s.key_rows), tail(c.tail, group, 4 * Layout<E>::IN_WORD, s.tail_rows) {}
+
+    // Packs a bundle: `pack`.
+    void pack_bundle(const Shape& c, Walk& walk, int64_t at, int64_t a, int64_t b, int64_t start, float* scales, uint32_t* to,
+              int64_t stride) {
+        Walk again = walk;
+        pack(head, walk, at, a, b, start, scales, false, 0, to, stride);
+        if (c.words == c.head_words) return;
+        float* const behind = scales + c.head_blocks * CHUNK;
+        pack(tail, again, at, a, b, start, behind, false, 0, to + c.head_words * stride, stride);
+        if (!c.scaled_keys || (head.scales && tail.scales)) return;
+        // Of planes of which one has scales, the other's are 1.
+        float* const plain = head.scales ? behind : scales;
+        const int64_t blocks = head.scales ? c.key_blocks - c.head_blocks : c.head_blocks;
+        for (int64_t block = 0; block < blocks; ++block) std::fill_n(plain + block * CHUNK + (at - start), BUNDLE, 1.f);
+    }
+};
+
 // What comes so many bytes behind a vector, if a head's vectors lie one behind the other: a bundle, in so many steps.
 Ahead behind(const Plane& plane, const char* from, int64_t bytes, int64_t total, int64_t steps) {
     if (plane.cell != plane.bytes()) return {};
@@ -310,12 +367,13 @@ void one_tile(const Shape& c, Scratch<Half>& s, Tile& t, Walk walk, int64_t star
 // All rows of a slice at once, a bundle of keys at a time.
 template <class E>
 void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk, int64_t start, int64_t a, int64_t b,
-              Reader<E>& keys, Reader<E>& values) {
+              Keys<E>& keys, Reader<E>& values) {
     constexpr bool NARROW = Layout<E>::NARROW;
     const Shape& c = of.shape;
     const int64_t rows = (slice.end - slice.begin) * of.share;
     constexpr int PACKED = NARROW ? SIX : TALL;  // rows of a tile over packed keys; fewer are quicker to compile
-    const int64_t n = NARROW && rows <= TALL ? 1 : (rows + PACKED - 1) / PACKED, each = (rows + n - 1) / n;
+    const bool direct = NARROW && rows <= TALL && c.words == c.head_words;  // they are not packed
+    const int64_t n = direct ? 1 : (rows + PACKED - 1) / PACKED, each = (rows + n - 1) / n;
     for (int64_t i = 0; i < n; ++i) {
         Tile& t = s.tiles[i];
         lay_out(of, s, slice, t, i * each, std::min(each, rows - i * each), start, a, b);
@@ -324,10 +382,10 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
     }
 #if KV_PAIRS
     if constexpr (NARROW)
-        if (n == 1) {
+        if (direct) {
             Tile& t = s.tiles[0];
             if (t.first == t.end) return;
-#define CASE(R) one_tile<R>(c, s, t, walk, start, a, b, keys, values)
+#define CASE(R) one_tile<R>(c, s, t, walk, start, a, b, keys.head, values)
             KV_BY_COUNT(TALL, t.count, CASE)
 #undef CASE
             return;
@@ -340,8 +398,8 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
         Walk here = next;
         here.next(1, &cell);
         const Plane& p = of.call.k;
-        Ahead ahead = behind(p, keys.codes + cell * p.cell, AHEAD, BUNDLE * p.cell, c.words);
-        pack(keys, next, start + at, a, b, start, s.key_scales, false, 0, s.keys, BUNDLE);
+        Ahead ahead = behind(p, keys.head.codes + cell * p.cell, AHEAD, BUNDLE * p.cell, c.words);
+        keys.pack_bundle(c, next, start + at, a, b, start, s.key_scales, s.keys, BUNDLE);
         for (int64_t i = 0; i < n; ++i) {
             Tile& t = s.tiles[i];
             if (at < t.first || at >= t.end) continue;
@@ -379,7 +437,7 @@ void few_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk,
 // The chunk is packed, then taken by tiles of rows.
 template <class E>
 void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk, int64_t start, int64_t a, int64_t b,
-               int64_t last, Reader<E>& keys, Reader<E>& values) {
+               int64_t last, Keys<E>& keys, Reader<E>& values) {
     constexpr bool NARROW = Layout<E>::NARROW;
     constexpr int64_t IN_WORD = Layout<E>::IN_WORD;
     const Shape& c = of.shape;
@@ -387,8 +445,8 @@ void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk
     const int64_t first = (a - start) / BUNDLE * BUNDLE, end = padded(b - start, BUNDLE);
     Walk of_keys = walk, of_values = walk;
     for (int64_t at = first; at < end; at += BUNDLE) {
-        pack(keys, of_keys, start + at, a, b, start, s.key_scales, false, 0,
-             s.keys + at / PANEL * PANEL * c.words + at % PANEL, PANEL);
+        keys.pack_bundle(c, of_keys, start + at, a, b, start, s.key_scales,
+                         s.keys + at / PANEL * PANEL * c.words + at % PANEL, PANEL);
         pack(values, of_values, start + at, a, b, start, s.value_scales, true, c.width,
              s.values + at / IN_WORD * PANEL, panel);
     }
@@ -398,7 +456,7 @@ void many_rows(const Layout<E>& of, Scratch<E>& s, const Slice& slice, Walk walk
         int64_t cell;
         of_keys.next(1, &cell);
         const Plane &k = of.call.k, &v = of.call.v;
-        next_keys = behind(k, keys.codes + cell * k.cell, 0, 128, 1);
+        next_keys = behind(k, keys.head.codes + cell * k.cell, 0, 128, 1);
         next_values = behind(v, values.codes + cell * v.cell, 0, 128, 1);
     }
     const char* const keys_end = next_keys.at + CHUNK * of.call.k.cell;
@@ -438,7 +496,8 @@ void attend_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
     for (int64_t i = 0; i < rows; ++i) s.state[2 * i] = NONE, s.state[2 * i + 1] = 0;
     std::memset(s.sums, 0, rows * of.shape.width * 4);
     take_queries(of, s, slice);
-    Reader<E> keys(c.k, slice.group, 4 * Layout<E>::IN_WORD, s.key_rows), values(c.v, slice.group, 32, s.value_rows);
+    Keys<E> keys(c, slice.group, s);
+    Reader<E> values(c.v, slice.group, 32, s.value_rows);
     const int64_t* run = c.step->runs + c.step->segments[slice.segment * 4 + 2] * 2;
     for (int64_t chunk = slice.from; chunk < slice.to; ++chunk) {
         const int64_t start = chunk * CHUNK, a = std::max(start, low), b = std::min(start + CHUNK, high);
@@ -460,7 +519,7 @@ void write_slice(const Layout<E>& of, Scratch<E>& s, const Slice& slice) {
             const int64_t at = (token - slice.begin) * of.share + i;
             const float *state = s.state + 2 * at, *sums = s.sums + at * of.shape.width;
             sound &= finite(sums, of.shape.width);
-            write_row(of, of.row(slice.segment, token)[0], slice.group * of.share + i, high > low, state, sums);
+            write_row(of, s, of.row(slice.segment, token)[0], slice.group * of.share + i, high > low, state, sums);
         }
         if (!alone) s.again[token - slice.begin] = !sound;
     }
@@ -487,7 +546,8 @@ std::vector<Slice> slices(const Layout<E>& of, int64_t& threads, int64_t& partia
         for (int64_t begin = 0; begin < count; begin += of.tokens) {
             const int64_t end = std::min(begin + of.tokens, count);
             const auto [low, high] = of.keys(s, begin, end);
-            work += (high - low) * c.groups * ((c.k.bytes() + c.v.bytes()) + (end - begin) * of.share * (c.k.size + c.v.size) / 8);
+            const int64_t bytes = c.k.bytes() + c.tail.bytes() + c.v.bytes(), elements = c.k.size + c.tail.size + c.v.size;
+            work += (high - low) * c.groups * (bytes + (end - begin) * of.share * elements / 8);
             for (int64_t g = 0; g < c.groups; ++g)
                 whole.push_back({s, begin, end, g, low / CHUNK, (high + CHUNK - 1) / CHUNK, -1});
         }
@@ -577,7 +637,7 @@ struct Shared {
 };
 #define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
 extern "C" const Shared kvcellar_shared[] = {
-    FIELD(step), FIELD(q), FIELD(out), FIELD(sinks), FIELD(pool), FIELD(k), FIELD(v), FIELD(q_row), FIELD(q_head),
+    FIELD(step), FIELD(q), FIELD(out), FIELD(sinks), FIELD(pool), FIELD(k), FIELD(v), FIELD(tail), FIELD(q_row), FIELD(q_head),
     FIELD(out_row), FIELD(out_head), FIELD(heads), FIELD(groups), FIELD(threads), FIELD(per_thread), FIELD(type),
     FIELD(scale), FIELD(softcap), {"CHUNK", CHUNK, 0}, {"FLOAT32", cells::FLOAT32, 0}, {"BFLOAT16", cells::BFLOAT16, 0},
     {"INT8", cells::INT8, 0}, {"INT4", cells::INT4, 0}, {"FP8", cells::FP8, 0}, {nullptr, 0, 0},
@@ -588,7 +648,8 @@ extern "C" int kvcellar_attend(const void* call) {
     const Call& c = *(const Call*)call;
     try {
 #if KV_PAIRS
-        if (c.type == cells::BFLOAT16 && c.k.kind != cells::FLOAT32 && c.v.kind != cells::FLOAT32)
+        if (c.type == cells::BFLOAT16 && c.k.kind != cells::FLOAT32 && c.v.kind != cells::FLOAT32 &&
+            (!c.tail.size || c.tail.kind != cells::FLOAT32))
             return attend<Half>(c), 0;
 #endif
         attend<float>(c);

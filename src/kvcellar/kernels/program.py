@@ -9,8 +9,10 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
 
     kvcellar.linear(x [...,in], paths)                   -> [...,out]; of several modules, their outputs side by side
     kvcellar.experts(x [n,in], index, path, share)       -> [n*share,out]; row i is expert index[i] of row i // share
+    kvcellar.heads(path, (x [...,H,in],))                -> [...,H,out]; a layer for each head
     kvcellar.put(k [1,G,T,D], v [1,G,T,Dv], layer)       -> (); stores keys and values of the new tokens
     kvcellar.attend(q [1,H,T,D], layer, scoring)         -> [1,T,H,Dv]; over the stored cells of a layer
+    kvcellar.attend_latent(q [1,T,H,D+Dv], layer, scoring) -> [1,T,H,D]; keys are planes side by side, values the first
     kvcellar.dense(layer, plane)                         -> [1,G,N,D]; what is stored of all cells that the step sees
     kvcellar.attend_dense(q, k, v, layer, scoring)       -> [1,T,H,Dv]; over keys computed from `dense`
     kvcellar.mix(path, arguments, keywords)              -> tensors; a module that keeps a state, called by the door

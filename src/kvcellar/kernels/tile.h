@@ -49,9 +49,9 @@ struct Tile {
 
 // What all tiles of a call have in common.
 struct Shape {
-    int64_t words;               // 32-bit words of a packed key
+    int64_t words, head_words;   // 32-bit words of a packed key, and of those that are of its first plane
     int64_t width;               // elements of a packed value
-    int64_t key_blocks;          // with scales of their own
+    int64_t key_blocks, head_blocks;  // with scales of their own, and those that are of the first plane
     bool scaled_keys, scaled_values;
     float scale, softcap;        // softcap 0: none
 };
@@ -114,19 +114,24 @@ KV_INLINE void score(const Shape& c, Tile& t, const uint32_t* keys, int64_t stri
         q[r] = t.queries + r * c.words;
         KV_UNROLL for (int j = 0; j < V; ++j) s[r][j] = F{};
     }
-    product<NARROW, R, V>(keys, stride, q, c.key_blocks == 1 ? c.words : BLOCK, s, ahead);
+    const int64_t first = c.scaled_keys ? std::min(BLOCK, c.head_words) : c.words;
+    product<NARROW, R, V>(keys, stride, q, first, s, ahead);
     if (c.scaled_keys) {
         KV_UNROLL for (int j = 0; j < V; ++j) {
             const F scale = load(scales + at + W * j);
             KV_UNROLL for (int r = 0; r < R; ++r) s[r][j] *= scale;
         }
+        int64_t done = first;
         for (int64_t b = 1; b < c.key_blocks; ++b) {
+            // A block is of one plane.
+            const int64_t n = std::min(BLOCK, (b < c.head_blocks ? c.head_words : c.words) - done);
             F y[R][V];
             KV_UNROLL for (int r = 0; r < R; ++r) {
-                q[r] += BLOCK;
+                q[r] = t.queries + r * c.words + done;
                 KV_UNROLL for (int j = 0; j < V; ++j) y[r][j] = F{};
             }
-            product<NARROW, R, V>(keys + b * BLOCK * stride, stride, q, std::min(BLOCK, c.words - b * BLOCK), y, ahead);
+            product<NARROW, R, V>(keys + done * stride, stride, q, n, y, ahead);
+            done += n;
             KV_UNROLL for (int j = 0; j < V; ++j) {
                 const F scale = load(scales + b * CHUNK + at + W * j);
                 KV_UNROLL for (int r = 0; r < R; ++r) s[r][j] = fused(y[r][j], scale, s[r][j]);

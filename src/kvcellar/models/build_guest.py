@@ -8,6 +8,7 @@ Always true:
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from kvcellar.contracts import Backend
 from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
+from kvcellar.models.expansion import with_latents, without_latents
 from kvcellar.models.guest import Guest, Verdict, backends_for
 from kvcellar.models.hf_logging import silence_transformers
 from kvcellar.models.input_limits import context_of
@@ -58,6 +60,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         for mode, build in modes.items():
             found = _attempt(build, reference)
             if isinstance(found, Guest):
+                _attend_latents(found, reference)
                 found.shape = with_rotations(found)
                 return found
             refused[mode] = found
@@ -95,6 +98,25 @@ def _attempt(build: Callable[[], Guest], reference: Reference) -> Guest | str:
     if guest.no_partial_commit is not None and guest.shape.recurrent is None:
         return f"after a commit of a part of a step, {guest.no_partial_commit}"
     return guest
+
+
+def _attend_latents(guest: Guest, reference: Reference) -> None:
+    """Let modules that compute keys attend to what is stored instead, if that passes the tests; else they expand, and
+    `expands` has the reason."""
+    if guest.mode != "flat" or not any(binding.expands for binding in guest.shape.bindings.values()):
+        return
+    before, verdict = guest.shape, guest.verdict
+    try:
+        guest.shape = replace(guest.shape, bindings=with_latents(guest))
+        tests = (whole_step_test, *(() if guest.no_partial_commit is not None else (partial_commit_test,)))
+        verdicts = [_retried(test, guest, reference) for test in tests]
+        guest.verdict = verdicts[0]
+        guest.expands = next((f"attending to latents, {one}" for one in verdicts if not one.passed), None)
+    except MODEL_ERRORS as error:
+        guest.expands = _reason(error)
+    if guest.expands is not None:
+        without_latents(guest)
+        guest.shape, guest.verdict = before, verdict
 
 
 def _retried(test: Callable[[Guest, Reference], Verdict], guest: Guest, reference: Reference) -> Verdict:

@@ -4,6 +4,7 @@ Always true:
   * `mode` is how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
     own attention); `refused` is why a solo guest is not run flat;
   * `recording` runs flat steps where it is set, with the logits of the modules; `not_recorded` is why it is not set;
+  * `expands` is why attention modules of a flat guest compute keys from what is stored (MLA) in each step, if they do;
   * `no_partial_commit` is why recurrent layers cannot keep a part of a feed: its `forward` refuses feeds that are
     revertible or have a checkpoint inside.
 """
@@ -71,6 +72,7 @@ class Guest:
         self._offsets = offsets
         self.verdict: Verdict | None = None
         self.no_partial_commit: str | None = None
+        self.expands: str | None = None
         self.recording: Recording | None = None
         self.not_recorded: str | None = "it was not recorded"
         self._accepts = frozenset(inspect.signature(model.forward).parameters)

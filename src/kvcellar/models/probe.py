@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from kvcellar.errors import ModelRefused
 from kvcellar.layout import Layout
 from kvcellar.models.input_limits import embedding_rows, first_position
+from kvcellar.models.latent import Binding
 from kvcellar.models.mask_layout import Rule, recognise
 from kvcellar.models.own_layers import OwnLayer, OwnLayers
 from kvcellar.models.scan import Call
-from kvcellar.models.seam import Binding, Door, Extras, GuestCache, cache_argument, opened, scoring_of
+from kvcellar.models.seam import Door, Extras, GuestCache, cache_argument, opened, scoring_of
 from kvcellar.shapes import Kind, Recurrent, Scoring, StatePlane
 
 PROBE_TOKENS = 5

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
 from kvcellar.models.adapter_rows import AdapterRows
+from kvcellar.models.latent import Binding
 from kvcellar.models.mixers import Forward, Mixing, StateView, conv
 from kvcellar.models.own_layers import INDEX, OWN, OwnLayer, OwnLayers
 from kvcellar.models.scan import Call, recurrent
@@ -237,17 +237,6 @@ def our_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION)
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """The layer whose cells an attention module reads. `direct`: it attends to the stored keys themselves.
-
-    A module that is not direct (MLA) computes its keys from stored planes, so it gets all cells that its rows may see.
-    """
-
-    layer: int
-    direct: bool
-
-
 class KnownScoring(NamedTuple):
     """Arguments of an attention module's call, and the scoring made from them."""
 
@@ -294,7 +283,8 @@ class FlatDoor(StepDoor):
         """`scorings` are those of earlier forwards."""
         self._layers, self._past, self._bindings = memory.layers, past, bindings
         self._scorings: Scorings = {} if scorings is None else scorings
-        self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct)
+        self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct and b.latent is None)
+        self._latent = frozenset(b.layer for b in bindings.values() if b.latent is not None)
         self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)
         revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
         self.mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
@@ -313,7 +303,9 @@ class FlatDoor(StepDoor):
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self.put(k, v, layer)
         if layer not in self._expanded:
-            return k, v
+            return (
+                (k[:, :, :1], v[:, :, :1]) if layer in self._latent else (k, v)
+            )  # nothing reads what is computed of it
         stored_k, stored_v, _ = self._layers[layer].dense()
         return stored_k.transpose(0, 1)[None].to(k.dtype), stored_v.transpose(0, 1)[None].to(v.dtype)
 
@@ -333,6 +325,8 @@ class FlatDoor(StepDoor):
         history, rows = self._layers[binding.layer], q.transpose(1, 2)  # [1,T,H,D]
         if binding.direct:
             return history.backend.attend(rows, history, known.scoring)
+        if binding.latent is not None:
+            return binding.latent(rows, lambda rows: history.backend.attend_latent(rows, history, known.scoring))
         k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
         return history.backend.attend_dense(rows[0], k, v, history.step, known.scoring)[None]
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group
 from kvcellar.errors import ModelRefused
+from kvcellar.models.latent import Binding
 from kvcellar.models.probe import PROBE_TOKENS, ProbeDoor, Read, StoreProbe, probe
-from kvcellar.models.seam import Binding
 from kvcellar.shapes import AttentionSpec, Plane, Recurrent, StoredAs
 
 _NOTHING_STORED = "its forward stores nothing through the cache, so there is nothing to remember"

@@ -208,6 +208,15 @@ def _limits(guest: Guest) -> Iterator[str]:
         yield f"committing a part of a step: off ({guest.no_partial_commit})"
 
 
+def _latents(guest: Guest) -> Iterator[str]:
+    """How layers attend that store less than keys and values (MLA)."""
+    count = sum(binding.latent is not None for binding in guest.shape.bindings.values())
+    if count:
+        yield f"latents: attended to as they are stored, in {count} layers"
+    elif guest.expands is not None:
+        yield f"latents: expanded to keys and values in every step ({guest.expands})"
+
+
 def _recording(guest: Guest) -> str:
     if (recording := guest.recording) is None:
         return f"steps: by the model's modules ({guest.not_recorded})"
@@ -228,6 +237,7 @@ def _notes(built: Built) -> list[str]:
     elif not built.intake.codec.has_chat:
         notes.append("no chat template: it completes text, and messages are refused")
     notes += _limits(built.guest)
+    notes += _latents(built.guest)
     notes.append(_recording(built.guest))
     if built.capacity.states.sequences < built.settings.max_sequences:
         notes.append(

@@ -22,11 +22,19 @@ from transformers.pytorch_utils import Conv1D
 
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.heads import OwnHeads
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.kernels.program import Program
 from kvcellar.models.guest import Guest
 from kvcellar.models.recording.doors import DecodingDoor, RecordingDoor
-from kvcellar.models.recording.opaque import Forward, Opaque, experts_operator, linear_operator, replaced
+from kvcellar.models.recording.opaque import (
+    Forward,
+    Opaque,
+    experts_operator,
+    heads_operator,
+    linear_operator,
+    replaced,
+)
 from kvcellar.models.recording.passes import simplified
 from kvcellar.models.recording.recording import Captured, reason_of
 from kvcellar.models.recording.sizes import NotRecordable, Sizes
@@ -207,6 +215,8 @@ class _Capture:
                 made[module] = linear_operator(trace, path, module)
             elif isinstance(module, OwnExperts):
                 made[module] = experts_operator(trace, path, module)
+            elif isinstance(module, OwnHeads):
+                made[module] = heads_operator(trace, path, module)
         if isinstance(head, nn.Module):
             made[head] = _noted(made.get(head, head.forward), read)
         return made
@@ -235,7 +245,7 @@ def _noted(forward: Forward, read: list[Tensor]) -> Forward:
 
 def _expanded_groups(guest: Guest) -> dict[str, frozenset[int]]:
     """By symbol, the layers of a group whose stored planes are read as a whole."""
-    read = {binding.layer for binding in guest.shape.bindings.values() if not binding.direct}
+    read = {binding.layer for binding in guest.shape.bindings.values() if binding.expands}
     groups = (read & set(group.layers) for group in guest.shape.groups)
     return {f"N{number}": frozenset(layers) for number, layers in enumerate(filter(None, groups))}
 

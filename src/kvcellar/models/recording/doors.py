@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.models.latent import Binding
 from kvcellar.models.mixers import Forward, StateView, mapped
 from kvcellar.models.recording.trace import Trace
 from kvcellar.models.scan import Call
@@ -21,9 +22,12 @@ class RecordingDoor(Door):
     def __init__(self, trace: Trace, shape: Shape, past: int | Tensor, cells: Mapping[int, Any]) -> None:
         """`cells`: by layer that is read as a whole, the number of cells that a step sees."""
         self._trace, self._shape, self._past, self._cells = trace, shape, past, cells
+        self._latent = frozenset(one.layer for one in shape.bindings.values() if one.latent is not None)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self._trace.add("kvcellar.put", (k, v, layer), {}, ())
+        if layer in self._latent:
+            return k[:, :, :1], v[:, :, :1]
         if layer not in self._cells:
             return k, v
         return self._dense(k, layer, "k"), self._dense(v, layer, "v")
@@ -37,10 +41,19 @@ class RecordingDoor(Door):
         binding = self._shape.bindings.get(module)
         if binding is None:
             raise ModelRefused(f"{type(module).__name__} attends, and did not when the model was probed")
+        scoring = _keywords(scoring_of(q, extras))
+        if binding.latent is not None:
+            return binding.latent(q.transpose(1, 2), lambda rows: self._attend_latent(rows, binding, scoring))
         out = self._trace.empty(q, (1, q.shape[2], q.shape[1], v.shape[3]))
-        rows, scoring = ((q,) if binding.direct else (q, k, v)), _keywords(scoring_of(q, extras))
+        rows = (q,) if binding.direct else (q, k, v)
         name = "kvcellar.attend" if binding.direct else "kvcellar.attend_dense"
         self._trace.add(name, (*rows, binding.layer), scoring, (out,))
+        return out
+
+    def _attend_latent(self, rows: Tensor, binding: Binding, scoring: Mapping[str, Any]) -> Tensor:
+        assert binding.latent is not None
+        out = self._trace.empty(rows, (*rows.shape[:3], binding.latent.values.in_features))
+        self._trace.add("kvcellar.attend_latent", (rows, binding.layer), scoring, (out,))
         return out
 
     def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:

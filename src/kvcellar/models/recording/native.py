@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from kvcellar.attention.cpu import TYPES, Cpu
 from kvcellar.cache.memory import Memory
 from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.heads import OwnHeads
 from kvcellar.kernels.layers import OwnLinear, merged
 from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
 from kvcellar.kernels.recorded import FIXED, Recorded
@@ -78,13 +79,16 @@ class _Bound:
         self._step = _Step()
         states = self._states = States(outline.program, kernel)
         called = _Called(network, self._step)
+        attending = _Attend(self._step, {tensor.data_ptr() for tensor in constants.values()})
         handlers = {
             "kvcellar.linear": _Linear(network),
             "kvcellar.put": _Put(self._step),
-            "kvcellar.attend": _Attend(self._step, {tensor.data_ptr() for tensor in constants.values()}),
+            "kvcellar.attend": attending,
+            "kvcellar.attend_latent": attending,
             "kvcellar.dense": _Dense(self._step),
             "kvcellar.attend_dense": _AttendDense(self._step),
             "kvcellar.experts": _Experts(network),
+            "kvcellar.heads": _Heads(network),
             "kvcellar.states": states,
             "kvcellar.keep_states": states,
             "kvcellar.mix": called,
@@ -181,6 +185,26 @@ class _Experts:
         return call
 
 
+class _Heads:
+    """A layer for each head."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+
+    def bind(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (x,), (out,), path = inputs, outputs, op.args[0]
+        assert out is not None
+        module = self._network.get_submodule(str(path))
+        assert isinstance(module, OwnHeads)
+        if x.dtype is out.dtype is module.computed and len(x) == 1 == x.stride(3) == out.stride(3) and x.shape[1] > 0:
+            return module.native(x[0], out[0])
+
+        def call() -> None:
+            out.copy_(module(x))
+
+        return call
+
+
 def _as_rows(x: Tensor) -> Tensor | None:
     """The same as rows [n,width] whose elements are side by side; None if its rows are not equally far apart."""
     if x.stride(-1) != 1:
@@ -216,16 +240,18 @@ class _Attend:
         (q, *_), (out,), layer = inputs, outputs, op.args[1]
         assert isinstance(layer, int)
         assert out is not None
-        rows, scoring = q.transpose(1, 2), _scoring(op, inputs[1:])  # [1,T,H,D]
+        latent, scoring = op.name == "kvcellar.attend_latent", _scoring(op, inputs[1:])
+        rows = q if latent else q.transpose(1, 2)  # [1,T,H,D]
         history = self._step.door.history(layer)
         fixed = all(sinks.data_ptr() in self._constants for sinks in inputs[1:])
         typed = q.dtype is out.dtype and q.dtype in TYPES and q.stride(-1) == 1 and len(rows[0]) > 0
         if fixed and typed and isinstance(history.backend, Cpu):
-            return history.backend.native(history, scoring, rows[0], out[0])
+            return history.backend.native(history, scoring, rows[0], out[0], latent=latent)
 
         def call() -> None:
             history = self._step.door.history(layer)
-            out.copy_(history.backend.attend(rows, history, scoring))
+            attend = history.backend.attend_latent if latent else history.backend.attend
+            out.copy_(attend(rows, history, scoring))
 
         return call
 

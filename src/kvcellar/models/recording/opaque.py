@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.heads import OwnHeads
 from kvcellar.kernels.program import Sizes as Values
 from kvcellar.kernels.program import size_of
 from kvcellar.models.adapters import sizes_of
@@ -68,6 +69,20 @@ def experts_operator(trace: Trace, path: str, module: OwnExperts) -> Forward:
             return own(x, index, share)
         out = trace.empty(x, (index.shape[0], module.out_features))
         trace.add("kvcellar.experts", (x, index, path), {"share": share}, (out,))
+        return out
+
+    return forward
+
+
+def heads_operator(trace: Trace, path: str, module: OwnHeads) -> Forward:
+    """The forward of a linear layer for each head that is written down."""
+    own = module.forward
+
+    def forward(x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            return own(x)
+        out = trace.empty(x, (*x.shape[:-1], module.out_features))
+        trace.add("kvcellar.heads", (path, (x,)), {}, (out,))
         return out
 
     return forward

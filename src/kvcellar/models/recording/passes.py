@@ -19,7 +19,7 @@ VECTORS = 64  # elements of the largest step of torch's loops over vectors
 _EXACT = frozenset({  # they give the same bits for an element wherever it is in memory
     "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.neg.default", "aten.cat.default",
     "aten.pow.Tensor_Scalar", "aten._to_copy.default", "aten.clone.default", "kvcellar.put", "kvcellar.attend",
-    "kvcellar.attend_dense",
+    "kvcellar.attend_dense", "kvcellar.attend_latent", "kvcellar.heads",
 })  # fmt: skip
 _FACTORS = frozenset({"aten.mul.Tensor", "aten.div.Tensor"})
 

@@ -130,10 +130,12 @@ class _Run:
             case "kvcellar.put":
                 self._door.put(*args)
                 return ()
-            case "kvcellar.attend":
+            case "kvcellar.attend" | "kvcellar.attend_latent":
                 q, layer = args
-                history = self._door.history(layer)
-                return history.backend.attend(q.transpose(1, 2), history, Scoring(**kwargs))
+                history, scoring = self._door.history(layer), Scoring(**kwargs)
+                if op.name == "kvcellar.attend_latent":
+                    return history.backend.attend_latent(q, history, scoring)
+                return history.backend.attend(q.transpose(1, 2), history, scoring)
             case "kvcellar.states":
                 return list(self._step.memory.states.read(args[0], self._step.plan.states).values())
             case "kvcellar.keep_states":

@@ -160,7 +160,9 @@ def _parts(guest: Guest) -> Iterator[Any]:
         kind = type(module)
         yield [path, kind.__module__, kind.__qualname__, _foreign_source(kind), described]
     yield [[group.name, group.layers, str(group.layout), group.planes] for group in shape.groups]
-    yield [[paths[module], binding.layer, binding.direct] for module, binding in shape.bindings.items()]
+    yield [
+        [paths[module], binding.layer, binding.direct, binding.expands] for module, binding in shape.bindings.items()
+    ]
     yield [paths[module] for module in shape.mixers]
 
 

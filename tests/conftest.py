@@ -1,6 +1,9 @@
 """The ground every test stands on: one thread, no network, the same random numbers each time.
 
 `pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50.
+
+`pytest --record auto` lets engines run recorded steps, as those of users do, unless a test says `record=` itself. By
+default they do not: testing and binding a recording takes most of the time of an engine of a tiny network.
 """
 
 import os
@@ -23,6 +26,8 @@ os.environ.update(
     KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user
 )
 
+RECORD = ("auto", "off")
+
 hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile(
     "long",
@@ -35,28 +40,28 @@ hypothesis.settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the slow tests too, with many more examples")
+    parser.addoption(
+        "--record", choices=RECORD, default="off", help="`record` of engines of which a test does not say it"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("long" if config.getoption("--long") else "ci")
     sys.addaudithook(_watch)
-    _record("off")
+    _let_engines_record(config)
 
 
-def _record(default: str) -> None:
-    """Set the default of `record` in settings. In tests it is off: testing and binding a recording takes most of the
-    time of an engine of a tiny network. `recorded_steps` sets what it is for users; it may be given, too."""
+def _let_engines_record(config: pytest.Config) -> None:
+    """Until the end of the run, `--record` is the default of settings."""
     from kvcellar.engine.settings import Settings
 
-    Settings.__init__.__kwdefaults__["record"] = default
+    patched = pytest.MonkeyPatch()
+    patched.setitem(Settings.__init__.__kwdefaults__, "record", config.getoption("--record"))
+    config.add_cleanup(patched.undo)
 
 
-@pytest.fixture(scope="module")
-def recorded_steps() -> Iterator[None]:
-    """For modules whose engines run recorded steps: `pytestmark = pytest.mark.usefixtures("recorded_steps")`."""
-    _record("auto")
-    yield
-    _record("off")
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"engines of tests: record={config.getoption('--record')}, unless a test says it"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

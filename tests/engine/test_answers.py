@@ -1,11 +1,17 @@
 """What an engine answers does not depend on who else is there: batches, chunks, preemptions change no token."""
 
+import shutil
+
 import pytest
 
+from kvcellar.engine.settings import RECORD
+from kvcellar.kernels.compiled import COMPILERS
 from tests.engine.mixes import Clock, assert_at_rest, assert_greedy, bytes_for, mix, small_engine
 
 FLAT = ["llama", "gemma3", "gemma3n", "llama4", "gpt-oss", "deepseek-v3", "gpt2", "lfm3", "mamba2", "qwen3-next"]
+RECURRENT = ["mamba2", "qwen3-next"]
 SOLO = ["bloom"]
+COMPILED = any(map(shutil.which, COMPILERS))
 TIGHT = 59  # tokens that fit at once: the longest request of a mix, alone
 
 SEEDS = {
@@ -19,32 +25,37 @@ WAYS = {
     "in small chunks, memory scarce": {"step_tokens": 7, "max_sequences": 6},
     "all at once": {"step_tokens": 512, "max_sequences": 64},
 }
+RECORDED = "in small chunks, memory scarce"  # every day; the other ways run by modules then
 
 
-def settings_of(name, way):
-    settings = dict(WAYS[way])
+def settings_of(name, way, **more):
+    settings = {**WAYS[way], **more}
     if "scarce" in way:
         settings["cache_bytes"] = bytes_for(name, TIGHT, **settings)
     return settings
 
 
 def ways():
-    """Token by token takes long; a few are enough for every day."""
+    """Token by token takes long; a few are enough for every day. Each way is enough in one of both: by modules, or with
+    recorded steps."""
     for name in (*FLAT, *SOLO):
         for way in WAYS:
-            if name in ("mamba2", "qwen3-next") and "scarce" in way:
+            if name in RECURRENT and "scarce" in way:
                 continue  # before their cells are scarce, there are rows of state for one answer alone
-            slow = way == "token by token" and name not in ("llama", "gemma3", "bloom", "lfm3")
-            yield pytest.param(name, way, marks=pytest.mark.slow if slow else ())
+            for record in RECORD[name in SOLO :]:
+                slow = way == "token by token" and name not in ("llama", "gemma3", "bloom", "lfm3")
+                slow |= name not in (*SOLO, *RECURRENT) and (record == "auto") != (way == RECORDED)
+                yield pytest.param(name, way, record, marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.parametrize(("name", "way"), list(ways()))
-def test_greedy_text_is_that_of_plain_forwards(name, way):
+@pytest.mark.parametrize(("name", "way", "record"), list(ways()))
+def test_greedy_text_is_that_of_plain_forwards(name, way, record):
     asks = mix((name, SEEDS.get(name, 0)))
-    with small_engine(name, **settings_of(name, way)) as engine:
+    with small_engine(name, **settings_of(name, way, record=record)) as engine:
         assert engine.model.mode == ("solo" if name in SOLO else "flat")
         ears = Clock(engine, asks).run()
         stats = engine.stats()
+        assert stats.recording.steps > 0 or record == "off" or not COMPILED
         assert_at_rest(engine)
     assert stats.preemptions > 0 or "scarce" not in way
     for ask, ear in zip(asks, ears, strict=True):

@@ -8,7 +8,8 @@ Schema = dict[str, Any]
 
 NAMES = ("id", "name", "tags", "size", "über", "a b", 'q"t', "next", "$x", "items", "kind", "n")
 PATTERNS = ("^[a-z]{1,6}$", "^(red|green) [0-9]{2}$", "^#[0-9a-f]{6}$", "^[A-Z][a-z]*$", "ab+c")
-FORMATS = ("date", "time", "uuid", "ipv4", "date-time", "email")
+# Without times: the library allows a leap second in any minute, as RFC 3339 writes it, and validators differ on that.
+FORMATS = ("date", "uuid", "ipv4", "email")
 VALUES = (None, True, False, 0, -7, 2.5, "", "x", "two words", "ß\n", [1, "a"], {"k": [None]}, {})
 DEEPEST = 4
 

@@ -47,7 +47,7 @@ def nested(levels: int) -> dict[str, Any]:
     [
         (lambda: Constraint("xml", "a"), "is one of json_schema, json_object, regex, choice, grammar, not 'xml'"),  # type: ignore[arg-type]
         (lambda: Constraint(["regex"], "a"), "is one of"),  # type: ignore[arg-type]
-        (lambda: Constraint("regex", 5), "the source of a constraint is text, not 5"),  # type: ignore[arg-type]
+        (lambda: Constraint("regex", 5), "the regex of a constraint is text, not 5"),  # type: ignore[arg-type]
         (lambda: Constraint("regex"), "a source that is not empty"),
         (lambda: Constraint("json_object", "{}"), "has no source"),
         (lambda: Constraint("regex", "a", 1), "compact is True or False, not 1"),  # type: ignore[arg-type]
@@ -173,5 +173,5 @@ def test_parameters_take_a_constraint_and_nothing_else() -> None:
     with pytest.raises(BadRequest, match=r"constraint is Constraint\(...\)"):
         SamplingParams(constraint={"type": "object"})  # type: ignore[arg-type]
     object.__setattr__(made, "source", 5)
-    with pytest.raises(BadRequest, match="the source of a constraint is text"):
+    with pytest.raises(BadRequest, match="the regex of a constraint is text"):
         SamplingParams(constraint=made)

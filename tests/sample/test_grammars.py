@@ -79,7 +79,7 @@ def test_without_a_tokenizer_or_an_end_or_with_too_few_columns_a_constraint_is_r
     for ends in ([], [10**6]):
         with pytest.raises(BadRequest, match="needs an end-of-text token"):
             Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=ends).matcher(Constraint.json_object())
-    with pytest.raises(BadRequest, match="cannot be read in this model's tokens: vocab size too small"):
+    with pytest.raises(BadRequest, match="cannot be read in the tokens of this model: vocab size too small"):
         Grammars(tokenizer(), "", vocab_size=5, end_ids=[2]).matcher(Constraint.json_object())
 
 
@@ -123,7 +123,7 @@ def test_few_are_compiled_at_once_some_wait_and_others_are_refused(monkeypatch: 
         asked = [threads.submit(made.matcher, Constraint.regex("a" * n)) for n in range(2, 2 + COMPILING + WAITING)]
         while made._waiting < COMPILING + WAITING:
             time.sleep(0.01)
-        with pytest.raises(Overloaded, match="wait for their constraints"):
+        with pytest.raises(Overloaded, match="wait for their grammars"):
             made.matcher(Constraint.regex("b"))
         gate.set()
         assert all(one.result(60) for one in asked)

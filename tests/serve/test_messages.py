@@ -95,7 +95,46 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ),
     ({"tools": [{}]}, "tools is not supported; leave it out, or send null or []"),
     ({"echo": True}, "echo is not supported; leave it out, or send null or false"),
-    ({"response_format": {}}, 'response_format is not supported; leave it out, or send null or {"type": "text"}'),
+    ({"guided_json": {}}, "guided_json is not supported; leave it out, or send null"),
+    ({"response_format": {}}, "response_format.type must be one of text, json_object, json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": 5, "schema": {}}}},
+        "response_format.json_schema.name must be a string",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"strict": 5, "schema": {}}}},
+        "response_format.json_schema.strict must be true or false",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is required"),
+    (
+        {"response_format": {"type": "json_object", "schema": {"x-guidance": {}}}},
+        "response_format: a schema cannot have x-guidance; remove it",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {"not": {}}}},
+        'response_format: this json_schema cannot be honoured: Unimplemented keys: ["not"]',
+    ),
+    ({"grammar": "a", "json_schema": {}}, "grammar and json_schema both say what the answer has to match; send one"),
+    (
+        {"structured_outputs": {"structural_tag": "a"}},
+        "structured_outputs.structural_tag is not supported; leave it out",
+    ),
+    (
+        {"structured_outputs": {"regex": "a", "grammar": "a"}},
+        "structured_outputs has regex and grammar; send one of them",
+    ),
+    (
+        {"structured_outputs": {"json": 5}},
+        "structured_outputs.json must be a schema, as an object or as JSON text",
+    ),
+    (
+        {"response_format": {"type": "text", "schema": {}}},
+        "response_format has an unknown key 'schema'; it may have type",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "ignore_eos": True},
+        "ignore_eos cannot be combined with a constraint, which says where an answer ends",
+    ),
     ({"bad_words_ids": [[1]] * 4097}, "bad_words_ids must be at most 4096 lists of token ids"),
     ({"bad_words_ids": [[]]}, "bad_words_ids must have 1 to 64 token ids in a list"),
     ({"bad_words_ids": [[-1]]}, "bad_words_ids must be a whole number from 0 to 2147483647, not -1"),
@@ -559,6 +598,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "a namespace is a text of up to {} characters, not {}": "Python: over HTTP it is a digest",
     "a namespace cannot begin with {}: such names are for what adapters compute": "Python: over HTTP it is a digest",
     "params is SamplingParams(...), not {}": "Python",
+    "constraint is Constraint(...), not {}": "Python",
     "retention is RetentionOptions(...), not {}": "Python",
     "deliver is called with every event, and {} cannot be": "Python",
     "a session is named by its number, not by {}": "Python",

@@ -39,34 +39,27 @@ class Constraint:
     param: str = field(default=PARAM, compare=False)  # the field of the request that it comes from, for messages
 
     def __post_init__(self) -> None:
+        param = self.param
         if not isinstance(self.kind, str) or self.kind not in get_args(Kind):
-            raise BadRequest(f"a constraint is one of {', '.join(get_args(Kind))}, not {shown(self.kind)}", PARAM)
+            raise _bad(f"a constraint is one of {', '.join(get_args(Kind))}, not {shown(self.kind)}", param)
         if not isinstance(self.source, str):
-            raise BadRequest(f"the source of a constraint is text, not {shown(self.source)}", PARAM)
+            raise _bad(f"the {self.kind} of a constraint is text, not {shown(self.source)}", param)
         if not isinstance(self.compact, bool):
-            raise BadRequest(f"compact is True or False, not {shown(self.compact)}", PARAM)
+            raise _bad(f"compact is True or False, not {shown(self.compact)}", param)
         object.__setattr__(self, "kind", str.__str__(self.kind))
-        object.__setattr__(self, "source", str.__str__(self.source))
-        _check_text(self.source, self.kind)
-        if self.kind in ("json_schema", "choice"):
-            source = _checked_schema(self.source) if self.kind == "json_schema" else _checked_choices(self.source)
-            _check_text(source, self.kind)
-            object.__setattr__(self, "source", source)
-        elif (self.kind == "json_object") != (not self.source):
-            needs = "no source" if self.source else "a source that is not empty"
-            raise BadRequest(f"a constraint of kind {self.kind} has {needs}", PARAM)
+        object.__setattr__(self, "source", _checked(self.kind, str.__str__(self.source), param))
 
     @staticmethod
-    def json_schema(schema: Any, *, strict: bool = False, compact: bool = False) -> "Constraint":
+    def json_schema(schema: Any, *, strict: bool = False, compact: bool = False, param: str = PARAM) -> "Constraint":
         """JSON that a schema describes: a mapping, JSON text, or a class of pydantic. With `strict`, objects have no
         properties but those that their schemas name, where a schema does not say `additionalProperties` itself."""
         if not isinstance(strict, bool):
-            raise BadRequest(f"strict is True or False, not {shown(strict)}", PARAM)
-        text = schema if isinstance(schema, str) else _dumped(_of_class(schema))
+            raise _bad(f"strict is True or False, not {shown(strict)}", param)
+        text = schema if isinstance(schema, str) else _dumped(_of_class(schema), param)
         if strict:
-            _check_text(text, "json_schema")
-            text = _dumped(_closed(_loaded(text), joined=False))
-        return Constraint("json_schema", text, compact)
+            _check_text("json_schema", text, param)
+            text = _dumped(_closed(_loaded(text, param), joined=False), param)
+        return Constraint("json_schema", text, compact, param)
 
     @staticmethod
     def json_object(*, compact: bool = False) -> "Constraint":
@@ -79,9 +72,9 @@ class Constraint:
         return Constraint("regex", pattern)
 
     @staticmethod
-    def choice(texts: Sequence[str]) -> "Constraint":
+    def choice(texts: Sequence[str], *, param: str = PARAM) -> "Constraint":
         """One of these texts."""
-        return Constraint("choice", _dumped(list(texts) if isinstance(texts, list | tuple) else texts))
+        return Constraint("choice", _dumped(list(texts) if isinstance(texts, tuple) else texts, param), param=param)
 
     @staticmethod
     def grammar(source: str) -> "Constraint":
@@ -89,14 +82,30 @@ class Constraint:
         return Constraint("grammar", source)
 
 
-def _check_text(source: str, kind: str) -> None:
+def _bad(why: str, param: str) -> BadRequest:
+    return BadRequest(f"{param}: {why}", param)
+
+
+def _checked(kind: Kind, source: str, param: str) -> str:
+    """The source, in one form if it is JSON."""
+    _check_text(kind, source, param)
+    if kind in ("json_schema", "choice"):
+        source = _checked_schema(source, param) if kind == "json_schema" else _checked_choices(source, param)
+        _check_text(kind, source, param)
+    elif (kind == "json_object") != (not source):
+        needs = "no source" if source else "a source that is not empty"
+        raise _bad(f"a constraint of kind {kind} has {needs}", param)
+    return source
+
+
+def _check_text(kind: str, source: str, param: str) -> None:
     """Raise `BadRequest` for a source that is too long, or is no text that can be encoded."""
     try:
         size = len(source) if len(source) > MAX_SOURCE_BYTES else len(source.encode())
     except UnicodeEncodeError:
-        raise BadRequest(f"the {kind} of a constraint has half a surrogate pair, which is no text", PARAM) from None
+        raise _bad(f"the {kind} of a constraint has half a surrogate pair, which is no text", param) from None
     if size > MAX_SOURCE_BYTES:
-        raise BadRequest(f"the {kind} of a constraint has {size} bytes; {MAX_SOURCE_BYTES} are allowed", PARAM)
+        raise _bad(f"the {kind} of a constraint has {size} bytes; {MAX_SOURCE_BYTES} are allowed", param)
 
 
 def _of_class(schema: Any) -> Any:
@@ -108,30 +117,28 @@ def _of_class(schema: Any) -> Any:
     return schema.model_json_schema() if issubclass(schema, BaseModel) else schema
 
 
-def _dumped(value: Any) -> str:
+def _dumped(value: Any, param: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadRequest(
-            f"a constraint is made of JSON, and {shown(value)} is none: {shown(str(error))}", PARAM
-        ) from error
+        raise _bad(f"a constraint is made of JSON, and {shown(value)} is none: {shown(str(error))}", PARAM) from error
 
 
-def _loaded(text: str) -> Any:
+def _loaded(text: str, param: str) -> Any:
     """JSON of at most `MAX_DEPTH` levels."""
     try:
         found = json.loads(text, parse_constant=_no_number)
     except RecursionError:
         found = None
     except ValueError as error:
-        raise BadRequest(f"a constraint is made of JSON, and this is none: {shown(str(error))}", PARAM) from error
+        raise _bad(f"a constraint is made of JSON, and this is none: {shown(str(error))}", param) from error
     else:
         level: list[Any] = [found]
         for _ in range(MAX_DEPTH):
             level = [child for node in level for child in _children(node)]
             if not level:
                 return found
-    raise BadRequest(f"a schema is nested more than {MAX_DEPTH} deep", PARAM)
+    raise _bad(f"a schema is nested more than {MAX_DEPTH} deep", param)
 
 
 def _children(node: Any) -> Iterable[Any]:
@@ -144,31 +151,31 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _checked_choices(source: str) -> str:
-    choices = _loaded(source)
+def _checked_choices(source: str, param: str) -> str:
+    choices = _loaded(source, param)
     if not isinstance(choices, list) or not 1 <= len(choices) <= MAX_VALUES:
-        raise BadRequest(f"a choice is a list of 1 to {MAX_VALUES} strings, not {shown(choices)}", PARAM)
+        raise _bad(f"a choice is a list of 1 to {MAX_VALUES} strings, not {shown(choices)}", param)
     for text in choices:
         if not isinstance(text, str) or not text:
-            raise BadRequest(f"each choice is a string that is not empty, not {shown(text)}", PARAM)
-    return _dumped(list(dict.fromkeys(choices)))
+            raise _bad(f"each choice is a string that is not empty, not {shown(text)}", param)
+    return _dumped(list(dict.fromkeys(choices)), param)
 
 
-def _checked_schema(source: str) -> str:
+def _checked_schema(source: str, param: str) -> str:
     """The schema in one form of JSON. Raises `BadRequest` where it is over a bound."""
-    schema = _loaded(source)
+    schema = _loaded(source, param)
     if not isinstance(schema, dict):
-        raise BadRequest(f"a schema is a JSON object, not {shown(schema)}", PARAM)
+        raise _bad(f"a schema is a JSON object, not {shown(schema)}", param)
     properties = values = 0
     for each in _schemas(schema):
         properties += sum(len(each[name]) for name in _NAMED if isinstance(each.get(name), dict))
         values += len(each["enum"]) if isinstance(each.get("enum"), list) else 0
         if OVERRIDES in each:
-            raise BadRequest(f"a schema cannot have {OVERRIDES}; remove it", PARAM)
+            raise _bad(f"a schema cannot have {OVERRIDES}; remove it", param)
     for found, most, what in ((properties, MAX_PROPERTIES, "properties"), (values, MAX_VALUES, "values of enums")):
         if found > most:
-            raise BadRequest(f"the schema has {found} {what}; {most} are allowed", PARAM)
-    return _dumped(schema)
+            raise _bad(f"the schema has {found} {what}; {most} are allowed", param)
+    return _dumped(schema, param)
 
 
 def _schemas(node: Any) -> Iterator[dict[str, Any]]:

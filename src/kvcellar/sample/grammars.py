@@ -82,7 +82,7 @@ class Grammars:
     def _turn(self) -> Iterator[None]:
         with self._lock:
             if self._waiting >= COMPILING + WAITING:
-                raise Overloaded(f"{WAITING} requests wait for their constraints to be compiled; try again later")
+                raise Overloaded("too many requests wait for their grammars to be compiled; try again later")
             self._waiting += 1
         try:
             with self._turns:
@@ -114,17 +114,17 @@ class Grammars:
     def _opened(self, constraint: Constraint) -> LLTokenizer:
         if self._source is None:
             reason = f"this model has no tokenizer, and so no text. The reason: {self._why_not}"
-            raise BadRequest("a constraint needs a tokenizer, and this model has none", constraint.param, hint=reason)
+            why = f"{constraint.param} needs a tokenizer, and this model has none"
+            raise BadRequest(why, constraint.param, hint=reason)
         ends = [token for token in self._end_ids if token < self._source.vocab_size]
         if not ends:
-            raise BadRequest("a constraint needs an end-of-text token, and this model has none", constraint.param)
+            why = f"{constraint.param} needs an end-of-text token, and this model has none"
+            raise BadRequest(why, constraint.param)
         try:
             return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=ends)
         except ValueError as error:
-            reason = one_line(str(error))
-            raise BadRequest(
-                f"constraints cannot be read in this model's tokens: {reason}", constraint.param
-            ) from error
+            why = f"{constraint.param} cannot be read in the tokens of this model: {one_line(str(error))}"
+            raise BadRequest(why, constraint.param) from error
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -135,7 +135,7 @@ class Grammars:
 
 
 def _refused(constraint: Constraint, reason: str) -> BadRequest:
-    return BadRequest(f"this {constraint.kind} cannot be honoured: {reason}", constraint.param)
+    return BadRequest(f"{constraint.param}: this {constraint.kind} cannot be honoured: {reason}", constraint.param)
 
 
 def _grammar(constraint: Constraint) -> str:

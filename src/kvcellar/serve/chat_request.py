@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.pieces import PlainReader, ReplyReader
 
@@ -23,6 +24,7 @@ class GenerationRequest:
     users: tuple[str | None, ...] = ()  # and with those of the same names of users
     retention: RetentionOptions = NO_OPTIONS  # without the owner
     conversation: str | None = None  # the name of one that the request continues
+    constraint: Constraint | None = None  # what the answers have to match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ def prepare(
 ) -> tuple[Prepared, Prompts]:
     """The request with its prompts; begins `turn` if it continues a conversation."""
     given = {name: value for name, value in request.sampling.items() if value is not None}
+    if request.constraint is not None:  # a field of its own: defaults that make answers longer do not count beside it
+        given["constraint"] = request.constraint
     params = merged(engine.model.default_sampling, given)
     namespace = naming(request.salt, request.users)
     if isinstance(request, TextRequest):

@@ -28,6 +28,7 @@ from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import Fields, unknown_parameter, validated
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.retained import options
+from kvcellar.serve.structured_fields import constraint_of
 from kvcellar.serve.writer import Caller
 
 
@@ -94,6 +95,12 @@ class CommonBody(StrictModel):
     shift: bool | None = None
     num_keep: int | None = None  # Ollama: with `shift`, first tokens that are never dropped; -1: the prompt
     repeat_last_n: int | None = None  # Ollama: penalties read this many of the last tokens; 0: none, -1: all
+    # OpenAI: `text`, `json_object`, or a schema: see [structured output](../howto/structured-output.md)
+    response_format: dict[str, object] | None = None
+    # vLLM: one of `json`, `json_object`, `regex`, `choice`, `grammar`: what the answer has to match
+    structured_outputs: dict[str, object] | None = None
+    grammar: str | None = None  # llama.cpp: a grammar that the answer has to match, in GBNF or in Lark's notation
+    json_schema: dict[str, object] | None = None  # llama.cpp: a schema of JSON that the answer has to be
     min_length: int | None = None  # transformers: `min_tokens`, counting the prompt too
     no_repeat_ngram_size: int | None = None  # transformers: no n-gram of this size occurs twice
     bad_words_ids: list[list[int]] | None = None  # transformers: sequences of token ids that are banned
@@ -161,6 +168,7 @@ def common(body: CommonBody) -> dict[str, Any]:
         "salt": body.cache_salt,
         "users": (body.user, body.safety_identifier),
         "conversation": body.conversation,
+        "constraint": constraint_of(body.response_format, body.structured_outputs, body.grammar, body.json_schema),
         "retention": options(
             key=body.prompt_cache_key,
             retention=body.prompt_cache_retention,

@@ -15,6 +15,7 @@ from kvcellar.serve import ServeSettings
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
@@ -76,7 +77,9 @@ def test_a_client_that_does_not_read_holds_one_of_few_copies(engine, name) -> No
     engine.conversations.save(name, given)
     settings, threads = ServeSettings(), ReaderThreads()
     host, bodies = hosting(engine), BodyBudget(settings.bodies_bytes)
-    handler = WholeHandler(Shared(host, settings, threads, bodies, Drain(), EngineCounts(host)))
+    handler = WholeHandler(
+        Shared(host, settings, threads, bodies, Drain(), EngineCounts(host), KeyRing(ServeSettings()))
+    )
     scope: Scope = {"type": "http", "path_params": {"name": name}, "state": {}}
 
     async def clients() -> list[list[Message]]:

@@ -10,6 +10,7 @@ from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
@@ -60,7 +61,9 @@ def test_a_failed_engine_is_neither_healthy_nor_ready(http, engine, path):
 def test_during_shutdown_the_server_is_alive_but_not_ready(shared_engine, engine):
     async def states() -> list[tuple[int, str]]:
         host = hosting(shared_engine)
-        shared = Shared(host, ServeSettings(), threads, BodyBudget(1), Drain(), EngineCounts(host))
+        shared = Shared(
+            host, ServeSettings(), threads, BodyBudget(1), Drain(), EngineCounts(host), KeyRing(ServeSettings())
+        )
         transport = httpx.ASGITransport(build_app(shared))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             shared.drain.start()

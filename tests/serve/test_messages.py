@@ -585,6 +585,8 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "this route loads and unloads models; send prompts to /v1/completions or /v1/chat/completions": "test_ollama.py",
     "model is required": "likewise",
     "either from is required, the name of a model, or files that were uploaded": "likewise",
+    "this server was given its keys when it was made; make another one to change them": "in the log: test_key_ring.py",
+    "the server {} {} key; start it again for that": "likewise",
     "web pages cannot upload files to this server": "test_uploads.py",
     "the role of a message must be system, user or assistant": "likewise",
     "the model {} is not in the library of this server": "likewise",

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import click
 
+from kvcellar.cli.banner import banner
 from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.hosting import hosted
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
@@ -16,7 +17,8 @@ from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engin
 from kvcellar.cli.pinned import pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
-from kvcellar.serve.keys import admin_digests, key_digests, metrics_digests, permission_warning
+from kvcellar.serve.key_ring import Keys
+from kvcellar.serve.keys import permission_warning, read_keys
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import MetricsCompat, ServeSettings
 
@@ -117,39 +119,34 @@ def command(
     cache; without one, the embedded model), which stays loaded, and the models of the library, which are loaded when
     requests name them. Requests without a name get the first MODEL.
 
-    SIGTERM or SIGINT refuses requests that have not started, waits up to --drain-timeout for running ones, and closes
-    the engine at most 3 seconds later. Exit code 0; or 1 if the engine's current step takes longer than that. A second
-    signal ends the process at once, with exit code 128 plus the number of the signal.
+    SIGHUP reads the key files again; one that is wrong changes nothing. SIGTERM or SIGINT refuses requests that have
+    not started, waits up to --drain-timeout for running ones, and closes the engine at most 3 seconds later. Exit
+    code 0; or 1 if the engine's current step takes longer than that. A second signal ends the process at once, with
+    exit code 128 plus the number of the signal.
     """
     stored(options)
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
-    settings = ServeSettings(
-        **server_options,
-        key_digests=key_digests(api_key_file, os.environ),
-        admin_digests=admin_digests(admin_key_file, os.environ),
-        metrics_digests=metrics_digests(metrics_key_file, os.environ),
-    )
+    files = api_key_file, admin_key_file, metrics_key_file
+    keys = read_keys(*files, os.environ)
+    settings = ServeSettings(**server_options, **keys.fields())
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
     pinned = read_pinned(pin_file) if pin_file is not None else []
     for model in models or (None,):
         download_missing(model, options["draft"], pull=pull, quiet=quiet)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
-        for file in (api_key_file, admin_key_file, metrics_key_file):
-            if file is not None and (warning := permission_warning(file)) is not None:
-                log.warning("%s", warning)
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
         with timer, hosted(models, quiet=quiet or log_format == "json", **options) as (host, library, engines):
             for engine in engines:
                 announce(f"{engine.model.name}: {engine.capacity()}")
             if pinned:
                 announce(pin_all(engines[0], pinned, host.default.adapter))
-            names = ", ".join(host.names)
             gc.collect()
             gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 
             def ready(url: str) -> None:
-                announce(f"Serving {names} at {url}/v1")
+                for line in banner(url, host, settings, keys):
+                    announce(line)
 
             from kvcellar.models.create_tools import CreateTools  # imports torch, so not at the top
 
@@ -159,6 +156,15 @@ def command(
                 library=library,
                 tools=CreateTools(measure=False),  # models beside those of the host would exceed --memory
                 listener=listener,
+                read_keys=partial(read_again, *files) if any(files) else None,
                 ready=ready,
                 signalled=timer.signalled,
             )
+
+
+def read_again(api: Path | None, admin: Path | None, metrics: Path | None) -> Keys:
+    """The keys in the files and in the environment. Raises `BadRequest`."""
+    for file in (api, admin, metrics):
+        if file is not None and (warning := permission_warning(file)) is not None:
+            log.warning("%s", warning)
+    return read_keys(api, admin, metrics, os.environ)

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvcellar.serve.admin_cache import cache_routes, whole
+from kvcellar.serve.admin_keys import key_routes
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable, to_json
 from kvcellar.serve.records import MOST, Records
@@ -23,6 +24,7 @@ def admin_routes(server: Shared, records: Records) -> list[Route]:
         Route("/admin/requests", requests.list, methods=["GET"]),
         Route("/admin/requests/{id}", requests.get, methods=["GET"]),
         *cache_routes(server),
+        *key_routes(server),
     ]
 
 

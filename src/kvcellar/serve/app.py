@@ -38,7 +38,14 @@ def build_app(shared: Shared) -> Starlette:
             *(admin_routes(shared, records) if records is not None else ()),
         ],
         middleware=[
-            Middleware(RequestMiddleware, settings=settings, drain=shared.drain, records=records, ended=requests.ended)
+            Middleware(
+                RequestMiddleware,
+                settings=settings,
+                keys=shared.keys,
+                drain=shared.drain,
+                records=records,
+                ended=requests.ended,
+            )
         ],
         exception_handlers={HTTPException: _no_such_route},
     )

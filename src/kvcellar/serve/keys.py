@@ -1,80 +1,98 @@
 """keys: reads API keys from a file and from the environment.
 
 A key file is UTF-8 text with one key per line. Spaces around a key, empty lines, and lines that begin with `#` are
-ignored. Any other line that is not a key raises an error with the file and the line number, and so does a file without
-keys: a mistake in the file must not leave the server open. Messages never contain a key.
+ignored, except that `# name: NAME` names the key on the next line; other keys are named by their file and line. Any
+other line that is not a key raises an error with the file and the line number, and so does a file without keys: a
+mistake in the file must not leave the server open. Messages never contain a key.
 """
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from kvcellar.errors import BadRequest
+from kvcellar.serve.key_ring import Keys
 from kvcellar.serve.settings import key_digest
 from kvcellar.serve.text_file import text_of
 
 VARIABLE, ADMIN_VARIABLE, METRICS_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY", "KVCELLAR_METRICS_KEY"
 MAX_BYTES = 2**20  # largest key file
+_NAME = re.compile(r"#[ \t]*name:[ \t]*([A-Za-z0-9][A-Za-z0-9._@-]{0,63})")
 SHORTEST, LONGEST = 8, 1024  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
+
+
+class _Key(NamedTuple):
+    line: int
+    key: str
+    name: str
 
 
 def key_digests(file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE) -> tuple[bytes, ...]:
     """Digests of the keys in `file` and in the environment, without duplicates. Raises `BadRequest` with the place."""
-    digests = list(_keys_in(file)) if file is not None else []
-    if (key := environment.get(variable)) is not None:
-        digests.append(_digest(key.strip(), f"${variable}"))
-    return tuple(dict.fromkeys(digests))
+    return tuple(named_keys(file, environment, variable))
 
 
-def admin_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """The same of admin keys."""
-    return _digests(file, environment, ADMIN_VARIABLE, "admin_key_file")
-
-
-def metrics_digests(file: Path | None, environment: Mapping[str, str]) -> tuple[bytes, ...]:
-    """The same of metrics keys."""
-    return _digests(file, environment, METRICS_VARIABLE, "metrics_key_file")
-
-
-def _digests(file: Path | None, environment: Mapping[str, str], variable: str, param: str) -> tuple[bytes, ...]:
+def named_keys(
+    file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE, param: str = "api_key_file"
+) -> dict[bytes, str]:
+    """The same, with the name of each."""
     try:
-        return key_digests(file, environment, variable)
+        found = {digest: key.name for digest, key in _keys_in(file).items()} if file is not None else {}
+        if (key := environment.get(variable)) is not None:
+            found.setdefault(_digest(key.strip(), f"${variable}"), f"${variable}")
     except BadRequest as error:
         raise BadRequest(error.message, param) from error
+    return found
+
+
+def read_keys(api: Path | None, admin: Path | None, metrics: Path | None, environment: Mapping[str, str]) -> Keys:
+    """All keys of a server. Raises `BadRequest` with the place."""
+    return Keys(
+        named_keys(api, environment),
+        named_keys(admin, environment, ADMIN_VARIABLE, "admin_key_file"),
+        named_keys(metrics, environment, METRICS_VARIABLE, "metrics_key_file"),
+    )
 
 
 def admin_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
     """The first key of a file, or the one in the environment, to be sent to a server. Raises `BadRequest`."""
     try:
-        return next(iter(_keys_in(file).values()))[1] if file is not None else environment.get(ADMIN_VARIABLE)
+        return next(iter(_keys_in(file).values())).key if file is not None else environment.get(ADMIN_VARIABLE)
     except BadRequest as error:
         raise BadRequest(error.message, "admin_key_file") from error
 
 
 def permission_warning(file: Path) -> str | None:
-    """A warning if users other than the owner can read or change `file`; None if they cannot."""
-    about = os.stat(file)
+    """A warning if users other than the owner can read or change `file`; None if they cannot, or it is not there."""
+    try:
+        about = os.stat(file)
+    except OSError:
+        return None
     if not stat.S_ISREG(about.st_mode) or not about.st_mode & 0o026:
         return None
     does = "change" if about.st_mode & 0o022 else "read"
     return f"{file}: other users of this machine can {does} these keys; make it private with chmod 600"
 
 
-def _keys_in(file: Path) -> dict[bytes, tuple[int, str]]:
-    """By the digest of each key: its line number, and the key."""
-    found: dict[bytes, tuple[int, str]] = {}
-    text = text_of(file, MAX_BYTES, "api_key_file", "; a key file has one key per line")
+def _keys_in(file: Path) -> dict[bytes, _Key]:
+    """By the digest of each key."""
+    found: dict[bytes, _Key] = {}
+    text, name = text_of(file, MAX_BYTES, "api_key_file", "; a key file has one key per line"), None
     for number, line in enumerate(text.split("\n"), 1):
         key = line.strip(" \t\r")
         if not key or key.startswith("#"):
+            name = named[1] if (named := _NAME.fullmatch(key)) is not None else None
             continue
         digest = _digest(key, f"{file}, line {number}")
         if digest in found:
             raise _wrong(
-                f"{file}, line {number}: this key is on line {found[digest][0]} already; remove one of the two"
+                f"{file}, line {number}: this key is on line {found[digest].line} already; remove one of the two"
             )
-        found[digest] = number, key
+        found[digest] = _Key(number, key, name or f"{file.name}:{number}")
+        name = None
     if not found:
         raise _wrong(f"{file} has no key: write one per line, or leave the option out to serve without keys")
     return found

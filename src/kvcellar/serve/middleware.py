@@ -11,31 +11,26 @@ has one line in the log (`request_log`). A key is sent as `Authorization: Bearer
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KvcellarError
-from kvcellar.serve.api_errors import OLLAMA, ApiError, ClientDisconnected, api_error, shutting_down
+from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.health import OPEN
-from kvcellar.serve.namespaces import set_api_key
+from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.settings import ServeSettings
 
 log = logging.getLogger("kvcellar.serve")
 
-ADMIN = "/admin/"
-METRICS = "/metrics"
-CHANGING = tuple(f"/api/{name}" for name in ("create", "copy", "delete", "pull", "push", "blobs"))
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
 
 
@@ -46,12 +41,13 @@ class RequestMiddleware:
         self,
         app: ASGIApp,
         settings: ServeSettings,
+        keys: KeyRing,
         drain: Drain,
         records: Records | None,
         ended: Callable[[RequestLog], None],
     ) -> None:
         self._app, self._settings, self._drain, self._records = app, settings, drain, records
-        self._ended = ended
+        self._keys, self._ended = keys, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,37 +89,9 @@ class RequestMiddleware:
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
         if scope["path"] in OPEN:
             return
-        self._check_key(scope, _authorizations(headers))
+        self._keys.check(scope)
         if self._drain.started:
             raise shutting_down()
-
-    def _check_key(self, scope: Scope, authorizations: list[str]) -> None:
-        settings, path = self._settings, scope["path"]
-        if (settings.admin_digests and path.startswith(ADMIN)) or path.startswith(CHANGING):
-            self._check_admin(authorizations)
-        elif path == METRICS and (operators := settings.metrics_digests + settings.admin_digests):
-            if _valid_key(authorizations, operators) is None:
-                message = "a valid metrics key or admin key is needed: Authorization: Bearer KEY"
-                raise ApiError(401, message, code="invalid_metrics_key", headers={"www-authenticate": "Bearer"})
-        elif settings.key_digests:
-            keys = settings.key_digests + (settings.admin_digests if path.startswith(OLLAMA) else ())
-            key = _valid_key(authorizations, keys)
-            if key is None:
-                message = "a valid API key is needed: Authorization: Bearer KEY"
-                raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            set_api_key(scope, key)
-
-    def _check_admin(self, authorizations: list[str]) -> None:
-        """Raises `ApiError` without an admin key. A server without any keys, which only this machine can reach, allows
-        what changes its library."""
-        settings = self._settings
-        if settings.admin_digests:
-            if _valid_key(authorizations, settings.admin_digests) is None:
-                message = "a valid admin key is needed: Authorization: Bearer KEY"
-                raise ApiError(401, message, code="invalid_admin_key", headers={"www-authenticate": "Bearer"})
-        elif settings.key_digests or not settings.loopback:
-            message = "this server has no admin key, so its models cannot be changed by requests"
-            raise ApiError(403, message, code="not_allowed")
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
         """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""
@@ -157,22 +125,6 @@ def headers_too_large(settings: ServeSettings) -> ApiError:
     most = f"{settings.max_headers} headers of {settings.max_header_bytes} bytes together"
     message = f"the headers are too many or too long; at most {most} are allowed"
     return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
-
-
-def _valid_key(authorizations: list[str], digests: Sequence[bytes]) -> bytes | None:
-    """The digest of the key, if it is one of `digests`. Compares in constant time: the same time for every key, however
-    many of its characters are correct."""
-    if len(authorizations) != 1:
-        return None
-    scheme, _, key = authorizations[0].partition(" ")
-    digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-    matches = [hmac.compare_digest(digest, known) for known in digests]
-    return digest if any(matches) and scheme.lower() == "bearer" else None
-
-
-def _authorizations(headers: Headers) -> list[str]:
-    """Those of the request; a key in `x-api-key`, the header of Anthropic's API, counts if there are none."""
-    return headers.getlist("authorization") or [f"Bearer {key}" for key in headers.getlist("x-api-key")]
 
 
 def _name_of(host: str) -> str | None:

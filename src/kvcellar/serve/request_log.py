@@ -36,6 +36,7 @@ LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a 
         "route": "path, escaped and cut",
         "status": "HTTP status; 0 if no response was sent",
         "outcome": "`ok`, the code of the error, or `client_gone`",
+        "key": "name of the API key, never its value",
         "model": "name of the model",
         "prompt_tokens": "tokens of the prompts",
         "cached_tokens": "prompt tokens that came from memory",
@@ -63,6 +64,7 @@ class RequestLog:
     response_id: str | None = None  # in the body of the response
     namespace: str = ""
     owner: str = ""
+    key: str | None = None  # name of the key
     prompts: int = 0
     servable: Servable | None = None  # the model, once it is known
     recorded: bool = False  # see `records`
@@ -147,6 +149,7 @@ class RequestLog:
         values = (
             *(self.request_id, self.method, self.route, self.status),
             self.result,
+            self.key,
             self.servable.name if self.servable is not None else None,
             *(self.prompt_tokens, self.cached_tokens, self.recall),
             self.generated if self.prompt_tokens is not None else None,

@@ -27,6 +27,7 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host
+from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.protocols import ServedEngine
@@ -46,24 +47,28 @@ def run(
     library: Library | None = None,
     tools: Tools | None = None,
     listener: socket.socket | None = None,
+    read_keys: Callable[[], Keys] | None = None,
     ready: Callable[[str], None] | None = None,
     signalled: Callable[[int], None] = lambda number: None,
 ) -> None:
     """Serve until a signal arrives. `ready` is called with the address once requests are served, `signalled` in the
-    handler of each signal, with its number.
+    handler of each signal, with its number. With `read_keys`, SIGHUP reads the keys again.
 
     `listener` is a socket returned by `bind` for these settings; None: one is made. Raises `BadRequest` if the server
     cannot listen on the address.
     """
-    Server(models, settings, library=library, tools=tools, listener=listener).serve(ready, signalled)
+    Server(models, settings, library=library, tools=tools, listener=listener, read_keys=read_keys).serve(
+        ready, signalled
+    )
 
 
 class Server:
     """One server. Either call `serve()` in the main thread, or use it as a context manager that runs it in a thread.
 
-    `models` is an engine, or a host of several, which has its models from `library`; `tools` create models there. The
-    caller closes it after the server. It listens from the constructor
-    on: `url` has the actual port. Raises `BadRequest` if it cannot listen.
+    `models` is an engine, or a host of several, which has its models from `library`; `tools` create models there.
+    `read_keys` reads the keys, now and when they are to be reloaded; None: they are those of the settings. The caller
+    closes it after the server. It listens from the constructor on: `url` has the actual port. Raises `BadRequest` if
+    it cannot listen.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Server:
         library: Library | None = None,
         tools: Tools | None = None,
         listener: socket.socket | None = None,
+        read_keys: Callable[[], Keys] | None = None,
     ) -> None:
         host = models if isinstance(models, Host) else hosting(models)
         self._socket = listener or bind(settings)
@@ -82,10 +88,12 @@ class Server:
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{address}:{self.port}"
         drain, self._threads, self._engines = Drain(), ReaderThreads(), EngineCounts(host)
-        bodies = BodyBudget(settings.bodies_bytes)
-        shared = Shared(host, settings, self._threads, bodies, drain, self._engines, library, tools)
+        bodies, self.keys = BodyBudget(settings.bodies_bytes), KeyRing(settings, read_keys)
+        shared = Shared(host, settings, self._threads, bodies, drain, self._engines, self.keys, library, tools)
         app = _SuppressCancelled(build_app(shared))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
+        if self.keys.reloads:
+            self._uvicorn.when_hung_up = self._reload_keys
         self._thread: threading.Thread | None = None
 
     def serve(
@@ -96,6 +104,11 @@ class Server:
         self._uvicorn.when_signalled = signalled
         with self._socket, contextlib.closing(self._threads), contextlib.closing(self._engines):
             asyncio.run(self._uvicorn.serve([self._socket]))
+
+    def _reload_keys(self) -> None:
+        """On a thread of its own, as it reads files. The ring logs why it fails."""
+        with contextlib.suppress(BadRequest):
+            self.keys.reload()
 
     def stop(self, *, now: bool = False) -> None:
         """May be called from any thread. `now`: without waiting for running requests."""
@@ -123,6 +136,7 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._drain = drain
         self.when_ready: Callable[[], None] = lambda: None
+        self.when_hung_up: Callable[[], None] | None = None  # what SIGHUP begins; None: it ends the process
         self.when_signalled: Callable[[int], None] = lambda number: None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -144,6 +158,8 @@ class _Uvicorn(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in HANDLED_SIGNALS}
+        if self.when_hung_up is not None:
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hung_up)
         try:
             yield
         finally:
@@ -153,6 +169,9 @@ class _Uvicorn(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.when_signalled(sig)
         self.stop(now=self.should_exit)
+
+    def _hung_up(self, sig: int, frame: FrameType | None) -> None:
+        threading.Thread(target=self.when_hung_up, name="kvcellar-keys").start()
 
     def stop(self, *, now: bool) -> None:
         self.should_exit = True

@@ -7,6 +7,7 @@ from kvcellar.library.tools import Tools
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host
+from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
@@ -20,5 +21,6 @@ class Shared:
     bodies: BodyBudget
     drain: Drain
     engines: EngineCounts
+    keys: KeyRing
     library: Library | None = None
     tools: Tools | None = None  # that create models of the library

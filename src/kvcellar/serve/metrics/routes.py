@@ -4,10 +4,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.serve.key_ring import METRICS
 from kvcellar.serve.metrics.exposition import SERVER, Scrape, page
 from kvcellar.serve.metrics.requests import RequestCounts
 from kvcellar.serve.metrics.vllm import Aliases
-from kvcellar.serve.middleware import METRICS
 from kvcellar.serve.shared import Shared
 
 

@@ -62,6 +62,8 @@ class Section:
     tags: Tags | None = None  # for TAGS
     ends_name: tuple[str, ...] = ()
     bare: bool = False
+    quote: str = '"'  # for LOOSE: the mark around strings
+    separator: str = ""  # `between` without white space, where that is all that tells two calls apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +78,13 @@ class Thought:
 @dataclass(frozen=True, slots=True)
 class Channels:
     """A message has a header, which says what it is: `begin` header `end` text. `call` is in front of the name of a
-    function in a header; a header with `thought` is that of reasoning."""
+    function in a header; a header with the word of `thought` is that of reasoning."""
 
     begin: tuple[str, ...]
     end: str
     call: str
-    thought: str
+    written: str  # what a template writes in front of a call of NAME
+    thought: Thought  # its `open` is the word in the header
     section: Section  # how arguments are written behind the header of a call
 
 

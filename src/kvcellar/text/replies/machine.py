@@ -206,8 +206,8 @@ class Machine:
                 self._start(self._outline.named(channels.section, name[0], None))
                 return True
         self._raw = []
-        if channels.thought in header:
-            self._thought, self._mode = self._outline.thoughts[channels.thought], _Mode.REASONING
+        if channels.thought.open in header:
+            self._thought, self._mode = channels.thought, _Mode.REASONING
         else:
             self._mode = _Mode.CONTENT
         self._space, self._fresh = "", True
@@ -232,7 +232,7 @@ class Machine:
             self._fail()
             return True
         self._raw.append(self._take(len(lead)))
-        if section.after_name != ("",):
+        if self._outline.names[section].texts:
             self._mode = _Mode.NAME
         else:
             self._start(self._outline.unnamed(section))
@@ -328,7 +328,7 @@ class Machine:
             self._mode = _Mode.LEAD
         else:
             self._take(len(mark))
-            self._mode = _Mode.LEAD if mark == section.between else _Mode.AFTER
+            self._mode = _Mode.LEAD if mark == section.separator else _Mode.AFTER
         return True
 
     def _skip_space(self) -> None:

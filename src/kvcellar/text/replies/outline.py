@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from kvcellar.text.replies.bodies import ArgumentsBody, BodyReader, ObjectBody
+from kvcellar.text.replies.foreign_bodies import TagsBody, loose_body, python_body
 from kvcellar.text.replies.form import Body, Ids, ReplyForm, Section, Thought
 from kvcellar.text.replies.marks import Marks
 from kvcellar.text.replies.tools import Tools
@@ -27,31 +28,38 @@ class Outline:
         channels = form.channels
         self.headers = frozenset(channels.begin if channels is not None else ())
         self.content = Marks([*self.sections, *self.thoughts, *self.headers])
-        self.ends = {thought.open: Marks([thought.close.strip(), *self.headers]) for thought in form.thoughts}
+        thoughts = (*form.thoughts, *(() if channels is None else (channels.thought,)))
+        self.ends = {thought.open: Marks([thought.close.strip(), *self.headers]) for thought in thoughts}
         self.leads = {section: _marks(section.lead) for section in sections}
-        self.names = {section: _marks((*section.after_name, *section.ends_name)) for section in sections}
+        self.names = {section: Marks(_of_names(section)) for section in sections}
         self.finishes = {section: _stripped(section.finish) for section in sections}
         self.begins_next = {section: _stripped(section.lead) for section in sections}
-        between = {section: () if section.between is None else (section.between,) for section in sections}
+        between = {section: (section.separator,) for section in sections}
         self.tails = {
             section: _marks((*section.tail, *between[section], *section.finish, *section.lead)) for section in sections
         }
 
     def unnamed(self, section: Section) -> BodyReader:
         """A reader of what has names inside."""
-        assert section.body is Body.OBJECT
-        return ObjectBody(self.tools.names if section.bare and self.tools is not None else None)
+        names = self.tools.names if section.bare and self.tools is not None else None
+        return python_body(names) if section.body is Body.PYTHON else ObjectBody(names)
 
     def named(self, section: Section, name: str, call_id: str | None) -> BodyReader:
         """A reader of the arguments of a call."""
-        assert section.body is Body.ARGUMENTS
+        if section.body is Body.LOOSE:
+            return loose_body(name, call_id, section.quote)
+        if section.tags is not None:
+            tool = self.tools.named(name) if self.tools is not None else None
+            ends = _stripped(section.tail) or _stripped(section.finish)
+            return TagsBody(name, call_id, section.tags, sorted(ends), tool.properties if tool is not None else {})
         return ArgumentsBody(name, call_id)
 
     def name_and_id(self, written: str) -> tuple[str, str | None]:
         """The name of a call, and its id if the model wrote one with it."""
         if self.form.ids is Ids.WRITTEN:
             return written.removeprefix("functions.").rpartition(":")[0] or written, written
-        return written, None
+        name, _, call_id = written.partition("[CALL_ID]")
+        return name, call_id or None
 
     def keeps_id(self, written: str | None) -> bool:
         """May a call have the id that the model wrote?"""
@@ -60,6 +68,11 @@ class Outline:
         if self.form.ids is Ids.SHORT:
             return len(written) == SHORT_ID and written.isascii() and written.isalnum()
         return self.form.ids is Ids.WRITTEN
+
+
+def _of_names(section: Section) -> list[str]:
+    """Texts that end a name. A line break does, where the template writes nothing else."""
+    return [text.strip() or text for text in (*section.after_name, *section.ends_name) if text]
 
 
 def _stripped(texts: tuple[str, ...]) -> frozenset[str]:

@@ -78,7 +78,8 @@ TEMPLATES = {
     "mistral": _chat(_EACH + "[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}{% endfor %}"),
     "mistral_list": _chat(
         "{% if m.tool_calls %}[TOOL_CALLS][" + _EACH + '{"name": "{{ f.name }}", "arguments": '
-        '{{ f.arguments | tojson }}, "id": "abcdefgh{{ loop.index0 }}"}{{ ", " if not loop.last }}{% endfor %}]{% endif %}'
+        '{{ f.arguments | tojson }}, "id": "abcdefgh{{ loop.index0 }}"}'
+        '{{ ", " if not loop.last }}{% endfor %}]{% endif %}'
     ),
     "llama3_json": _chat(
         _EACH + '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{{ "; " if not loop.last }}'
@@ -104,9 +105,12 @@ TEMPLATES["lfm2"] = _chat(
     "{% if m.tool_calls %}<|tool_call_start|>[" + _EACH + _PYTHON + "]<|tool_call_end|>{% endif %}"
 )
 TEMPLATES["gemma4"] = (
-    "{% macro val(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}{% for k, w in v | items %}"
-    "{{ k }}:{{ val(w) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}{% elif v is boolean or v is none or v is number %}"
-    "{{ v | tojson }}{% else %}[{% for w in v %}{{ val(w) }}{{ ',' if not loop.last }}{% endfor %}]{% endif %}{% endmacro %}"
+    "{% macro val(v) %}{% if v is string %}<|\"|>{{ v }}<|\"|>{% elif v is mapping %}{{ '{' }}"
+    "{% for k, w in v | items %}"
+    "{{ k }}:{{ val(w) }}{{ ',' if not loop.last }}{% endfor %}{{ '}' }}"
+    "{% elif v is boolean or v is none or v is number %}"
+    "{{ v | tojson }}{% else %}[{% for w in v %}{{ val(w) }}{{ ',' if not loop.last }}{% endfor %}]"
+    "{% endif %}{% endmacro %}"
     + _chat(
         _EACH + "<|tool_call>call:{{ f.name }}{{ val(f.arguments) }}<tool_call|>{% endfor %}",
         "{% if m.reasoning_content %}<|channel>thought\n{{ m.reasoning_content }}<channel|>{% endif %}",

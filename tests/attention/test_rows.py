@@ -40,9 +40,12 @@ def drawn(seed: int, *shape: int) -> Tensor:
 class Read:
     """A text of TOKENS tokens, with its keys, values and queries, and a memory for it and others."""
 
-    def __init__(self, layout: Layout, shape: tuple[int, int, int, int], dtype: torch.dtype, stored: str) -> None:
+    def __init__(
+        self, layout: Layout, shape: tuple[int, int, int, int], dtype: torch.dtype, stored: str, *, latent: bool = False
+    ) -> None:
         self.heads, groups, size, value_size = shape
-        self.q = drawn(1, TOKENS, self.heads, size).to(dtype)
+        self.latent = latent
+        self.q = drawn(1, TOKENS, self.heads, size + value_size * latent).to(dtype)
         self.k, self.v = drawn(2, TOKENS, groups, size).to(dtype), drawn(3, TOKENS, groups, value_size).to(dtype)
         way = StoredAs.parse(stored)
         planes = (Plane("k", groups, size, way.k), Plane("v", groups, value_size, way.v))
@@ -61,10 +64,16 @@ class Read:
             self.kept.begin(Batch(tuple(feeds)))
             rows = [torch.cat([9 * x[:beside], x[a:b]]) for x in (self.q, self.k, self.v)]
             self.kept.put(0, *rows[1:])
-            out.append(self.kept.attend(0, rows[0], self.scoring)[beside:])
+            out.append(self.attend(rows[0])[beside:])
             self.kept.commit()
         self.kept.clear()
         return torch.cat(out)
+
+    def attend(self, q: Tensor) -> Tensor:
+        if not self.latent:
+            return self.kept.attend(0, q, self.scoring)
+        history = self.kept.get(0)
+        return history.backend.attend_latent(q[None], history, self.scoring)[0]
 
 
 @settings(derandomize=True, deadline=None, max_examples=10)
@@ -102,6 +111,20 @@ def test_threads_that_share_the_keys_of_one_sequence_change_no_bit(marks, dtype,
     assert torch.equal(read.cut(marks), alone)
 
 
+@pytest.mark.parametrize("stored", ["auto", "int8", "k=int4+hadamard,v=fp8", "v=int8"])
+@pytest.mark.parametrize("shape", [(12, 1, 136, 32), (3, 1, 64, 16), (20, 1, 33, 7)], ids=str)
+def test_rows_that_attend_to_latents_have_the_same_bits_too(shape, stored, monkeypatch) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        read = Read(Sliding(CHUNK + 9), shape, dtype, stored, latent=True)
+        whole = read.cut([])
+        assert torch.equal(read.cut([400, 403, 480, *range(CHUNK - 9, CHUNK + 9)], 3), whole)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "PER_THREAD", 1)
+            torch.set_num_threads(5)  # one again for the next test
+            assert torch.equal(read.cut([TOKENS - 1]), whole)
+        torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("stored", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -117,6 +140,18 @@ def test_what_is_not_finite_reaches_only_rows_that_see_it(layout, dtype, stored,
         untouched = [row for row in range(TOKENS) if row not in reaches]
         assert torch.equal(got[untouched], sound[untouched])
         assert not got[reaches, 3:].isfinite().all(-1).any() or plane == "k"
+
+
+@pytest.mark.parametrize("plane", ["k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_finite_in_latents_reaches_only_rows_that_see_it(dtype, plane) -> None:
+    read = Read(Sliding(70), (12, 1, 136, 32), dtype, "auto", latent=True)
+    sound = read.cut([])
+    getattr(read, plane)[100, 0, 3] = torch.nan
+    got = read.cut([])
+    untouched = [row for row in range(TOKENS) if row not in range(100, 170)]
+    assert torch.equal(got[untouched], sound[untouched])
+    assert not got[100:170].isfinite().all(-1).any()
 
 
 @settings(derandomize=True, deadline=None, max_examples=6)

@@ -140,3 +140,14 @@ def test_a_model_that_runs_solo_is_reported_as_not_recorded() -> None:
 def test_a_value_that_is_none_is_refused() -> None:
     with pytest.raises(BadRequest, match="record must be auto or off"):
         Settings(record="on")  # pyright: ignore[reportArgumentType] - a wrong value
+
+
+@pytest.mark.parametrize(("linear", "note"), [(True, "attended to as they are stored, in 4"), (False, "expanded to")])
+def test_a_diagnosis_says_how_latents_are_read(linear, note) -> None:
+    model = ARCHS["minicpm3"].build()
+    if not linear:
+        attention: Any = model.model.layers[0].self_attn
+        own = attention.expand_kv
+        attention.expand_kv = lambda latent, tail: own(latent.abs(), tail)
+    notes = diagnose(model, Settings(**SMALL), kv_quality=False).notes
+    assert next(one for one in notes if one.startswith("latents: ")).startswith(f"latents: {note}")

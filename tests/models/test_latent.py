@@ -18,7 +18,10 @@ from kvcellar.attention.choose import backends, named
 from kvcellar.attention.cpu import Cpu
 from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.settings import Settings
+from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnLinear
+from kvcellar.models.adapter_test import check_adapted
+from kvcellar.models.adapters import read_adapter
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.expansion import CHILD, NotLinear, with_latents
 from kvcellar.models.guest import Guest
@@ -29,6 +32,7 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import AttentionSpec, StoredAs
 from kvcellar.spans import Span
 from kvcellar.verify.bits import same_bits
+from tests.models.lora import ends_with, layers_of, saved
 from tests.models.served import FLAT
 from tests.models.timeline import BOUND, relative
 from tests.zoo import ARCHS
@@ -124,6 +128,20 @@ def test_a_recorded_step_expands_nothing() -> None:
     assert not [op for op in ops if op.name == "kvcellar.linear" and "kv_b_proj" in str(op.args)]
 
 
+def test_an_adapter_of_the_layer_that_expands_is_refused_and_others_are_not(tmp_path) -> None:
+    model = ARCHS["minicpm3"].build()
+    guest = guest_of(model)
+    for number, targets in enumerate((("q_b_proj", "o_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",)), start=1):
+        layers = layers_of(model, ends_with(*targets))
+        path = saved(tmp_path / str(number), layers, target_modules=list(targets))
+        guest.adapted.add(number, read_adapter([path], guest.model, most_bytes=lambda: 1 << 30))
+        if number == 1:
+            check_adapted(guest, number)
+            continue
+        with pytest.raises(ModelRefused, match="kv_b_proj cannot have an adapter"):
+            check_adapted(guest, number)
+
+
 # -- where it is not -------------------------------------------------------------------------------------------------
 
 Expand = Callable[..., tuple[Tensor, Tensor]]
@@ -197,14 +215,21 @@ def test_one_layer_that_is_not_linear_is_enough() -> None:
     assert not latents(guest)
 
 
-def test_weights_that_round_their_inputs_expand() -> None:
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_matrices_are_found_in_layers_that_round_their_inputs(weights) -> None:
     model = ARCHS["minicpm3"].build(kv_lora_rank=64, v_head_dim=24)
-    assert served.given(model, "int8", os.environ) is not None
+    assert served.given(model, weights, os.environ) is not None
     expansions = [one for name, one in model.named_modules() if name.endswith("kv_b_proj")]
     assert all(isinstance(one, OwnLinear) and one.rounds for one in expansions)
     guest = guest_of(model)
-    assert guest.expands is not None
-    assert "rounds them on the way" in guest.expands
+    assert guest.expands is None
+    for attention, binding in guest.shape.bindings.items():
+        assert binding.latent is not None
+        layer: Any = attention.kv_b_proj
+        weight = layer.weight.view(4, 32, 64)  # 4 heads of 8 elements of a key, and 24 of a value
+        c = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0))
+        expected = torch.einsum("hr,hor->ho", c[0, 0], weight[:, 8:])
+        torch.testing.assert_close(binding.latent.values(c)[0, 0], expected, atol=1e-3, rtol=1e-3)
 
 
 def test_without_a_compiler_it_expands() -> None:

@@ -2,7 +2,8 @@
 
 In one forward each module gets latents of our choice instead of stored ones: the rows of an identity matrix, whose keys
 and values are the matrices that it multiplies with; a zero; and random latents, whose keys and values must be those of
-the matrices, as exactly as their type allows. Code that does anything else is not linear, and keeps expanding.
+the matrices, as exactly as their type allows, or layers of ours that round their inputs to 8 bits. Code that does
+anything else is not linear, and keeps expanding.
 """
 
 import os
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.heads import Kernel, panel_heads
+from kvcellar.kernels.layers import OwnLinear
 from kvcellar.kernels.linear import FOREIGN, PACKED
 from kvcellar.models.guest import Guest
 from kvcellar.models.latent import Binding, Latent
@@ -25,6 +27,7 @@ from kvcellar.models.seam import Extras
 RANDOM = 16  # latents
 CHILD = "kvcellar_latent"  # name of what is added to an attention module
 ERROR = 1e-5  # of a float32 sum, relative to the sum of its products' sizes
+ROUNDED = 1 / 127  # of an input that a layer rounds, relative to the largest one, its scale's rounding included
 
 
 class NotLinear(KvcellarError):
@@ -54,7 +57,10 @@ class _Probe(StoreProbe):
         binding = self._bindings[module]
         if not binding.direct:
             try:
-                self.found[module] = _matrices(*self._given[binding.layer], k, v).packed(self._kernel)
+                if q.shape[1] != k.shape[1]:
+                    raise NotLinear(f"has {q.shape[1]} heads of queries, and computes {k.shape[1]} of keys")
+                found = _matrices(*self._given[binding.layer], k, v, ROUNDED if _rounds(module) else 0.0)
+                self.found[module] = found.packed(self._kernel)
             except NotLinear as error:
                 raise NotLinear(f"{type(module).__name__} {error}") from error
         return q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3])
@@ -85,10 +91,16 @@ class _Matrices(NamedTuple):
         return Latent(queries, panel_heads(kernel, self.values.transpose(1, 2).contiguous()))
 
 
-def _matrices(latents: Tensor, tails: Tensor, k: Tensor, v: Tensor) -> _Matrices:
-    """From keys k [1,H,n,D] and values v [1,H,n,Dv] of chosen latents. Raises `NotLinear`."""
+def _rounds(module: nn.Module) -> bool:
+    """Whether layers of ours in a module round their inputs."""
+    return any(isinstance(one, OwnLinear) and one.rounds for one in module.modules())
+
+
+def _matrices(latents: Tensor, tails: Tensor, k: Tensor, v: Tensor, rounded: float) -> _Matrices:
+    """From keys k [1,H,n,D] and values v [1,H,n,Dv] of chosen latents. `rounded`: the error that latents may have where
+    they are expanded, relative to their largest element. Raises `NotLinear`."""
     (n, rank), size = latents.shape, tails.shape[1]
-    if k.shape[::2] != (1, n) or v.shape[:3] != k.shape[:3] or k.dtype is not latents.dtype is not v.dtype:
+    if k.shape[::2] != (1, n) or v.shape[:3] != k.shape[:3] or not k.dtype is v.dtype is latents.dtype:
         raise NotLinear(f"attends to keys {tuple(k.shape)} and values {tuple(v.shape)}, computed from {n} latents")
     keys, values, computed = k[0], v[0], k.shape[3] - size
     if computed < 1:
@@ -105,17 +117,18 @@ def _matrices(latents: Tensor, tails: Tensor, k: Tensor, v: Tensor) -> _Matrices
     found = _Matrices(keys[:, :rank, :computed].contiguous(), values[:, :rank].contiguous(), size)
     exact = torch.equal(keys[:, zero:, computed:], tails[zero:].expand_as(keys[:, zero:, computed:]))
     if not exact or not all(
-        _is_product(latents[zero:], matrix, made[:, zero:])
+        _is_product(latents[zero:], matrix, made[:, zero:], rounded)
         for matrix, made in ((found.keys, keys[..., :computed]), (found.values, values))
     ):
         raise NotLinear("computes keys or values that are not linear in what is stored, or rounds them on the way")
     return found
 
 
-def _is_product(latents: Tensor, matrix: Tensor, made: Tensor) -> bool:
+def _is_product(latents: Tensor, matrix: Tensor, made: Tensor, rounded: float) -> bool:
     """Whether `made` [H,m,n] are latents [m,rank] times a matrix [H,rank,n], rounded once to their type."""
     latents, wide = latents.double(), matrix.double()
-    bound = torch.finfo(made.dtype).eps * (latents @ wide).abs() + ERROR * (latents.abs() @ wide.abs())
+    sizes = ERROR * latents.abs() + rounded * latents.abs().amax(1, keepdim=True)
+    bound = torch.finfo(made.dtype).eps * (latents @ wide).abs() + sizes @ wide.abs()
     return bool(((latents @ wide - made).abs() <= bound).all())
 
 

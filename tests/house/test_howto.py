@@ -97,9 +97,11 @@ class Page:
     def hosted(self, models: Sequence[str], **options: Any) -> Iterator[Any]:
         yield self.stack.enter_context(hosted(models, **options))
 
-    def serve(self, models: Host, settings: ServeSettings, *, library: Any, tools: Any, **_: object) -> None:
+    def serve(
+        self, models: Host, settings: ServeSettings, *, library: Any, tools: Any, mount: Any, **_: object
+    ) -> None:
         port, settings = settings.port, replace(settings, host="127.0.0.1", port=0)
-        server = self.stack.enter_context(Server(models, settings, library=library, tools=tools))
+        server = self.stack.enter_context(Server(models, settings, library=library, tools=tools, mount=mount))
         self.served[f"http://127.0.0.1:{port}"] = server.url
 
 

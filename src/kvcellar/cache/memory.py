@@ -77,9 +77,9 @@ class Memory:
         self.tables = self._stores.tables  # step tables of all groups together
         self.layers = self._stores.layers  # what `get` returns, by layer: the same objects in every step
         self.states = States(recurrent, rows=rows, device=self.device)
-        self._sequences = Sequences(self._stores.all, self.states, limits)
+        self._sequences = own = Sequences(self._stores.all, self.states, limits)
         self.rows = self.states.rows
-        self.storage = Storage(self._stores, self.states, max_bytes, self._idle, self._sequences.cells)
+        self.storage = Storage(self._stores, self.states, max_bytes, self._idle, own.cells, own.known)
         shape = shape_of(self.storage.groups, dtype, recurrent)
         self.claims = Claims(self._stores.all, self._sequences, self.states, shape, self._idle)
         self.inputs = Inputs(self._stores, self._sequences, self.claims, self._idle)

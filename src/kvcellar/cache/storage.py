@@ -217,10 +217,11 @@ class Storage:
         max_bytes: int | None,
         idle: Callable[[str], None],
         used: Callable[[int], int],
+        tables: Callable[[int], Sequence[Table]],
     ) -> None:
         """`idle(operation)` raises `WrongStage` while a step is open. `used` returns how many cells of a group, by its
-        index, sequences hold."""
-        self._stores, self._states, self._idle, self._used = stores, states, idle, used
+        index, sequences hold; `tables` those of a sequence, by its number, one for each group."""
+        self._stores, self._states, self._idle, self._used, self._tables = stores, states, idle, used, tables
         self.max_bytes, self.scratch = max_bytes, 0
 
     @property
@@ -260,6 +261,14 @@ class Storage:
     def capacity(self) -> dict[str, int]:
         """Number of cells of each group."""
         return {store.group.name: store.cells.capacity for store in self._stores.all}
+
+    def runs(self, seq: int) -> list[tuple[Run, ...]]:
+        """The cells that a sequence holds in each group. Raises `UnknownSequence`."""
+        return [tuple(table.runs) for table in self._tables(seq)]
+
+    def free_runs(self) -> list[list[Run]]:
+        """The free cells of each group, in order of the groups. Costs the free pieces."""
+        return [store.cells.free_runs() for store in self._stores.all]
 
     def fragments(self) -> dict[str, Fragments]:
         """The fragmentation of each group, for deciding about `compact`. Costs the pieces of its cells."""

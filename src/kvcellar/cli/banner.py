@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from kvcellar.cli.models import size
+from kvcellar.inspector.routes import PAGE
 from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import Keys, Names
 from kvcellar.serve.settings import ServeSettings
@@ -15,6 +16,8 @@ def banner(url: str, host: Host, settings: ServeSettings, keys: Keys) -> Iterato
     """Lines of text. `url` is that of the server, without a path."""
     yield f"Serving {', '.join(host.names)} at {url}/v1"
     yield "; ".join(f"{name}: {url}{path}" for name, path in APIS.items())
+    if settings.inspects:
+        yield f"See inside at {url}{PAGE}"
     used, limit = host.residents.bytes, host.limits.max_bytes
     yield f"Memory: {size(used)} of {size(limit)}, for at most {host.limits.max_models} models at once"
     yield f"Keys: {_keys(settings, keys)}"

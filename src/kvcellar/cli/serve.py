@@ -12,6 +12,7 @@ import click
 from kvcellar.cli.banner import banner
 from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.hosting import hosted
+from kvcellar.cli.inspecting import inspector
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
 from kvcellar.cli.pinned import pin_all, read_pinned
@@ -27,7 +28,7 @@ log = logging.getLogger("kvcellar.serve")
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
     *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "max_upload_bytes", "drain_seconds"),
-    *("share_prefixes", "client_pins", "allow_pull", "metrics_compat"),
+    *("share_prefixes", "client_pins", "allow_pull", "metrics_compat", "inspector"),
 )
 
 
@@ -77,6 +78,11 @@ SERVER_OPTIONS = (
 )
 @click.option(
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
+)
+@click.option(
+    "--inspector/--no-inspector",
+    default=None,
+    help="The page /inspector. Default: only without API keys, and on an address that only this machine can reach.",
 )
 @click.option("--allow-pull", is_flag=True, help="The route /api/pull downloads models from the hub.")
 @click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0.")
@@ -155,6 +161,7 @@ def command(
                 settings,
                 library=library,
                 tools=CreateTools(measure=False),  # models beside those of the host would exceed --memory
+                mount=inspector,
                 listener=listener,
                 read_keys=partial(read_again, *files) if any(files) else None,
                 ready=ready,

@@ -14,6 +14,7 @@ from kvcellar.cache.record import positions
 from kvcellar.engine.intake import tokens
 from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
+from kvcellar.engine.survey import Survey
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk
 from kvcellar.prefix.node import TOKEN, Node, key_of, key_to, root_of
@@ -52,6 +53,11 @@ class Contents:
 
     def __init__(self, built: "Built") -> None:
         self._built, self._loop = built, built.loop
+
+    @property
+    def survey(self) -> Survey:
+        """A picture of the engine, for a page that shows it."""
+        return Survey(self._built)
 
     # -- in memory ----------------------------------------------------------------------------------------------
 

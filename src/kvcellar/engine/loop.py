@@ -33,6 +33,7 @@ from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.ending import Ending
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.result import LastRequests
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduled, Scheduler
 from kvcellar.errors import EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
@@ -53,9 +54,8 @@ class Loop:
         self._context, self._device = context, device
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._requests: dict[int, Request] = {}
-        self._failures: list[
-            tuple[Request | None, EngineFailed]
-        ] = []  # requests that errors have ended since the last `_recover`
+        self._failures: list[tuple[Request | None, EngineFailed]] = []  # since the last `_recover`
+        self.last = LastRequests()
         self._failed_at = -1  # number of steps at the last error that belongs to no request
         self._arrivals = count()
         self._stalled = False  # all waiting completions wait for what is read back
@@ -325,10 +325,12 @@ class Loop:
         self.scheduler.check()
         self.manager.check(self.scheduler.running)
         self.manager.drafting.check()
+        self.last.check()
 
     def _remove_if_done(self, request: Request) -> None:
         if request.done:
-            self._requests.pop(request.number, None)
+            if self._requests.pop(request.number, None) is not None:
+                self.last.add(request)
             self.manager.drafting.conclude(request.number)
 
     def _free(self, completion: Completion) -> None:

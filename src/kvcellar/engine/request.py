@@ -125,6 +125,7 @@ class Request:
     recall: Recall | None = None
     speculation: Speculation | None = None  # of the completions that have ended
     done: bool = False
+    outcome: str = ""  # once it is done: the reason why its last completion ended, or the name of an error's class
     on_done: Callable[[], None] | None = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
     submitted: float = field(default_factory=time.perf_counter)
@@ -151,6 +152,7 @@ class Request:
 
     def fail(self, error: Exception) -> None:
         """Emit `Failed`, as the last event."""
+        self.outcome = type(error).__name__
         self.emit(Failed(error))
         self._end()
 
@@ -333,6 +335,7 @@ class Completion:
     def finish(self, reason: FinishReason) -> None:
         """Emit the text that was held back, and `Finished`; after the last completion of the request, `Done`."""
         self.become(Status.DONE)
+        self.request.outcome = reason
         self._emit(self.output.flush())
         self.request.emit(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met))
         if all(completion.status is Status.DONE for completion in self.request.completions):

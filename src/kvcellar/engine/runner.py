@@ -6,13 +6,16 @@ that were drawn are kept (`speculate/verify.py`), up to one that ends the comple
 Always true:
   * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
     a step of its own; a completion whose own step raises ends its request;
-  * an error while a token is emitted ends the request of its completion and no other.
+  * an error while a token is emitted ends the request of its completion and no other;
+  * `recent` has the last steps that did not raise, `RECENT` at most, with rising numbers.
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,9 +36,25 @@ from kvcellar.speculate.verify import Verified, verify
 
 log = logging.getLogger("kvcellar.engine")
 
+RECENT = 240  # steps that are remembered
+
 Siblings = Callable[[Completion], Sequence[Completion]]
 Fork = Callable[[Completion, Sequence[Completion]], None]
 End = Callable[[Completion, FinishReason | Exception], None]
+
+
+class StepRecord(NamedTuple):
+    """A step that was run. `at` is its end in seconds of the wall clock, `seconds` its time on this thread, in which a
+    device may have been ahead. `modules`: why modules ran it (the last one of its forwards); None: a recording did."""
+
+    number: int
+    at: float
+    seconds: float
+    prefill: int  # tokens of prompts
+    decode: int  # tokens of completions in decode
+    drafts: int  # drafts behind these
+    sequences: int
+    modules: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,11 +125,13 @@ class Runner:
         self._guest, self._memory, self._drafting, self._context = guest, memory, drafting, context
         self._siblings, self._fork, self._end = siblings, fork, end
         self._feeds, self._keep = feeds, keep
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT)
+        self._number = 0
 
     def step(self, scheduled: Sequence[Scheduled]) -> None:
         """Compute the scheduled tokens and drafts, and draw for each completion that has no more to compute."""
-        flat = self._guest.mode == "flat"
-        prompts = any(one.completion.status is Status.PREFILL for one in scheduled)
+        flat, began = self._guest.mode == "flat", time.perf_counter()
+        prompts = sum(one.tokens for one in scheduled if one.completion.status is Status.PREFILL)
         outcomes: list[Outcome] = []
         try:
             for part in [scheduled] if flat else [[one] for one in scheduled]:  # solo: one sequence per forward
@@ -122,6 +143,15 @@ class Runner:
                 # Not if the error of another one has ended it.
                 if reason is not None and one.completion.status is Status.DECODE:
                     self._end(one.completion, reason)
+        self._remember(scheduled, prompts, time.perf_counter() - began)
+
+    def _remember(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
+        tokens, drafts = sum(one.tokens for one in scheduled), sum(one.drafts for one in scheduled)
+        recording = self._guest.recording
+        modules = self._guest.not_recorded if recording is None else recording.last_refusal
+        self._number += 1
+        what = prompts, tokens - prompts, drafts, len(scheduled), modules
+        self.recent.append(StepRecord(self._number, time.time(), seconds, *what))
 
     def _run(self, scheduled: Sequence[Scheduled], outcomes: list[Outcome]) -> None:
         """One step, which adds what completions have accepted to `outcomes`. If it raises, each completion gets a step

@@ -93,7 +93,7 @@ class Store:
     ) -> None:
         """`secret`: keys cannot be computed from tokens without it; `locations`: the tiers report there what they
         remove."""
-        self._memory, self._prefixes, self._locations = memory, prefixes, locations
+        self._memory, self._prefixes, self.locations = memory, prefixes, locations
         self._identity, self._secret, self._post = identity, secret, post
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
         self.transfers = Transfers(
@@ -133,7 +133,7 @@ class Store:
         found: list[Entry] = []
         for tier in self.transfers.tiers:
             entries = tier.entries()
-            self._locations.stored(tier.name, [entry.snapshot for entry in chains(entries)])
+            self.locations.stored(tier.name, [entry.snapshot for entry in chains(entries)])
             found += entries
         for entry in chains(found):
             self._learn(entry)
@@ -154,7 +154,7 @@ class Store:
 
     def _forget_gone(self) -> None:
         """Forget what the tiers have evicted since the last call."""
-        for gone in self._locations.gone():
+        for gone in self.locations.gone():
             if gone.why == "damaged" and (lost := self.catalogue.path(gone.key)) is not None:
                 self._prefixes.losses.damaged(*lost, f"the {gone.tier} tier had other bytes than were written")
             self.catalogue.remove(gone.key)
@@ -282,7 +282,7 @@ class Store:
                 continue
             self._on_way.discard(snapshot.key)
             rest += self._early.pop(snapshot.key, ())
-            if ended.outcome is Outcome.STORED and self._locations.of(snapshot.key):  # or it was evicted meanwhile
+            if ended.outcome is Outcome.STORED and self.locations.of(snapshot.key):  # or it was evicted meanwhile
                 if self.catalogue.add(snapshot, positions(snapshot.record)):
                     self.written += len(snapshot.span)
             if snapshot.key not in self.catalogue:
@@ -362,7 +362,7 @@ class Store:
         """A tier has these entries, of which others may have been stored by other engines."""
         for entry in sorted(entries, key=lambda entry: entry.snapshot.span.start):
             if entry.snapshot.parent is None or entry.snapshot.parent in self.catalogue:
-                self._locations.stored(tier, [entry.snapshot])
+                self.locations.stored(tier, [entry.snapshot])
                 self._learn(entry)
 
     def remove_all(self, keys: Iterable[bytes] | None = None) -> int:
@@ -387,7 +387,7 @@ class Store:
         """Assert what is always true."""
         self.catalogue.check()
         self.restores.check()
-        self._locations.check()
+        self.locations.check()
         assert self._early.keys() <= self._on_way
         self.transfers.check()
         assert self._open is None or self._open.writing is self._wanted[0]

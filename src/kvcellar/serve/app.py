@@ -14,6 +14,7 @@ from kvcellar.serve.health import health_routes
 from kvcellar.serve.metrics.requests import RequestCounts
 from kvcellar.serve.metrics.routes import metrics_routes
 from kvcellar.serve.middleware import RequestMiddleware
+from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
 from kvcellar.serve.openai.routes import openai_routes
@@ -21,9 +22,9 @@ from kvcellar.serve.records import Records
 from kvcellar.serve.shared import Shared
 
 
-def build_app(shared: Shared) -> Starlette:
-    """The application for the models of a host. The caller closes what is shared."""
-    settings = shared.settings
+def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
+    """The application for the models of a host, with what is mounted on it. The caller closes what is shared."""
+    settings, mounted = shared.settings, mount(shared)
     records = Records() if settings.admin_digests else None
     requests = RequestCounts()
     app = Starlette(
@@ -36,6 +37,7 @@ def build_app(shared: Shared) -> Starlette:
             *ollama_routes(shared),
             *library_routes(shared),
             *(admin_routes(shared, records) if records is not None else ()),
+            *mounted.routes,
         ],
         middleware=[
             Middleware(
@@ -45,6 +47,7 @@ def build_app(shared: Shared) -> Starlette:
                 drain=shared.drain,
                 records=records,
                 ended=requests.ended,
+                mounted=mounted,
             )
         ],
         exception_handlers={HTTPException: _no_such_route},

@@ -108,15 +108,16 @@ class KeyRing:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def check(self, scope: Scope) -> None:
-        """Raises `ApiError` unless a request has the key that its path needs; else notes the key."""
+    def check(self, scope: Scope, operated: tuple[str, ...] = ()) -> None:
+        """Raises `ApiError` unless a request has the key that its path needs; else notes the key. Below `operated` an
+        admin key counts as an API key."""
         keys, path, sent = self._keys, scope["path"], _sent(Headers(scope=scope))
         if (keys.admin and path.startswith(ADMIN)) or path.startswith(CHANGING):
             self._check_admin(scope, keys, sent)
         elif path == METRICS and (operators := {**keys.metrics, **keys.admin}):
             self._accept(scope, sent, operators, "metrics key or admin key", "invalid_metrics_key")
         elif keys.api:
-            known = {**keys.api, **keys.admin} if path.startswith(OLLAMA) else keys.api
+            known = {**keys.api, **keys.admin} if path.startswith((OLLAMA, *operated)) else keys.api
             set_api_key(scope, self._accept(scope, sent, known, "API key", "invalid_api_key"))
 
     def _check_admin(self, scope: Scope, keys: Keys, sent: str | None) -> None:

@@ -3,8 +3,9 @@
 Checks, in this order: too many or too long headers (431), a Host header that does not name this server (403), no valid
 API key (401), shutdown (503). Routes below `/admin/`, and those that change the library, need an admin key instead, if
 the server has any. Unknown routes are checked too, so a client without a key cannot find out which routes exist. The
-routes of `health` need no key, and are served during shutdown. No CORS headers are sent, so a web page of another
-origin cannot read a response; and as bodies need the content type JSON, it cannot send a request that has an effect.
+routes of `health` need no key, and are served during shutdown; pages that are mounted need no key either. No CORS
+headers are sent, so a web page of another origin cannot read a response; and as bodies need the content type JSON, it
+cannot send a request that has an effect.
 
 Every response has the API's format and an `x-request-id`, which Anthropic's clients read as `request-id`; every request
 has one line in the log (`request_log`). A key is sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
@@ -25,6 +26,7 @@ from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, s
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.health import OPEN
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.mounted import Mounted
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.settings import ServeSettings
@@ -45,9 +47,10 @@ class RequestMiddleware:
         drain: Drain,
         records: Records | None,
         ended: Callable[[RequestLog], None],
+        mounted: Mounted,
     ) -> None:
         self._app, self._settings, self._drain, self._records = app, settings, drain, records
-        self._keys, self._ended = keys, ended
+        self._keys, self._ended, self._mounted = keys, ended, mounted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -89,7 +92,8 @@ class RequestMiddleware:
             raise ApiError(403, "the header Host does not name this server", code="host_not_allowed")
         if scope["path"] in OPEN:
             return
-        self._keys.check(scope)
+        if scope["path"] not in self._mounted.open:
+            self._keys.check(scope, self._mounted.operated)
         if self._drain.started:
             raise shutting_down()
 

@@ -18,6 +18,11 @@ def set_api_key(scope: Scope, digest: bytes) -> None:
     scope[_API_KEY] = digest
 
 
+def api_key(scope: Scope) -> bytes | None:
+    """The digest of the API key that a request was accepted with; None: no key was needed."""
+    return scope.get(_API_KEY)
+
+
 def namespace(scope: Scope, share: bool, salt: str | None, users: Sequence[str | None]) -> str:
     """The namespace of a request. `share`: the API key and `users` do not matter. Requests that have none of all this
     are in the empty one."""

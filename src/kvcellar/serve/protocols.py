@@ -7,6 +7,7 @@ from typing import Any, Protocol, Unpack
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.replies import ServedReplies
 from kvcellar.engine.stats import EngineStats
+from kvcellar.engine.survey import Survey
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
@@ -54,6 +55,8 @@ class ServedCache(Protocol):
 
     @property
     def disk(self) -> ServedDisk | None: ...
+    @property
+    def survey(self) -> Survey: ...
     def namespaces(self) -> Sequence[Any]: ...
     def stored_totals(self) -> list[dict[str, object]]: ...
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]: ...

@@ -35,6 +35,7 @@ class ReaderThreads:
         self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
         self._metrics = ThreadPoolExecutor(1, "kvcellar-metrics")
         self._upload = ThreadPoolExecutor(1, "kvcellar-upload")
+        self._inspecting = ThreadPoolExecutor(1, "kvcellar-inspect")
 
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
         """The result of `work`, which reads `body`. If the request is cancelled meanwhile, the body is released when
@@ -73,6 +74,10 @@ class ReaderThreads:
         """The result of `work`, which waits for engines; one after another."""
         return await asyncio.wrap_future(self._metrics.submit(work))
 
+    async def for_inspector(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which looks at an engine between its steps; one after another."""
+        return await asyncio.wrap_future(self._inspecting.submit(work))
+
     async def for_upload(self, work: Callable[[], T]) -> T:
         """The result of `work`, which writes a part of a file; one after another."""
         return await asyncio.wrap_future(self._upload.submit(work))
@@ -87,6 +92,7 @@ class ReaderThreads:
 
     def close(self) -> None:
         library = self._library, self._listing, self._long_work
-        for pool in (self._short, self._long, self._conversations, *library, self._admin, self._metrics):
+        looking = self._metrics, self._inspecting
+        for pool in (self._short, self._long, self._conversations, *library, self._admin, *looking):
             pool.shutdown(wait=False, cancel_futures=True)
         self._upload.shutdown(wait=False)

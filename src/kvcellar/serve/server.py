@@ -29,6 +29,7 @@ from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
+from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
@@ -46,6 +47,7 @@ def run(
     *,
     library: Library | None = None,
     tools: Tools | None = None,
+    mount: Mount = nothing,
     listener: socket.socket | None = None,
     read_keys: Callable[[], Keys] | None = None,
     ready: Callable[[str], None] | None = None,
@@ -54,10 +56,10 @@ def run(
     """Serve until a signal arrives. `ready` is called with the address once requests are served, `signalled` in the
     handler of each signal, with its number. With `read_keys`, SIGHUP reads the keys again.
 
-    `listener` is a socket returned by `bind` for these settings; None: one is made. Raises `BadRequest` if the server
-    cannot listen on the address.
+    `mount` returns the routes of other packages. `listener` is a socket returned by `bind` for these settings; None:
+    one is made. Raises `BadRequest` if the server cannot listen on the address.
     """
-    Server(models, settings, library=library, tools=tools, listener=listener, read_keys=read_keys).serve(
+    Server(models, settings, library=library, tools=tools, mount=mount, listener=listener, read_keys=read_keys).serve(
         ready, signalled
     )
 
@@ -78,6 +80,7 @@ class Server:
         *,
         library: Library | None = None,
         tools: Tools | None = None,
+        mount: Mount = nothing,
         listener: socket.socket | None = None,
         read_keys: Callable[[], Keys] | None = None,
     ) -> None:
@@ -90,7 +93,7 @@ class Server:
         drain, self._threads, self._engines = Drain(), ReaderThreads(), EngineCounts(host)
         bodies, self.keys = BodyBudget(settings.bodies_bytes), KeyRing(settings, read_keys)
         shared = Shared(host, settings, self._threads, bodies, drain, self._engines, self.keys, library, tools)
-        app = _SuppressCancelled(build_app(shared))
+        app = _SuppressCancelled(build_app(shared, mount))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         if self.keys.reloads:
             self._uvicorn.when_hung_up = self._reload_keys

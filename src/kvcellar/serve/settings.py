@@ -55,6 +55,8 @@ class ServeSettings:
     idle_seconds: int = 75  # limit for an idle connection
     share_prefixes: bool = False  # requests of different API keys and users find each other's prefixes in memory
     allow_pull: bool = False  # Ollama's route /api/pull downloads models from the hub
+    # the page at `/inspector`; None: only without API keys, and where only this machine can reach the server
+    inspector: bool | None = None
     client_pins: bool = False  # requests may set cache_pin, and cache_priority above 0
     drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM
 
@@ -100,6 +102,11 @@ class ServeSettings:
     @property
     def bodies_bytes(self) -> int:
         return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
+
+    @property
+    def inspects(self) -> bool:
+        """Whether there is a page at `/inspector`."""
+        return self.inspector if self.inspector is not None else self.loopback and not self.key_digests
 
     @property
     def loopback(self) -> bool:

@@ -96,12 +96,13 @@ class Recording:
     inlined: Sequence[nn.Module] = ()  # layers whose adapters only modules add
     steps: int = 0
     by_modules: Counter[str] = field(default_factory=Counter)  # steps by the reason why modules ran them
+    last_refusal: str | None = None  # why modules ran the last step; None: the recording ran it
 
     def run(self, step: RecordedStep, *, hidden: bool = False) -> Results | None:
         """The results; None if modules have to run the step. `hidden`: the hidden states are needed."""
         decodes = self.decoding is not None and all(segment.length == 1 for segment in step.plan.states)
         executor = self.decoding if decodes and self.decoding is not None else self.executor
-        why = self._refused(step, hidden) or executor.refuse(step)
+        why = self.last_refusal = self._refused(step, hidden) or executor.refuse(step)
         if why is not None:
             self.by_modules[why] += 1
             return None

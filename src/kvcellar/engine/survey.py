@@ -1,0 +1,315 @@
+"""survey: a bounded picture of an engine, for a page: what runs and has ended, the prefix tree, the cells.
+
+    survey.pulse()              # differs where a new picture would
+    survey.picture()            # at most `NODES` entries of the tree, `LIVE` requests, the cells as runs
+    survey.entry(name), survey.way(number)
+
+All methods may be called from any thread but the engine's. Between two steps of requests they take a slice of at most
+about `SLICE` seconds of the engine's thread; what the tree has in a slice is as it was then, and what requests have is
+as it was in the last one. Without a caller nothing is done for this.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
+from itertools import count
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from kvcellar.engine.cell_map import CellMap, Holding, mapped
+from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.result import Ended
+from kvcellar.engine.runner import StepRecord
+from kvcellar.engine.stats import EngineStats, stats
+from kvcellar.errors import BadRequest
+from kvcellar.events import Recall
+from kvcellar.plan import Run
+from kvcellar.prefix.node import TOKEN, Node, key_of, path_digest, root_of
+from kvcellar.prefix.why import NAME
+from kvcellar.snapshot import requested
+
+if TYPE_CHECKING:
+    from kvcellar.engine.build import Built
+
+SLICE = 0.002  # seconds
+NODES, LIVE = 400, 100
+BEGINNING = 16  # tokens of an entry
+RECENT_SECONDS = 10.0  # over which a picture's tokens per second are counted
+STORED = 1 << 17  # tokens of texts that are looked for in the store, for one picture
+
+
+class TreeEntry(NamedTuple):
+    """The tokens [start,end) of all sequences below a node. `stored` has how many of them each tier has; None: not
+    looked for."""
+
+    name: str  # as in `Recall.entry`
+    parent: int | None  # index of the entry that it continues; None: it begins a text
+    namespace: str
+    owner: str
+    start: int
+    end: int
+    checkpoints: int
+    users: int  # running sequences
+    reused: bool
+    pinned: bool
+    expires: float | None  # seconds of the wall clock
+    tokens: tuple[int, ...]  # the first `BEGINNING` ones
+    stored: dict[str, int] | None
+
+
+class LiveRequest(NamedTuple):
+    """A request that is not done. Counts of completions are those of all together."""
+
+    number: int
+    owner: str
+    status: Literal["waiting", "prefill", "decode"]
+    completions: int
+    prompt: int  # tokens
+    computed: int  # tokens of the first completion that are in memory
+    produced: int  # tokens
+    seconds: float  # since it was submitted
+    decoding: float  # seconds since its first token
+    recall: Recall | None  # None: it has not begun to run
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What there is. `more_live`: how many are left out; `more_entries` the same, without those that continue these."""
+
+    at: float  # seconds of the wall clock
+    stats: EngineStats
+    live: list[LiveRequest]
+    more_live: int
+    ended: list[Ended]  # the last one first
+    entries: list[TreeEntry]
+    more_entries: int
+    maps: list[CellMap]
+    steps: list[StepRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way of a request through the tree: the entries that have tokens of its text, and how many of these. `prompt`
+    tokens are its prompt's. `recall` is None if it has not begun to run."""
+
+    owner: str
+    prompt: int
+    recall: Recall | None
+    entries: list[tuple[str, int, int, tuple[int, ...]]]  # name, start, end and the first tokens
+
+
+class _Place(NamedTuple):
+    node: Node
+    parent: int | None
+
+
+class _Walk:
+    """Of the tree, the entries that were used last, parents before children."""
+
+    def __init__(self, built: "Built", most: int) -> None:
+        self._built, self._most = built, most
+        self._tree = built.loop.manager.prefixes.tree
+        self.entries: list[TreeEntry] = []
+        self.holdings: list[Holding] = []
+        self._rest: list[tuple[int, int, _Place]] = []
+        self._order = count()
+        self._left = STORED
+        for root in self._tree.roots():
+            self._enter(root, None)
+
+    def _enter(self, node: Node, parent: int | None) -> None:
+        """Its children. Costs their number."""
+        for child in nlargest(self._most, node.children.values(), key=_used):
+            heappush(self._rest, (-_used(child), next(self._order), _Place(child, parent)))
+
+    def go_on(self, until: float) -> bool:
+        """Some entries, at least one. False at the end."""
+        tree = self._built.loop.manager.prefixes.tree
+        while self._rest and len(self.entries) < self._most and tree is self._tree:  # an error replaces the tree
+            _, _, place = heappop(self._rest)
+            if place.node.parent is not None:  # else it was removed since
+                self._look(place)
+            if time.perf_counter() >= until:
+                return True
+        return False
+
+    def _look(self, place: _Place) -> None:
+        node, index = place.node, len(self.entries)
+        claim = self._built.memory.claims.of(node.claim)
+        tables = [(at, table) for at, table in claim.tables.items()]
+        tables += [window for one in claim.checkpoints.values() for window in one.windows.items()]
+        self.holdings += (Holding(group, "kept", index, tuple(table.runs)) for group, table in tables)
+        self.entries.append(
+            TreeEntry(
+                *(name_of(node), place.parent, requested(root_of(node).namespace), node.retention.owner),
+                *(node.start, node.end, len(node.checkpoints), node.users),
+                *(node.use is not None and node.use.before > 0, node.retention.pinned, node.retention.expires),
+                tuple(memoryview(node.edge)[: BEGINNING * TOKEN].cast("q")),
+                None,
+            )
+        )
+        if node.children:
+            self._enter(node, index)
+        elif self._left >= node.end:
+            self._left -= node.end
+            self._look_in_store(node, index)
+
+    def _look_in_store(self, leaf: Node, index: int | None) -> None:
+        """What tiers have of the text of a leaf, and so of the entries that it continues."""
+        if (store := self._built.loop.manager.store) is None:
+            return
+        chain = store.catalogue.whole(root_of(leaf).namespace, _key(leaf))
+        where = [(one.span, store.locations.of(one.key)) for one in chain]
+        while index is not None:
+            entry = self.entries[index]
+            found: dict[str, int] = {}
+            for span, tiers in where:
+                common = min(span.end, entry.end) - max(span.start, entry.start)
+                for tier in tiers if common > 0 else ():
+                    found[tier] = found.get(tier, 0) + common
+            if entry.stored is None or sum(found.values()) > sum(entry.stored.values()):
+                self.entries[index] = entry._replace(stored=found)
+            index = entry.parent
+
+    @property
+    def left_out(self) -> int:
+        """Entries that were found and not looked at."""
+        return len(self._rest)
+
+
+class Survey:
+    """Of one engine."""
+
+    def __init__(self, built: "Built") -> None:
+        self._built, self._loop = built, built.loop
+
+    def pulse(self) -> tuple[int, ...]:
+        """Counts that change when something does that a picture shows; steps first."""
+
+        def look() -> tuple[int, ...]:
+            loop, memory = self._loop, self._built.memory
+            scheduler, store = loop.scheduler, loop.manager.store
+            since, (tokens, checkpoints, _, _) = time.time() - RECENT_SECONDS, loop.manager.prefixes.tree.total()
+            recent = sum(one.at >= since for one in self._built.runner.recent)
+            stored = (len(store.catalogue), sum(store.transfers.traffic.values())) if store is not None else ()
+            counts = len(scheduler.running), len(scheduler.waiting), recent, tokens, checkpoints
+            return loop.steps, loop.last.count, *counts, *memory.free().values(), *stored
+
+        return self._loop.call(look)
+
+    def picture(self) -> Picture:
+        walk = self._loop.call(lambda: _Walk(self._built, NODES))
+        while self._loop.call(lambda: walk.go_on(time.perf_counter() + SLICE)):
+            pass
+        return self._developed(walk, *self._loop.call(lambda: self._look(walk)))
+
+    def _look(self, walk: _Walk) -> tuple[Picture, list[list[Run]], list[Holding]]:
+        """The last slice: all but the map of cells."""
+        loop, memory = self._loop, self._built.memory
+        found = [*loop.scheduler.running, *loop.scheduler.waiting]
+        requests = list(dict.fromkeys(completion.request for completion in found))
+        live = [_live(request) for request in requests[:LIVE]]
+        used = [
+            Holding(group, "request", completion.request.number, runs)
+            for completion in loop.scheduler.running
+            if completion.seq is not None
+            for group, runs in enumerate(memory.storage.runs(completion.seq))
+        ]
+        picture = Picture(
+            *(time.time(), stats(self._built), live, len(requests) - len(live), list(loop.last)),
+            *(walk.entries, walk.left_out, [], list(self._built.runner.recent)),
+        )
+        return picture, memory.storage.free_runs(), used
+
+    def _developed(self, walk: _Walk, picture: Picture, free: list[list[Run]], used: list[Holding]) -> Picture:
+        """With the map of cells, which is made on the caller's thread."""
+        for index, (group, runs) in enumerate(zip(picture.stats.groups, free, strict=True)):
+            held = [one for one in (*walk.holdings, *used) if one.group == index]
+            picture.maps.append(mapped(group.cells, runs, held))
+        return picture
+
+    def entry(self, name: str, most: int) -> tuple[TreeEntry, tuple[int, ...]]:
+        """The entry of this name, and up to `most` of its tokens. Raises `BadRequest` if it is not among those that a
+        picture would show."""
+        walk = self._loop.call(lambda: _Walk(self._built, NODES))
+        while self._loop.call(lambda: walk.go_on(time.perf_counter() + SLICE)):
+            pass
+        entry = next((one for one in walk.entries if one.name == name), None)
+        if entry is None:
+            raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
+        return entry, self._loop.call(lambda: self._tokens(entry, walk.entries, most))
+
+    def _tokens(self, entry: TreeEntry, entries: Sequence[TreeEntry], most: int) -> tuple[int, ...]:
+        """Of the node that has the tokens of an entry now; none if there is none any more."""
+        for node in self._loop.manager.prefixes.tree.nodes():
+            if node.start == entry.start and node.edge.startswith(key_of(entry.tokens)) and name_of(node) == entry.name:
+                return tuple(memoryview(node.edge)[: most * TOKEN].cast("q"))
+        return ()
+
+    def way(self, number: int) -> Way:
+        """Of a live request or one of the last ones, as far as its text is in the tree now. Raises `BadRequest` if the
+        number is not known, or the text not kept."""
+        owner, space, text, prompt, recall = self._text(number)
+        key = key_of(text)
+
+        def look() -> list[tuple[str, int, int, tuple[int, ...]]]:
+            node, offset = self._loop.manager.prefixes.tree.reached(space, key)
+            found: list[tuple[str, int, int, tuple[int, ...]]] = []
+            end = node.start + offset
+            while node.parent is not None:
+                own = min(end, node.end)  # the rest of the last node is of other texts
+                begin = memoryview(node.edge)[: min(BEGINNING, own - node.start) * TOKEN].cast("q")
+                found.append((name_of(node), node.start, own, tuple(begin)))
+                node = node.parent
+            return found[::-1]
+
+        return Way(owner, prompt, recall, self._loop.call(look))
+
+    def _text(self, number: int) -> tuple[str, str, tuple[int, ...], int, Recall | None]:
+        def look() -> tuple[str, str, tuple[int, ...], int, Recall | None] | None:
+            for completion in [*self._loop.scheduler.running, *self._loop.scheduler.waiting]:
+                request = completion.request
+                if request.number == number:
+                    owner, text = request.retention.owner, tuple(completion.tokens)
+                    return owner, request.space, text, len(request.prompt), request.recall
+            for one in self._loop.last:
+                if one.number == number and one.text is not None:
+                    return one.owner, one.space, one.text[0] + one.text[1], len(one.text[0]), one.recall
+            return None
+
+        if (found := self._loop.call(look)) is None:
+            raise BadRequest("the text of this request is not kept any more", "number")
+        return found
+
+
+def name_of(node: Node) -> str:
+    """As in `Recall.entry`."""
+    return path_digest(node, node.start + 1)[:NAME].hex()
+
+
+def _used(node: Node) -> int:
+    return node.use.at if node.use is not None else 0
+
+
+def _key(node: Node) -> bytes:
+    """The tokens up to the end of a node."""
+    parts: list[bytes] = []
+    while node.parent is not None:
+        parts.append(node.edge)
+        node = node.parent
+    return b"".join(reversed(parts))
+
+
+def _live(request: Request) -> LiveRequest:
+    now, first = time.perf_counter(), request.first_token
+    one = request.completions[0]
+    return LiveRequest(
+        *(request.number, request.retention.owner, _status(request.completions), len(request.completions)),
+        *(len(request.prompt), one.computed, sum(other.sampler.produced for other in request.completions)),
+        *(now - request.submitted, now - first if first is not None else 0.0, request.recall),
+    )
+
+
+def _status(completions: Sequence[Completion]) -> Literal["waiting", "prefill", "decode"]:
+    states = {one.status for one in completions}
+    return "decode" if Status.DECODE in states else "prefill" if Status.PREFILL in states else "waiting"

@@ -1,0 +1,223 @@
+"""routes: the page at `/inspector`, and what it shows.
+
+    /inspector                   the page, and its files below it
+    /inspector/api/snapshot      one JSON object (see `snapshot`)
+    /inspector/api/stream        the same as server-sent events, one when something has changed, at most one a second
+    /inspector/api/entry         the text of an entry of the tree, by `name`
+    /inspector/api/request       the way of a request through the tree, by `number`
+
+All take `model`. Nothing here changes an engine.
+
+Always true:
+  * an engine is looked at once a second at most for all streams and snapshots together;
+  * at most `STREAMS` streams are open.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.engine.survey import Picture
+from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.inspector.page import HEADERS, File, read_files
+from kvcellar.inspector.snapshot import Beginnings, Json, snapshot, way_fields
+from kvcellar.inspector.source import Looked, Source, Viewer
+
+PAGE, ICON = "/inspector", "/favicon.ico"
+API = f"{PAGE}/api/"
+EVERY = 1.0  # seconds between two pictures
+PING = 15.0  # seconds after which a stream without data sends a comment
+STREAMS = 32
+TOKENS = 1024  # of the text of an entry
+MODELS = 64  # of which pictures and texts are remembered
+
+
+def inspector_routes(source: Source, *, page: bool) -> list[Route]:
+    """Without `page` only the data."""
+    data = DataHandler(source)
+    routes = [
+        Route(f"{API}snapshot", data.snapshot, methods=["GET"]),
+        Route(f"{API}stream", data.stream, methods=["GET"]),
+        Route(f"{API}entry", data.entry, methods=["GET"]),
+        Route(f"{API}request", data.request, methods=["GET"]),
+    ]
+    return [*routes, *_page_routes(read_files())] if page else routes
+
+
+def open_paths() -> frozenset[str]:
+    """The paths of the page, which have nothing of any request."""
+    return frozenset(_paths(read_files()))
+
+
+def _paths(files: Mapping[str, File]) -> dict[str, File]:
+    found = {f"{PAGE}/{name}": file for name, file in files.items() if name != "index.html"}
+    return {PAGE: files["index.html"], ICON: files["icon.svg"], **found}
+
+
+def _page_routes(files: Mapping[str, File]) -> list[Route]:
+    return [Route(path, _endpoint(file), methods=["GET"]) for path, file in _paths(files).items()]
+
+
+def _endpoint(file: File) -> Callable[[Request], Response]:
+    def endpoint(request: Request) -> Response:
+        return file.response(request)
+
+    return endpoint
+
+
+class Seen(NamedTuple):
+    """A picture, and what it was taken of. Another one is taken only when the pulse differs, or while requests run."""
+
+    number: int
+    taken: float  # seconds of the monotonic clock
+    pulse: tuple[int, ...]
+    picture: Picture
+
+
+@dataclass(slots=True)
+class _Model:
+    """What is remembered of a model, but not its engine, which may be closed."""
+
+    beginnings: Beginnings = field(default_factory=Beginnings)
+    seen: Seen | None = None
+
+    def text(self, engine: Looked) -> Callable[[tuple[int, ...]], str] | None:
+        return partial(self.beginnings.decoded, engine.decode) if engine.model.has_text else None
+
+
+class Stream(StreamingResponse):
+    """Server-sent events; `count` is told when it begins and ends."""
+
+    def __init__(self, events: AsyncIterator[bytes], count: Callable[[int], None]) -> None:
+        headers = {**HEADERS, "cache-control": "no-store"}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._count(1)
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._count(-1)
+
+
+class DataHandler:
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
+        self._models: dict[str, _Model] = {}  # changed in the source's thread only
+        self._streams = 0
+
+    async def snapshot(self, request: Request) -> Response:
+        viewer, model = self._source.viewer(request), request.query_params.get("model")
+        return _json((await self._content(model, viewer, -1))[1])
+
+    async def stream(self, request: Request) -> Response:
+        viewer, model = self._source.viewer(request), request.query_params.get("model")
+        if self._streams >= STREAMS:
+            raise Overloaded(f"{STREAMS} streams are open already; close a page")
+        first = await self._content(model, viewer, -1)  # an error of this one is the response
+        return Stream(self._events(model, viewer, first), self._opened)
+
+    def _opened(self, streams: int) -> None:
+        self._streams += streams
+
+    async def _events(self, model: str | None, viewer: Viewer, first: tuple[int, bytes]) -> AsyncIterator[bytes]:
+        (number, content), sent = first, time.monotonic()
+        yield _event(content)
+        while await self._source.pause(EVERY):
+            number, content = await self._content(model, viewer, number)
+            if content or time.monotonic() - sent >= PING:
+                yield _event(content) if content else b": \n\n"
+                sent = time.monotonic()
+
+    async def _content(self, model: str | None, viewer: Viewer, known: int) -> tuple[int, bytes]:
+        """The number of a picture and its JSON; no bytes if it is the one that is known."""
+
+        def look(engine: Looked) -> tuple[int, bytes]:
+            found = self._model(engine)
+            seen = self._seen(engine, found)
+            if seen.number == known:
+                return known, b""
+            shown = snapshot(seen.picture, viewer, found.text(engine))
+            about = {"name": engine.model.name, "context": engine.model.context, "all": list(self._source.models())}
+            return seen.number, _encoded(shown | {"instance": self._instance, "model": about})
+
+        return await self._source.look(model, look)
+
+    def _model(self, engine: Looked) -> _Model:
+        name = engine.model.name
+        found = self._models.get(name)
+        if found is None:
+            while len(self._models) >= MODELS:
+                del self._models[next(iter(self._models))]
+            found = self._models[name] = _Model()
+        return found
+
+    def _seen(self, engine: Looked, of: _Model) -> Seen:
+        """The last picture, unless it is old and something has changed since."""
+        now, before, survey = time.monotonic(), of.seen, engine.cache.survey
+        if before is not None and now - before.taken < EVERY * 0.9:
+            return before
+        pulse = survey.pulse()
+        if before is not None and pulse[0] < before.pulse[0]:  # the model was loaded again
+            of.beginnings = Beginnings()
+        if before is not None and pulse == before.pulse and not before.picture.live:
+            of.seen = before._replace(taken=now)
+        else:
+            of.seen = Seen(before.number + 1 if before is not None else 0, now, pulse, survey.picture())
+        return of.seen
+
+    async def entry(self, request: Request) -> Response:
+        viewer, name = self._source.viewer(request), request.query_params.get("name", "")
+
+        def look(engine: Looked) -> Json:
+            entry, tokens = engine.cache.survey.entry(name, TOKENS)
+            if not viewer.sees(entry.owner):
+                raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
+            reads = viewer.reads(entry.owner)
+            found: Json = {"name": entry.name, "start": entry.start, "end": entry.end, "reads": reads}
+            shown = tokens if reads else ()
+            found["text"] = engine.decode(shown) if reads and engine.model.has_text else None
+            return found | {"tokens": list(shown) if not engine.model.has_text else None, "shown": len(shown)}
+
+        return await self._answer(request, look)
+
+    async def request(self, request: Request) -> Response:
+        viewer, text = self._source.viewer(request), request.query_params.get("number", "")
+        if not (text.isascii() and text.isdigit() and len(text) <= 18):
+            raise BadRequest("number must be the number of a request", "number")
+
+        def look(engine: Looked) -> Json:
+            way = engine.cache.survey.way(int(text))
+            if not viewer.sees(way.owner):
+                raise BadRequest("the text of this request is not kept any more", "number")
+            return {"number": int(text)} | way_fields(way, viewer, self._model(engine).text(engine))
+
+        return await self._answer(request, look)
+
+    async def _answer(self, request: Request, look: Callable[[Looked], Json]) -> Response:
+        model = request.query_params.get("model")
+        return _json(await self._source.look(model, lambda engine: _encoded(look(engine))))
+
+
+def _encoded(value: Json) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _event(content: bytes) -> bytes:
+    """JSON has no line breaks, so it is one line of data."""
+    return b"data: " + content + b"\n\n"
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json", headers={**HEADERS, "cache-control": "no-store"})

@@ -1,0 +1,195 @@
+"""snapshot: a picture of an engine as one JSON object, for one viewer. docs/howto/inspector.md describes it.
+
+Always true:
+  * its size is bounded, whatever the engine does: by the limits below and those of `engine.survey`;
+  * requests and entries of others are counted, and have neither names nor texts; a text is there only if the viewer
+    reads its owner's texts.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+
+from kvcellar.engine.cell_map import CellMap
+from kvcellar.engine.result import Ended
+from kvcellar.engine.stats import EngineStats, GroupStats
+from kvcellar.engine.survey import RECENT_SECONDS, LiveRequest, Picture, TreeEntry, Way
+from kvcellar.events import Recall
+from kvcellar.inspector.source import Viewer
+
+Json = dict[str, object]
+Decode = Callable[[Sequence[int]], str]
+
+VERSION = 1  # of the object; a field that is added does not change it
+GROUPS = 16  # that are shown
+BEGINNINGS = 4096  # texts of beginnings that are remembered
+
+
+class Beginnings:
+    """Short texts of the tokens of one model, remembered: the same ones are shown every second."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], str] = {}
+
+    def decoded(self, decode: Decode, tokens: tuple[int, ...]) -> str:
+        if (found := self._known.get(tokens)) is None:
+            if len(self._known) >= BEGINNINGS:
+                self._known.clear()
+            found = self._known[tokens] = decode(tokens)
+        return found
+
+
+def snapshot(picture: Picture, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+    """`text` decodes a few tokens; None: the model has no tokenizer."""
+    stats, seen = picture.stats, [viewer.sees(entry.owner) for entry in picture.entries]
+    live = [one for one in picture.live if viewer.sees(one.owner)]
+    ended = [one for one in picture.ended if viewer.sees(one.owner)]
+    numbers = {one.number for one in live}
+    groups = zip(stats.groups, picture.maps, strict=True)
+    return {
+        "version": VERSION,
+        "at": picture.at,
+        "engine": _engine(stats),
+        "rates": _rates(picture),
+        "requests": {
+            "live": [_live(one) for one in live],
+            "more_live": picture.more_live,
+            "ended": [_ended(one, viewer, text) for one in ended],
+            "of_others": len(picture.live) - len(live),
+        },
+        "groups": [_group(group, cells, seen, numbers) for group, cells in groups][:GROUPS],
+        "more_groups": max(0, len(stats.groups) - GROUPS),
+        "tree": _tree(picture, viewer, seen, text),
+        "tiers": _tiers(stats),
+        "steps": _steps(picture),
+    }
+
+
+def _engine(stats: EngineStats) -> Json:
+    """Counts of all tenants together."""
+    named = ("running", "waiting", "steps", "preemptions", "cache_bytes", "limit_bytes", "rows", "rows_used")
+    found: Json = {name: getattr(stats, name) for name in (*named, "rows_cached", "state_bytes", "pinned", "compacted")}
+    found["recording"] = {"refused": stats.recording.refused, "steps": stats.recording.steps}
+    if (drafts := stats.speculation) is not None:
+        counts = {name: getattr(drafts, name) for name in ("drafter", "drafted", "accepted", "seconds_saved")}
+        found["speculation"] = counts | {"refused": drafts.refused}
+    return found
+
+
+def _rates(picture: Picture) -> Json:
+    """Tokens per second of the last seconds, as far as steps are remembered."""
+    steps = [one for one in picture.steps if one.at >= picture.at - RECENT_SECONDS]
+    first = steps[0].at - steps[0].seconds if steps else picture.at
+    seconds = max(picture.at - first, 1e-3)
+    prefill, decode = sum(one.prefill for one in steps), sum(one.decode for one in steps)
+    return {"prefill": prefill / seconds, "decode": decode / seconds, "seconds": seconds}
+
+
+def _live(one: LiveRequest) -> Json:
+    """`tokens_per_second` counts from the first token on."""
+    rate = max(0, one.produced - one.completions) / one.decoding if one.decoding > 0 else 0.0
+    found = {name: getattr(one, name) for name in ("number", "status", "completions", "prompt", "computed", "produced")}
+    restored = one.recall.restored if one.recall is not None else None
+    return found | {"seconds": one.seconds, "tokens_per_second": rate, "restored": restored}
+
+
+def _ended(one: Ended, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+    timings, usage = one.timings, one.usage
+    drafts = one.speculation
+    return {
+        "number": one.number,
+        "at": one.at,
+        "outcome": one.outcome,
+        "prompt": usage.prompt_tokens,
+        "produced": usage.completion_tokens,
+        "has_way": one.text is not None,
+        "queued": timings.queued,
+        "first_token": timings.first_token,
+        "decoding": timings.decoding,
+        "tokens_per_second": timings.tokens_per_second(usage.completion_tokens),
+        "recall": _recall(one.recall, viewer.reads(one.owner), text) if one.recall is not None else None,
+        "drafts": {"drafted": drafts.drafted, "accepted": drafts.accepted} if drafts is not None else None,
+    }
+
+
+def _recall(recall: Recall, reads: bool, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+    numbers: Json = {name: getattr(recall, name) for name in ("asked", "matched", "restored", "seconds", "reason")}
+    sides = {"ours": recall.ours, "theirs": recall.theirs}
+    return numbers | {
+        "sources": dict(recall.sources),
+        "detail": recall.detail if reads or recall.rewrite is None else "",
+        "entry": recall.entry if reads else "",
+        **{name: text(side) if reads and text is not None and side else None for name, side in sides.items()},
+    }
+
+
+def _group(group: GroupStats, cells: CellMap, seen: Sequence[bool], numbers: set[int]) -> Json:
+    """Each run is [cells, kind, which]; `which` is an index into the entries of the tree, or a request's number."""
+    found: Json = {name: getattr(group, name) for name in ("name", "layers", "cells", "bytes", "backend")}
+    runs: list[list[object]] = []
+    for run in cells.runs:
+        shown = run.which is not None and (run.which in numbers if run.kind == "request" else seen[run.which])
+        runs.append([run.cells, run.kind, run.which if shown else None])
+    return found | {"counts": cells.counts, "cells_each": cells.cells_each, "runs": runs}
+
+
+def _tree(
+    picture: Picture, viewer: Viewer, seen: Sequence[bool], text: Callable[[tuple[int, ...]], str] | None
+) -> Json:
+    """Entries of others are null, so that the indices of the cells' maps hold."""
+    entries = [
+        _entry(entry, viewer, seen, text) if sees else None for entry, sees in zip(picture.entries, seen, strict=True)
+    ]
+    hidden = [entry for entry, sees in zip(picture.entries, seen, strict=True) if not sees]
+    others = {"entries": len(hidden), "tokens": sum(entry.end - entry.start for entry in hidden)}
+    return {"entries": entries, "more": picture.more_entries, "of_others": others}
+
+
+def _entry(
+    entry: TreeEntry, viewer: Viewer, seen: Sequence[bool], text: Callable[[tuple[int, ...]], str] | None
+) -> Json:
+    named = ("name", "namespace", "start", "end", "checkpoints", "users", "reused", "pinned", "expires", "stored")
+    parent = entry.parent if entry.parent is not None and seen[entry.parent] else None
+    begins = text(entry.tokens) if viewer.reads(entry.owner) and text is not None else None
+    return {name: getattr(entry, name) for name in named} | {"parent": parent, "begins": begins}
+
+
+def _tiers(stats: EngineStats) -> Json:
+    """The device first."""
+    cells = {group.name: (group.cells, group.used + group.cached) for group in stats.groups}
+    in_use = sum(group.bytes * cells[group.name][1] // max(1, cells[group.name][0]) for group in stats.groups)
+    device: Json = {"name": "device", "bytes": in_use, "limit_bytes": stats.cache_bytes, "down": False}
+    found: list[Json] = [device | {"read_bytes": None, "written_bytes": None, "failures": {}}]
+    if (store := stats.store) is not None:
+        found += [{**asdict(tier), "failures": dict(tier.failures)} for tier in store.tiers]
+    tokens: Mapping[str, int] | None = None
+    if store is not None:
+        tokens = {name: getattr(store, name) for name in ("snapshots", "written", "restored", "declined")}
+    return {"all": found, "store": tokens}
+
+
+def _steps(picture: Picture) -> Json:
+    """As columns. `modules` is an index into `reasons`; null: a recording ran the step."""
+    steps = picture.steps
+    reasons = list(dict.fromkeys(one.modules for one in steps if one.modules is not None))
+    names = ("number", "at", "seconds", "prefill", "decode", "drafts", "sequences")
+    columns: Json = {name: [getattr(one, name) for one in steps] for name in names}
+    where = [reasons.index(one.modules) if one.modules is not None else None for one in steps]
+    return columns | {"modules": where, "reasons": reasons}
+
+
+def way_fields(way: Way, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+    """`memory`: how many tokens of an entry's part of the prompt came from memory."""
+    restored = way.recall.restored if way.recall is not None else 0
+    reads = viewer.reads(way.owner) and text is not None
+    parts = [
+        {
+            "name": name,
+            "start": start,
+            "end": end,
+            "memory": max(0, min(end, restored) - start),
+            "begins": text(tokens) if reads and text is not None else None,
+        }
+        for name, start, end, tokens in way.entries
+    ]
+    return {"prompt": way.prompt, "restored": restored, "entries": parts, "at": time.time()}

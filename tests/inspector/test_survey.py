@@ -1,0 +1,243 @@
+"""A picture of an engine: what requests found in memory and where, what steps did, and bounds on all of it."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcellar import Engine, SamplingParams
+from kvcellar.engine.request import Request
+from kvcellar.engine.result import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
+from kvcellar.engine.runner import RECENT
+from kvcellar.engine.survey import NODES, Survey
+from kvcellar.errors import BadRequest
+from kvcellar.inspector.snapshot import snapshot
+from kvcellar.inspector.source import Viewer
+from kvcellar.retention import RetentionOptions
+from tests.engine.mixes import PATIENCE
+from tests.engine.tiered import acknowledged
+from tests.zoo import ARCHS
+
+EVERYTHING = Viewer(None, True, None)
+FIRST = list(range(3, 40))
+LONG = [3 + 7 * n % 90 for n in range(160)]
+SMALL: dict[str, Any] = {"cache_bytes": 4_000_000, "threads": 1}
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(ARCHS["llama"].build(), **SMALL) as engine:
+        yield engine
+        engine.check()
+
+
+def survey(engine: Engine) -> Survey:
+    return engine.cache.survey
+
+
+def ended(engine: Engine, count: int) -> Any:
+    """The picture once so many requests have ended: their last events are delivered just before."""
+    until = time.monotonic() + PATIENCE
+    while len((picture := survey(engine).picture()).ended) < count:
+        assert time.monotonic() < until
+        time.sleep(0.002)
+    return picture
+
+
+def test_the_second_turn_is_shown_with_what_came_from_memory_and_its_way(engine):
+    first = engine.generate(FIRST, max_tokens=5, temperature=0).choices[0].token_ids
+    turn = [*FIRST, *first, 50, 51, 52]
+    result = engine.generate(turn, max_tokens=3, temperature=0)
+    picture = ended(engine, 2)
+    second, before = picture.ended
+    assert (second.number, before.number) == (1, 0)
+    assert second.recall == result.recall
+    assert (second.usage, second.outcome) == (result.usage, "length")
+    way = survey(engine).way(second.number)
+    assert (way.prompt, way.recall) == (len(turn), result.recall)
+    assert [start for _, start, _, _ in way.entries] == [0, *(end for _, _, end, _ in way.entries[:-1])]
+    assert way.entries[-1][2] >= len(turn)
+    assert {name for name, *_ in way.entries} <= {entry.name for entry in picture.entries}
+
+
+def test_a_way_ends_where_other_texts_go_on(engine):
+    """The rest of its last entry is not of this request."""
+    engine.generate([*FIRST, 60, 61, 62, 63], max_tokens=1, temperature=0)
+    collector, ticket = engine.start([*FIRST, 60], engine.params(max_tokens=1, temperature=0))
+    collector.result()
+    ticket.cancel()
+    ended(engine, 2)
+    entries = survey(engine).way(1).entries
+    assert entries[-1][2] <= len(FIRST) + 2
+    assert all(len(tokens) <= end - start for _, start, end, tokens in entries)
+
+
+def test_cells_of_running_requests_and_of_the_tree_are_all_that_are_used(engine):
+    engine.generate(FIRST, max_tokens=3)
+    held = engine.stream([*FIRST, 70], max_tokens=200, ignore_eos=True)
+    next(iter(held))
+    picture = survey(engine).picture()
+    (live,) = picture.live
+    assert (live.prompt, live.status) == (len(FIRST) + 1, "decode")
+    for group, cells in zip(picture.stats.groups, picture.maps, strict=True):
+        assert cells.counts["request"] == group.used
+        assert cells.counts["kept"] == group.cached
+        assert cells.counts["free"] == group.cells - group.used - group.cached
+        assert {run.which for run in cells.runs if run.kind == "request"} == {live.number}
+    held.close()
+
+
+def test_completions_that_share_a_prompt_are_one_request(engine):
+    ears = [engine.start([*FIRST, last], engine.params(max_tokens=100, n=3, ignore_eos=True)) for last in (80, 81)]
+    until = time.monotonic() + PATIENCE
+    while len(engine._loop.scheduler.running) < 6:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    picture = survey(engine).picture()
+    assert [one.completions for one in picture.live] == [3, 3]
+    assert sum(cells.counts["shared"] for cells in picture.maps) >= len(FIRST)
+    for _, ticket in ears:
+        ticket.cancel()
+
+
+def test_steps_add_up_to_the_tokens_of_the_requests(engine):
+    result = engine.generate(FIRST, max_tokens=9, temperature=0, ignore_eos=True)
+    steps = ended(engine, 1).steps
+    assert [one.number for one in steps] == list(range(1, len(steps) + 1))
+    assert sum(one.prefill for one in steps) == len(FIRST)
+    assert sum(one.decode for one in steps) == result.usage.completion_tokens - 1
+    assert {one.modules for one in steps} == {engine.stats().recording.refused}
+
+
+@pytest.mark.usefixtures("recorded_steps")
+def test_recorded_steps_and_drafts_are_told_apart():
+    with Engine(ARCHS["llama"].build(), record="auto", draft="ngram", **SMALL) as engine:
+        engine.generate([5, 6, 7, 8] * 8, max_tokens=24, temperature=0, ignore_eos=True)
+        picture = ended(engine, 1)
+    assert {one.modules for one in picture.steps} == {None}
+    assert sum(one.drafts for one in picture.steps) == picture.stats.speculation.drafted > 0
+
+
+def test_an_old_step_is_forgotten(engine):
+    for number in range(1, 5):
+        engine.generate(FIRST, max_tokens=RECENT // 3, ignore_eos=True)
+        steps = ended(engine, number).steps
+    assert len(steps) == RECENT
+    assert steps[-1].number == engine.stats().steps
+
+
+def test_entries_say_which_tiers_have_them():
+    with Engine(ARCHS["llama"].build(), host_bytes=8_000_000, **SMALL | {"cache_bytes": 16_000_000}) as engine:
+        engine.generate(LONG, max_tokens=3)
+        engine.generate([*LONG[:90], *reversed(LONG[:90])], max_tokens=3)
+        ended(engine, 2)
+        acknowledged(engine)
+        entries = survey(engine).picture().entries
+        assert [(entry.parent, entry.start) for entry in entries] == [(None, 0), (0, 90), (0, 90)]
+        assert [entry.stored for entry in entries] == [{"host": entry.end - entry.start} for entry in entries]
+
+
+def test_a_tree_of_more_entries_than_are_shown_shows_those_used_last(engine):
+    for last in range(3, 11):
+        engine.generate([*FIRST, last, last, last], max_tokens=1)
+    whole = ended(engine, 8).entries
+    walk = engine._loop.call(lambda: _walk(engine, 4))
+    assert len(walk.entries) == 4
+    assert walk.left_out > 0
+    assert walk.entries[0] == whole[0]
+    assert all(entry.parent is None or entry.parent < at for at, entry in enumerate(walk.entries))
+    assert NODES >= 4
+
+
+def _walk(engine: Engine, most: int) -> Any:
+    from kvcellar.engine.survey import _Walk
+
+    walk = _Walk(engine._built, most)
+    while walk.go_on(0.0):
+        pass
+    return walk
+
+
+def test_the_pulse_differs_after_a_request_and_then_stays(engine):
+    before = survey(engine).pulse()
+    engine.generate(FIRST, max_tokens=2)
+    ended(engine, 1)
+    after = survey(engine).pulse()
+    assert before != after
+    assert after[:2] == survey(engine).pulse()[:2]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2", "mamba"])
+def test_every_kind_of_layer_has_a_picture(name):
+    with Engine(ARCHS[name].build(), **SMALL | {"cache_bytes": 32_000_000}) as engine:
+        engine.generate(FIRST, max_tokens=4)
+        engine.generate([*FIRST, 44, 45], max_tokens=4)
+        picture = ended(engine, 2)
+        for group, cells in zip(picture.stats.groups, picture.maps, strict=True):
+            assert cells.counts["free"] == group.cells - group.cached
+            assert cells.counts["kept"] == group.cached
+        shown = snapshot(picture, EVERYTHING, engine_text)
+        json.dumps(shown, allow_nan=False)
+
+
+def engine_text(tokens: tuple[int, ...]) -> str:
+    return " ".join(map(str, tokens))
+
+
+def test_what_is_not_there_is_refused(engine):
+    for look in (lambda: survey(engine).way(7), lambda: survey(engine).entry("0" * 12, 5)):
+        with pytest.raises(BadRequest):
+            look()
+
+
+def test_an_error_in_a_step_leaves_a_picture_that_can_be_taken(engine, monkeypatch):
+    monkeypatch.setattr(engine._built.guest, "forward", lambda *_: 1 / 0)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
+        engine.generate(FIRST, max_tokens=2)
+    (one,) = ended(engine, 1).ended
+    assert (one.outcome, one.usage.completion_tokens) == ("EngineFailed", 0)
+
+
+def test_others_are_counted_and_neither_named_nor_read(engine):
+    for tenant in ("mine", "yours"):
+        engine.start(
+            [*FIRST, 90 if tenant == "mine" else 91],
+            engine.params(max_tokens=2),
+            namespace=tenant,
+            retention=RetentionOptions(owner=tenant),
+        )[0].result()
+    picture = ended(engine, 2)
+    shown = snapshot(picture, Viewer("mine", True, "mine"), engine_text)
+    text = json.dumps(shown)
+    yours = next(entry for entry in picture.entries if entry.owner == "yours")
+    assert yours.name not in text
+    assert engine_text(yours.tokens) in json.dumps(snapshot(picture, EVERYTHING, engine_text))
+    assert len(shown["requests"]["ended"]) == 1
+    assert shown["tree"]["of_others"]["tokens"] >= len(FIRST)
+    assert [entry["namespace"] for entry in shown["tree"]["entries"] if entry is not None] == ["mine"]
+    indices = {run[2] for group in shown["groups"] for run in group["runs"] if run[1] == "kept"}
+    assert indices == {None, next(at for at, entry in enumerate(picture.entries) if entry.owner == "mine")}
+    operator = snapshot(picture, Viewer(None, False, None), engine_text)
+    assert len(operator["requests"]["ended"]) == 2
+    assert engine_text(yours.tokens) not in json.dumps(operator)
+
+
+def test_last_requests_are_bounded_in_number_and_tokens():
+    chance, last, seen = random.Random(1), LastRequests(), []
+    for number in range(400):
+        length = chance.choice([1, 10, 5000, KEPT_TOKENS // 3, KEPT_TOKENS + 1])
+        request = Request((1,) * length, SamplingParams(), lambda event: None, number=number)
+        last.add(request)
+        seen.append((number, length))
+        last.check()
+        assert [one.number for one in last] == [n for n, _ in reversed(seen[-KEPT_REQUESTS:])]
+        kept, tokens = [], 0
+        for n, size in reversed(seen[-KEPT_REQUESTS:]):
+            tokens += size
+            if tokens > KEPT_TOKENS:
+                break
+            kept.append(n)
+        assert [one.number for one in last if one.text is not None] == kept

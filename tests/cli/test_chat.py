@@ -37,6 +37,8 @@ def test_a_chat(tmp_path):
         answers_tell_what_they_cost(terminal)
         commands_are_told_where_they_are_wrong(terminal)
         what_is_forgotten_is_read_again(terminal)
+        what_came_from_memory_is_shown(terminal)
+        a_fork_is_a_point_to_return_to(terminal)
         ctrl_c_ends_an_answer_and_not_the_conversation(terminal)
         terminal.press("\x04")
         assert terminal.end() == 0
@@ -104,6 +106,29 @@ def what_is_forgotten_is_read_again(terminal):
     terminal.until(r"\.\.\.")
     terminal.type('    return 1"""')
     cost(terminal)
+
+
+def what_came_from_memory_is_shown(terminal):
+    type_line(terminal, "/clear", "/clear")
+    type_line(terminal, "/why", "no turn of this chat has ended yet")
+    terminal.type("import os")
+    cost(terminal)
+    terminal.type("import sys")
+    *_, remembered, prompt = cost(terminal)
+    text = type_line(terminal, "/why", r"\n  [a-z ]+: ")
+    assert 0 < remembered < prompt
+    assert f"{int(prompt)} tokens" in text
+    assert f"{int(remembered)} came from memory" in text
+
+
+def a_fork_is_a_point_to_return_to(terminal):
+    type_line(terminal, "/fork here", "/load here returns to this point")
+    type_line(terminal, "/fork here", "there is a conversation here already")
+    terminal.type("import re")
+    cost(terminal)
+    type_line(terminal, "/load here", "/load here")
+    type_line(terminal, "/rewind 3", "3 turns cannot be discarded; there are 2")
+    type_line(terminal, "/delete here", "/delete here")
 
 
 def ctrl_c_ends_an_answer_and_not_the_conversation(terminal):

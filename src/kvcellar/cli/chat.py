@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvcellar.cli.memory_picture import why_lines
 from kvcellar.cli.prompts import PromptFormat, cost_line
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.session import Session
@@ -17,7 +18,9 @@ _HELP = """\
   /help            show this help
   /set NAME VALUE  set a sampling parameter, like /set temperature 0.2
   /show            show memory in use and the sampling parameters
+  /why             show what of the last turn came from memory, and why it was not more
   /rewind [N]      remove the last N turns (1)
+  /fork NAME       keep the conversation as it is now under a new name, and go on in a copy
   /clear           start a new conversation
   /save NAME       keep the conversation under a name, also for later chats
   /load NAME       continue the conversation of that name
@@ -109,7 +112,9 @@ class Chat:
         elif verb == "clear":
             self._session.close()
             self._session = self._engine.session(chat=self._chat)
-        elif (verb in ("save", "load", "delete") and len(words) == 1) or (verb == "list" and not words):
+        elif verb == "why" and not words:
+            self._why()
+        elif (verb in ("save", "fork", "load", "delete") and len(words) == 1) or (verb == "list" and not words):
             self._named(verb, *words)
         else:
             click.echo(_HELP)
@@ -118,6 +123,9 @@ class Chat:
         """A command on conversations that are kept by name."""
         if verb == "save":
             self._session.save(name)
+        elif verb == "fork":
+            self._session.save(name, new=True)
+            click.echo(f"  /load {name} returns to this point")
         elif verb == "load":
             loaded = self._engine.load(name)
             if loaded.chat != self._chat:
@@ -129,6 +137,14 @@ class Chat:
         else:
             for info in self._engine.conversations.list():
                 click.echo(f"  {info.name}: {info.turns} turns, {info.tokens} tokens")
+
+    def _why(self) -> None:
+        """The record of the last turn."""
+        if (last := self._session.last) is None:
+            click.echo("  no turn of this chat has ended yet")
+            return
+        for line in why_lines(last.usage.prompt_tokens, last.recall):
+            click.echo(f"  {line}")
 
     def _show(self) -> None:
         stats = self._engine.stats()

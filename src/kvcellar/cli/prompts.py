@@ -3,9 +3,12 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from kvcellar.cli.memory_picture import picture
 from kvcellar.engine.result import Result
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
+
+TURN_WIDTH = 12  # characters of the picture of a turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,14 @@ class PromptFormat:
 
 
 def cost_line(result: Result) -> str:
-    """Speed, time to the first token, prompt tokens that came from memory, and drafts that were accepted."""
+    """A picture of the prompt, speed, time to the first token, prompt tokens that came from memory, and drafts that
+    were accepted."""
     usage, timings, drafts = result.usage, result.timings, result.speculation
     speed = timings.tokens_per_second(usage.completion_tokens)
     accepted = f"; {drafts.accepted} of {drafts.drafted} drafts were accepted" if drafts and drafts.drafted else ""
+    found = picture(usage.prompt_tokens, usage.cached_tokens, usage.cached_tokens, TURN_WIDTH)
+    first = timings.first_token * 1e3
     return (
-        f"[{usage.completion_tokens} tokens, {speed:.1f} tokens/s, first after {timings.first_token * 1e3:.0f} ms; "
+        f"{found} [{usage.completion_tokens} tokens, {speed:.1f} tokens/s, first after {first:.0f} ms; "
         f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens came from memory{accepted}]"
     )

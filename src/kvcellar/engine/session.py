@@ -113,11 +113,14 @@ class Session:
         with self._alone():
             self._dialogue.rewind(turns)
 
-    def save(self, name: str) -> None:
-        """Keep the conversation as it is now under a name, in place of what had that name. `Engine.load` continues it,
-        also in a later process where the engine has a store. Raises what `Conversations.save` raises."""
+    def save(self, name: str, *, new: bool = False) -> None:
+        """Keep the conversation as it is now under a name, in place of what had that name, or with `new` only if there
+        is nothing. `Engine.load` continues it, also in a later process where the engine has a store. Raises what
+        `Conversations.save` and `create` raise."""
         with self._alone():
-            self._engine.conversations.save(name, self._dialogue)
+            conversations = self._engine.conversations
+            keep = conversations.create if new else conversations.save
+            keep(name, self._dialogue)
 
     def close(self) -> None:
         """End the session. A running turn is cancelled. Idempotent."""

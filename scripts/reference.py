@@ -41,6 +41,8 @@ from kvcellar.serve.openai.fields import CommonBody, StreamOptions
 from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
 from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS
+from kvcellar.serve.responses_api import fields as responses_fields
+from kvcellar.serve.responses_api.fields import ReasoningOptions, ResponsesBody, TextOptions
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.speculations import SPECULATION
 
@@ -104,6 +106,11 @@ Any other value is refused with 400, `"code": "unsupported_parameter"` and the n
 MESSAGE_TAIL = """\
 The same holds for `cache_control` in a part of `content`, and for other keys in a tool call (such as `index`), which no
 template reads. Any other field of a message is refused with its name.
+"""
+RESPONSES = """\
+The fields of `POST /v1/responses` beside [those that both other routes have](#implemented-in-both-routes), of which `n`
+must be 1 and `conversation` absent. What is accepted without effect there is so here, too. [How to use
+it](../howto/responses.md).
 """
 RESPONSE_FIELDS = """\
 - `stop_reason` of a choice: the stop string that ended it, or `null` (as in vLLM).
@@ -315,6 +322,16 @@ def _http() -> Iterator[str]:
     yield "Without effect, with any value:\n"
     yield _harmless(MESSAGE_NO_EFFECT)
     yield MESSAGE_TAIL
+    yield f"## Responses\n\n{RESPONSES}"
+    yield _fields(ResponsesBody)
+    yield "### `reasoning`\n"
+    yield _fields(ReasoningOptions)
+    yield "### `text`\n"
+    yield _fields(TextOptions)
+    yield "### Accepted without effect, or with some values only\n"
+    yield _harmless({name: why for name, why in responses_fields.NO_EFFECT.items() if name not in NO_EFFECT})
+    more = {name: same for name, same in responses_fields.NEUTRAL.items() if name not in NEUTRAL}
+    yield _table(("field", "values"), [(f"`{n}`", ", ".join(_json(v) for v in same)) for n, same in more.items()])
     yield f"## Response fields beyond OpenAI's\n\n{RESPONSE_FIELDS}"
 
 

@@ -28,6 +28,7 @@ def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
     shared_engine.cancels = shared_engine.rejected = 0
     shared_engine.seen.clear()
     shared_engine.rendered.clear()
+    shared_engine.replies.use(None)
     yield shared_engine
     assert shared_engine.rest(), "a request was left running"
 

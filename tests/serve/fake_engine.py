@@ -8,7 +8,7 @@ import codecs
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -22,10 +22,12 @@ from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
-from kvcellar.text.pieces import PlainReader
+from kvcellar.text.pieces import Content, Piece
 from kvcellar.text.replies.form import ReplyForm
-from kvcellar.text.replies.machine import Machine
+from kvcellar.text.replies.machine import Machine, joined
 from kvcellar.text.replies.outline import Outline
+from kvcellar.text.replies.reading import DeltaReader
+from kvcellar.text.replies.tools import checked as checked_tools
 from kvcellar.tiers.archive import MemoryArchive
 
 VOCABULARY = 256
@@ -112,26 +114,76 @@ class Run:
 
 
 class FakeReading:
-    """All is content."""
+    """Reads answers in `form`."""
 
-    def __init__(self, constraint: Constraint | None) -> None:
-        self.constraint = constraint
+    def __init__(self, outline: Outline, constraint: Constraint | None) -> None:
+        self._outline, self.constraint = outline, constraint
+        self._numbers = iter(range(1000))
 
     def machine(self) -> Machine:
-        return Machine(Outline(ReplyForm("plain", "nothing"), None), lambda kind: "")
+        return Machine(self._outline, lambda kind: f"call_{next(self._numbers)}")
 
-    def reader(self) -> PlainReader:
-        return PlainReader()
+    def reader(self) -> DeltaReader:
+        return DeltaReader()
+
+    def read(self, events: Iterable[Event]) -> Iterator[Event]:
+        """The events, with what their texts are made of; an answer is over when its machine says so."""
+        machines: dict[int, Machine] = {}
+        for event in events:
+            if isinstance(event, Done):
+                yield event
+                continue
+            assert isinstance(event, Delta | Finished)
+            machine = machines.setdefault(event.choice, self.machine())
+            if isinstance(event, Delta) and not machine.over:
+                reasoned = machine.reasons
+                yield _told(event, machine.push(event.text), reasoned or machine.reasons)
+            elif isinstance(event, Finished):
+                if rest := machine.end():
+                    yield _told(Delta(event.choice, "", ()), rest, False)
+                yield Finished(event.choice, "stop") if machine.over else event
+
+
+def _told(delta: Delta, pieces: Sequence[Piece], reasons: bool) -> Delta:
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    return replace(delta, text=text, pieces=tuple(joined(pieces)), reasoning_tokens=int(reasons))
+
+
+PLAIN = ReplyForm("plain", "nothing")
 
 
 class FakeReplies:
-    form = None
-    refusal = "it is no model"
+    """Without a form, all is content. `asked`: how readings were wanted."""
 
-    def reading(self, *, tools: Any = None, answer: Constraint | None = None, **how: Any) -> FakeReading:
-        if tools:
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.use(None)
+
+    def use(self, form: ReplyForm | None) -> None:
+        """Answers are written in this form from now on."""
+        self._form = form
+        self.form = None if form is None else form.name
+        self.refusal = "it is no model" if form is None else None
+        self.asked.clear()
+
+    def reading(
+        self,
+        *,
+        tools: Any = None,
+        choice: str = "auto",
+        names: Sequence[str] = (),
+        parallel: bool = True,
+        deltas: bool = True,
+        answer: Constraint | None = None,
+        **how: Any,
+    ) -> FakeReading:
+        if tools and self.refusal is not None:
             raise BadRequest(f"tools cannot be used with this model: {self.refusal}", "tools")
-        return FakeReading(answer)
+        if (choice == "required" or names) and not tools:
+            raise BadRequest("tool_choice requires a call, and there are no tools", "tool_choice")
+        self.asked.append({"choice": choice, "names": names, "parallel": parallel, "deltas": deltas, "answer": answer})
+        found = checked_tools(tools).only(names) if tools else None
+        return FakeReading(Outline(self._form or PLAIN, found, deltas=deltas, parallel=parallel), answer)
 
 
 class FakeEngine:
@@ -141,6 +193,7 @@ class FakeEngine:
         self.model = model or FakeModel()
         self.healthy = True
         self.replies = FakeReplies()
+        self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
         self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
@@ -195,6 +248,7 @@ class FakeEngine:
         if messages[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
         self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
+        self.tools = tools
         return self.encode("".join(map(_turn, checked(messages, Caps()))), limit=limit)
 
     def submit(
@@ -207,7 +261,7 @@ class FakeEngine:
         retention: RetentionOptions | None = None,
         adapter: str | None = None,
         breakpoints: Sequence[int] = (),
-        reading: Any = None,
+        reading: FakeReading | None = None,
     ) -> FakeTicket:
         self.adapters.append(adapter)
         script = self.script
@@ -217,7 +271,10 @@ class FakeEngine:
         if self._closed:
             raise EngineClosed("the engine has been closed")
         self._admit(prompt_ids, params)
-        run = Run(tuple(prompt_ids), params, script, deliver, list(plan(tuple(prompt_ids), params, script)))
+        events = plan(tuple(prompt_ids), params, script)
+        if reading is not None:
+            events = reading.read(events)
+        run = Run(tuple(prompt_ids), params, script, deliver, list(events))
         with self._turn:
             self.seen.append((run.prompt, params))
             self.namespaces.append(namespace)

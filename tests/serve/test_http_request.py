@@ -36,7 +36,7 @@ class Engine:
         self.deliver = []
         self.tickets = []
 
-    def submit(self, prompt, params, *, deliver, namespace, retention, breakpoints):
+    def submit(self, prompt, params, *, deliver, namespace, retention, breakpoints, reading):
         if len(self.tickets) == self.taken:
             raise BadRequest("no more", "prompt")
         self.deliver.append(deliver)

@@ -238,8 +238,8 @@ def test_conflicting_fields_of_a_chat_are_refused(http, fields, param):
 
 
 UNSUPPORTED = [
-    (CHAT, "tools", [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]),
-    (CHAT, "tool_choice", "required"),
+    (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]),
+    (COMPLETIONS, "tool_choice", "required"),
     (CHAT, "functions", [{"name": "f"}]),
     (CHAT, "function_call", {"name": "f"}),
     (CHAT, "guided_json", {"type": "object"}),
@@ -439,7 +439,7 @@ def test_names_of_other_models_are_not_found(http, name):
         ("GET", "/health/", 404),
         ("GET", "/v1/completions/", 404),
         ("POST", "/v1/embeddings", 404),
-        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/responses/other", 405),
         ("POST", "/v1/models", 405),
         ("DELETE", f"/v1/models/{MODEL}", 405),
         ("GET", "/v1/completions", 405),

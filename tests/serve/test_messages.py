@@ -93,7 +93,7 @@ FIELDS: list[tuple[dict[str, object], str]] = [
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation must be false",
     ),
-    ({"tools": [{}]}, "tools is not supported; leave it out, or send null or []"),
+    ({"suffix": "x"}, 'suffix is not supported; leave it out, or send null or ""'),
     ({"echo": True}, "echo is not supported; leave it out, or send null or false"),
     ({"guided_json": {}}, "guided_json is not supported; leave it out, or send null"),
     ({"response_format": {}}, "response_format.type must be one of text, json_object, json_schema"),

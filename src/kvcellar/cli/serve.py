@@ -28,7 +28,7 @@ log = logging.getLogger("kvcellar.serve")
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
     *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "max_upload_bytes", "drain_seconds"),
-    *("share_prefixes", "client_pins", "allow_pull", "metrics_compat", "inspector"),
+    *("share_prefixes", "client_pins", "allow_pull", "metrics_compat", "inspector", "both_reasoning_names"),
 )
 
 
@@ -85,6 +85,7 @@ SERVER_OPTIONS = (
     help="The page /inspector. Default: only without API keys, and on an address that only this machine can reach.",
 )
 @click.option("--allow-pull", is_flag=True, help="The route /api/pull downloads models from the hub.")
+@click.option("--both-reasoning-names", is_flag=True, help="Chats have reasoning as `reasoning`, too.")
 @click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0.")
 @click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
 @click.option(

@@ -116,15 +116,15 @@ class Dialogue:
 
     # -- turns --------------------------------------------------------------------------------------------------
 
-    def conclude(self, prompt: Prompt, answer: Sequence[int], text: str) -> None:
-        """Add the turn of `prompt`, whose completion has the tokens `answer`."""
+    def conclude(self, prompt: Prompt, answer: Sequence[int], message: Mapping[str, Any]) -> None:
+        """Add the turn of `prompt`, whose completion has the tokens `answer`; in a chat, they are `message`."""
         tokens = [*prompt.text, *answer]
         common = common_prefix(self.tokens, tokens)
         rest = tuple(self.tokens[common:])
         self.turns.append(Turn(len(prompt.ids), common, rest, len(self.messages), self.omitted))
         self.tokens, self.omitted = tokens, prompt.omitted
         if prompt.messages:
-            self.messages = [*prompt.messages, {"role": "assistant", "content": text}]
+            self.messages = [*prompt.messages, dict(message)]
 
     def rewind(self, turns: object) -> None:
         """Discard the last turns. Raises `BadRequest` for another number than there are."""

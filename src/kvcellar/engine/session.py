@@ -145,7 +145,8 @@ class Session:
             finally:
                 ticket.cancel()
             answer = collector.collected()
-            self._dialogue.conclude(prompt, self._text_tokens(answer), answer.text)
+            message = {"role": "assistant", "content": answer.text}
+            self._dialogue.conclude(prompt, self._text_tokens(answer), message)
             self.last = answer
 
     def _prompt(self, text: str | Sequence[int], params: SamplingParams) -> Prompt:

@@ -19,6 +19,7 @@ from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
 from kvcellar.serve.openai.routes import openai_routes
 from kvcellar.serve.records import Records
+from kvcellar.serve.responses_api.routes import responses_routes
 from kvcellar.serve.shared import Shared
 
 
@@ -32,6 +33,7 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
             *health_routes(shared),
             *metrics_routes(shared, requests),
             *openai_routes(shared),
+            *responses_routes(shared),
             *anthropic_routes(shared),
             *conversation_routes(shared),
             *ollama_routes(shared),

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from kvcellar.engine.replies import ServedReading
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
@@ -35,11 +36,31 @@ class TextRequest(GenerationRequest):
     special: bool | None = None
 
 
+Mode = Literal["none", "auto", "required"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """`none`: the model calls no tool; `auto`: it decides; `required`: it calls one. `names`: only tools of these."""
+
+    mode: Mode = "auto"
+    names: tuple[str, ...] = ()
+
+
+AUTO = ToolChoice()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(GenerationRequest):
     """A chat to be continued. `messages` are in the form that `Engine.render` takes, which checks them."""
 
     messages: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()  # in the form of OpenAI's chat API; checked by `ServedReplies.reading`
+    tool_choice: ToolChoice = AUTO
+    parallel_tool_calls: bool = True  # else an answer ends with its first call
+    # whether the oldest turns are omitted from a prompt that is too long, and how many of `messages` already were
+    truncate: bool = False
+    omitted: int = 0
     variables: Mapping[str, Any] | None = None  # of the chat template
     effort: str | None = None  # of reasoning
     add_generation_prompt: bool = True
@@ -57,6 +78,8 @@ class Prepared:
     namespace: str  # of its memory
     retention: RetentionOptions  # without the owner
     breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
+    reading: ServedReading | None = None  # of the answers to a chat
+    omitted: int = 0  # of the messages of a chat, those that the prompt omits, as in `Dialogue`
 
     @property
     def choices(self) -> int:
@@ -64,4 +87,4 @@ class Prepared:
 
     def reader(self) -> ReplyReader:
         """A reader of one choice."""
-        return PlainReader()
+        return PlainReader() if self.reading is None else self.reading.reader()

@@ -17,7 +17,7 @@ from kvcellar.errors import EngineClosed
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.replies import ReplyPart
+from kvcellar.serve.replies import ReplyPart, WholeReply
 
 
 class ConversationTurn:
@@ -30,7 +30,7 @@ class ConversationTurn:
         self._engine: ServedEngine | None = None
         self._held: Held | None = None
         self._prompt: Prompt | None = None
-        self._text: list[str] = []
+        self._reply = WholeReply()
         self._tokens: list[int] = []
         self._stopped = False  # by a stop string, which is not in the text, but in the tokens
         self._stack = ExitStack()
@@ -79,7 +79,7 @@ class ConversationTurn:
         """Collect the completion as it arrives."""
         if not self.begun:
             return
-        self._text.append(part.text)
+        self._reply.add(part.pieces)
         if part.delta is not None:
             self._tokens += part.delta.token_ids
         if part.end is not None:
@@ -89,10 +89,10 @@ class ConversationTurn:
         """Add the turn, whose completion is whole, to the conversation. Raises what `Held.save` raises."""
         with self._work():
             assert self._engine and self._held and self._prompt is not None, "no turn was begun"
-            text, tokens = "".join(self._text), self._tokens
+            text, tokens = self._reply.content, self._tokens
             if self._stopped:
                 tokens = self._engine.encode(text, special=False) if text else []
-            self._held.dialogue.conclude(self._prompt, tokens, text)
+            self._held.dialogue.conclude(self._prompt, tokens, self._reply.message())
             self._held.save()
 
     @contextmanager

@@ -88,7 +88,15 @@ class GenerationHandler:
                 prepared, prompts = prepare(engine, read.request, naming, turn)
                 log.set_prompts(prompts)
                 retention = allowed(prepared.retention, scope, server.settings)
-                request.submit(engine, prompts, prepared.params, prepared.namespace, retention, prepared.breakpoints)
+                request.submit(
+                    engine,
+                    prompts,
+                    prepared.params,
+                    prepared.namespace,
+                    retention,
+                    breakpoints=prepared.breakpoints,
+                    reading=prepared.reading,
+                )
                 return read, prepared
 
             _, (read, prepared) = await server.drain.run_before(use.run(submit))

@@ -21,6 +21,7 @@ from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError, shutting_down
 from kvcellar.serve.protocols import ServedEngine, Ticket
+from kvcellar.text.replies.reading import ReplyReading
 
 Batch = list[tuple[int, Event]]  # number of the prompt, event
 
@@ -51,6 +52,7 @@ class HttpRequest:
         namespace: str = "",
         retention: RetentionOptions = NO_OPTIONS,
         breakpoints: Sequence[int] = (),
+        reading: ReplyReading | None = None,
     ) -> None:
         """Submit all prompts, which share memory with others of `namespace` only. Raises what the engine's `submit`
         raises, which ends the request.
@@ -72,6 +74,7 @@ class HttpRequest:
                 namespace=namespace,
                 retention=retention,
                 breakpoints=breakpoints,
+                reading=reading,
             )
             with self._lock:
                 self._tickets[number] = ticket

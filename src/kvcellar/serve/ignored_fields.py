@@ -12,7 +12,7 @@ NO_EFFECT: Mapping[str, str] = MappingProxyType(  # accepted with any value, and
         "cache_prompt": "a hint for the prefix cache; the text does not depend on it",
         "length_penalty": "used only by beam search, which is refused",
         "metadata": "describes the caller",
-        "parallel_tool_calls": "tool calls are not generated",
+        "parallel_tool_calls": "text completions call no tools",
         "request_id": "the caller's name for the request; the server's id is in the header x-request-id",
         "spaces_between_special_tokens": "special tokens are never part of the text",
     }

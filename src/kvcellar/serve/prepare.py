@@ -4,10 +4,13 @@ Slow, because it renders and tokenizes: it runs in a thread. It raises `ApiError
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
-from kvcellar.engine.dialogue import Render
+from kvcellar.engine.dialogue import Dialogue, Render
 from kvcellar.engine.pinning import chat_prefix
+from kvcellar.engine.replies import ServedReading
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
@@ -16,6 +19,8 @@ from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.protocols import ServedEngine
 
 MAX_COMPLETIONS = 4096  # prompts times n
+
+TRUNCATED = SamplingParams(shift=True, max_tokens=1)  # says that a prompt may omit messages
 
 Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
 
@@ -30,9 +35,13 @@ def prepare(
     params = merged(engine.model.default_sampling, given)
     namespace = naming(request.salt, request.users)
     if isinstance(request, TextRequest):
+        params = replace(params, constraint=request.constraint)
         prompts, params = _texts(engine, request, params, turn)
+        reading, omitted = None, 0
     else:
-        prompts, params = _chat(engine, request, params, namespace, turn)
+        reading = _reading(engine, request)
+        params = replace(params, constraint=reading.constraint)
+        prompts, params, omitted = _chat(engine, request, params, namespace, turn)
     if len(prompts) * params.n > MAX_COMPLETIONS:
         count = f"{len(prompts)} prompts with n {params.n}"
         message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"
@@ -40,7 +49,7 @@ def prepare(
     lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
     if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
         marked = _breakpoints(request, prompts[0], renderer(engine, request, namespace))
-    return Prepared(lengths, params, request.stream, namespace, request.retention, marked), prompts
+    return Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted), prompts
 
 
 def _texts(
@@ -60,15 +69,36 @@ def _texts(
 
 def _chat(
     engine: ServedEngine, request: ChatRequest, params: SamplingParams, namespace: str, turn: ConversationTurn
-) -> tuple[Prompts, SamplingParams]:
+) -> tuple[Prompts, SamplingParams, int]:
+    """Also how many messages the prompts omit."""
     render = renderer(engine, request, namespace)
+    if request.conversation is None and request.truncate:
+        dialogue = Dialogue(chat=True)
+        dialogue.messages, dialogue.omitted = list(request.messages), request.omitted
+        prompt = dialogue.chatted([], TRUNCATED, engine.model.context, render)
+        return [prompt.ids], params, prompt.omitted
     if request.conversation is None:
-        return [render(request.messages, limit=engine.model.context)], params
+        return [render(request.messages, limit=engine.model.context)], params, 0
     if not request.add_generation_prompt:
         message = "add_generation_prompt must not be false with conversation"
         raise ApiError(400, message, "add_generation_prompt", "invalid_value")
     prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
-    return [prompt.ids], prompt.params
+    return [prompt.ids], prompt.params, 0
+
+
+def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:
+    """How the answers are read. In one response, calls are read as a whole: one that is cut off is content."""
+    return engine.replies.reading(
+        choice=request.tool_choice.mode,
+        names=request.tool_choice.names,
+        parallel=request.parallel_tool_calls,
+        deltas=request.stream,
+        answer=request.constraint,
+        tools=_tools(request),
+        variables=request.variables,
+        effort=request.effort,
+        add_generation_prompt=request.add_generation_prompt,
+    )
 
 
 def _breakpoints(request: ChatRequest, prompt: Sequence[int], render: Render) -> tuple[int, ...]:
@@ -82,9 +112,15 @@ def renderer(engine: ServedEngine, request: ChatRequest, namespace: str) -> Rend
     """A function from messages to the tokens of the prompt. It raises `PromptTooLong` for more than its `limit`."""
     return partial(
         engine.render,
+        namespace=namespace,
+        replay=request.replay,
+        tools=_tools(request),
         variables=request.variables,
         effort=request.effort,
         add_generation_prompt=request.add_generation_prompt,
-        namespace=namespace,
-        replay=request.replay,
     )
+
+
+def _tools(request: ChatRequest) -> Sequence[dict[str, Any]] | None:
+    """Those in the prompt. A model that must not call tools sees none."""
+    return request.tools if request.tools and request.tool_choice.mode != "none" else None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvcellar.events import Delta, Done, Event, Finished
-from kvcellar.serve.chat_request import Prepared
+from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.speculations import draft_counts
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning, ReplyReader
 
@@ -112,6 +112,10 @@ class Item:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def as_call(self) -> Json:
+        """In the form of OpenAI's chat API."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.text}}
+
 
 class WholeReply:
     """A choice that is collected, for responses that are sent at once. `items` are in the order in which they began;
@@ -149,6 +153,15 @@ class WholeReply:
     @property
     def reasoning(self) -> str:
         return self._joined("reasoning")
+
+    def message(self) -> Json:
+        """As `Engine.render` takes it in a later request."""
+        message: Json = {"role": "assistant", "content": self.content}
+        if reasoning := self.reasoning:
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message["tool_calls"] = [call.as_call() for call in self.calls]
+        return message
 
     def _joined(self, kind: str) -> str:
         return "".join(item.text for item in self.items if item.kind == kind)

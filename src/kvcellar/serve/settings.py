@@ -54,6 +54,7 @@ class ServeSettings:
     ping_seconds: float = 15.0  # a stream without data for this long sends a comment line
     idle_seconds: int = 75  # limit for an idle connection
     share_prefixes: bool = False  # requests of different API keys and users find each other's prefixes in memory
+    both_reasoning_names: bool = False  # chats have reasoning as `reasoning_content` and as `reasoning`, too
     allow_pull: bool = False  # Ollama's route /api/pull downloads models from the hub
     # the page at `/inspector`; None: only without API keys, and where only this machine can reach the server
     inspector: bool | None = None

@@ -3,9 +3,9 @@
 `generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
@@ -93,7 +93,7 @@ def data_events(values: Iterable[Json]) -> bytes:
     return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)
 
 
-def named_event(name: str, value: Json) -> bytes:
+def named_event(name: str, value: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
     return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
 

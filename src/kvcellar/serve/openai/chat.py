@@ -11,6 +11,7 @@ from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template
 from kvcellar.serve.openai.chat_format import ChatFormat
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, response_options, sampling
 from kvcellar.serve.openai.response_writer import ResponseWriter
+from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller, Generation
@@ -36,6 +37,12 @@ class ChatBody(CommonBody):
     # vLLM: variables of the chat template; those that it does not use have no effect
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None  # vLLM: `false`: render without the start of the assistant's turn
+    # OpenAI: functions that the model may call, with a name and a JSON Schema: see [tool calls](../tool-calls.md)
+    tools: Annotated[list[dict[str, object]] | None, FailFast()] = None
+    # OpenAI: `none`, `auto` (the default), `required`, one function by name, or `allowed_tools`
+    tool_choice: object = None
+    parallel_tool_calls: bool | None = None  # OpenAI: `false`: an answer ends with its first call
+    include_reasoning: bool | None = None  # vLLM: `false`: the response is without reasoning; it is generated
     # kvcellar: `false`: earlier replies are tokenized again, instead of having the tokens that they were generated with
     replay_tokens: bool | None = None
 
@@ -53,9 +60,19 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
         replay=body.replay_tokens is not False,
+        tools=body.tools or (),
+        tool_choice=tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         **common(body),
     )
-    return Generation(request, partial(ResponseWriter, engine, response_options(engine, body, caller), ChatFormat()))
+    form = ChatFormat(_reasoning_names(body, caller))
+    return Generation(request, partial(ResponseWriter, engine, response_options(engine, body, caller), form))
+
+
+def _reasoning_names(body: ChatBody, caller: Caller) -> tuple[str, ...]:
+    if body.include_reasoning is False:
+        return ()
+    return ("reasoning_content", "reasoning") if caller.settings.both_reasoning_names else ("reasoning_content",)
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -13,6 +13,7 @@ Defaults come from the model's generation config. `model` may be left out; other
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -129,13 +130,19 @@ class ResponseOptions:
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
 
 
-def checked(kind: type[AnyBody], sent: Fields) -> AnyBody:
+def checked(
+    kind: type[AnyBody],
+    sent: Fields,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    no_effect: Mapping[str, str] = NO_EFFECT,
+) -> AnyBody:
+    """The body, where fields that it does not have may have the values of `neutral`, or any if in `no_effect`."""
     fields = dict(sent)
-    for name in (fields.keys() & (NEUTRAL.keys() | NO_EFFECT.keys())) - kind.model_fields.keys():
+    for name in (fields.keys() & (neutral.keys() | no_effect.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
-        if name in NEUTRAL and not any(type(value) is type(same) and value == same for same in NEUTRAL[name]):
-            neutral = " or ".join(json.dumps(same) for same in NEUTRAL[name])
-            raise unsupported(name, f"{name} is not supported; leave it out, or send {neutral}")
+        if name in neutral and not any(type(value) is type(same) and value == same for same in neutral[name]):
+            values = " or ".join(json.dumps(same) for same in neutral[name])
+            raise unsupported(name, f"{name} is not supported; leave it out, or send {values}")
     for name in fields:
         if name not in kind.model_fields:
             raise unknown_parameter(name)

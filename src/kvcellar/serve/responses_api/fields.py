@@ -1,0 +1,195 @@
+"""fields: the fields of a request of the Responses API, and the chat that they make.
+
+The rule for unknown fields is that of chats: they are refused, except those of `ignored_fields`. Unknown keys in items
+and in tools are ignored.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+
+from kvcellar.sample.params import MAX_LOGPROBS
+from kvcellar.serve import ignored_fields
+from kvcellar.serve.chat_request import ChatRequest
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.messages import StrictModel
+from kvcellar.serve.openai.chat import Effort
+from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, sampling, unsupported
+from kvcellar.serve.openai.tools import tool_choice
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.responses_api.items import messages_of
+from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
+from kvcellar.serve.responses_api.store import ResponseStore
+from kvcellar.serve.writer import Caller, Generation
+
+MAX_METADATA = 16
+# Values of `include` that ask for what a response has anyway, or never has.
+INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
+INCLUDES_OF_TOOLS = ("file_search_call.", "web_search_call.", "code_interpreter_call.", "computer_call_output.")
+
+# Fields accepted with any value, and those accepted with these only.
+NO_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        **ignored_fields.NO_EFFECT,
+        "client_metadata": "describes the caller",
+        "max_tool_calls": "limits tools that a server runs itself; there are none",
+    }
+)
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        **ignored_fields.NEUTRAL,
+        "background": (None, False),
+        "context_management": (None, []),
+        "prompt": (None,),
+    }
+)
+
+
+class ReasoningOptions(StrictModel):
+    model_config = ConfigDict(extra="ignore")
+
+    effort: Effort | None = None  # OpenAI: as `reasoning_effort` of a chat
+    # OpenAI: accepted; reasoning is told as it is, without a summary
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # OpenAI: old name of `summary`
+
+
+class TextOptions(StrictModel):
+    format: dict[str, object] | None = None  # OpenAI: `text`, `json_object` or `json_schema`
+    verbosity: Literal["medium"] | None = None  # OpenAI: only `medium`
+
+
+def _few(value: object) -> object:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"metadata has {len(value)} keys; {MAX_METADATA} are allowed")
+    return value
+
+
+class ResponsesBody(CommonBody):
+    input: object  # OpenAI: a text, or a list of items: messages, calls, results of calls, reasoning
+    instructions: str | None = None  # OpenAI: a system message before all others, of this response only
+    previous_response_id: str | None = None  # OpenAI: a stored response, whose conversation is continued
+    max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)  # OpenAI: most new tokens
+    # OpenAI: functions that the model may call; tools that a server would run are refused
+    tools: Annotated[list[dict[str, object]] | None, FailFast()] = None
+    tool_choice: object = None  # OpenAI: as in a chat, flat
+    parallel_tool_calls: bool | None = None  # OpenAI: `false`: an answer ends with its first call
+    text: TextOptions | None = None  # OpenAI: described below
+    reasoning: ReasoningOptions | None = None  # OpenAI: described below
+    # OpenAI: `auto`: the oldest turns are omitted from a conversation that is too long
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = None  # OpenAI: `false`: the response is not kept; default: it is, in memory
+    include: list[str] | None = None  # OpenAI: `message.output_text.logprobs`; others have no effect
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # OpenAI: up to 20; needs its `include`
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None  # OpenAI: up to 16; returned as sent
+    # vLLM: variables of the chat template; those that it does not use have no effect
+    chat_template_kwargs: dict[str, object] | None = None
+
+
+def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
+    body = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
+    if body.n not in (None, 1):
+        raise unsupported("n", f"n is {body.n}; a response has one answer")
+    if body.conversation is not None:
+        message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
+        raise unsupported("conversation", message)
+    history, omitted = _history(store, body, caller)
+    messages = [*history, *messages_of(body.input)]
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    choice = tool_choice(body.tool_choice)
+    given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}
+    shift = body.truncation == "auto"
+    request = ChatRequest(
+        messages=[*system, *messages],
+        truncate=shift,
+        omitted=omitted + len(system) if omitted else 0,
+        sampling=given,
+        variables=body.chat_template_kwargs,
+        effort=body.reasoning.effort if body.reasoning is not None else None,
+        tools=[_nested(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        **common(body),
+    )
+    echo = Echo(
+        fields=_echoed(body),
+        store=store if body.store is not False else None,
+        owner=caller.owner,
+        messages=json.dumps(messages).encode() if body.store is not False else b"",
+        system=len(system),
+        logprobs=_logprobs(body) is not None,
+    )
+    return Generation(request, partial(ResponsesWriter, engine, echo))
+
+
+def _history(store: ResponseStore, body: ResponsesBody, caller: Caller) -> tuple[list[dict[str, Any]], int]:
+    """The conversation up to the previous response, and how many of its messages prompts omit."""
+    if body.previous_response_id is None:
+        return [], 0
+    kept = store.get(caller.owner, body.previous_response_id, "previous_response_id")
+    return [*json.loads(kept.messages), json.loads(kept.reply)], kept.omitted
+
+
+def _max_tokens(body: ResponsesBody) -> int | None:
+    if None not in (body.max_tokens, body.max_output_tokens) and body.max_tokens != body.max_output_tokens:
+        raise invalid("max_output_tokens", "max_output_tokens and max_tokens differ; send one of them")
+    return body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
+
+
+def _logprobs(body: ResponsesBody) -> int | None:
+    """How many log-probabilities are returned of each token, if any."""
+    for at, name in enumerate(body.include or ()):
+        if name not in INCLUDES and not name.startswith(INCLUDES_OF_TOOLS):
+            raise invalid(f"include[{at}]", f"include[{at}] is {printable(repr(name), 60)}, which is not supported")
+    if LOGPROBS in (body.include or ()):
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid("top_logprobs", f"top_logprobs needs include to have {LOGPROBS}")
+    return None
+
+
+def _nested(tool: Mapping[str, object], where: str) -> dict[str, Any]:
+    """A tool as chats have it."""
+    if tool.get("type", "function") != "function":
+        shown = printable(repr(tool["type"]), 40)
+        raise unsupported(f"{where}.type", f"{where}.type is {shown}, which is not supported; send functions")
+    if "function" in tool:
+        return dict(tool)
+    function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _echoed(body: ResponsesBody) -> dict[str, Any]:
+    """What the response says of its request."""
+    tools: Sequence[Mapping[str, object]] = body.tools or ()
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": _max_tokens(body),
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [_flat(tool) for tool in tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _flat(tool: Mapping[str, object]) -> dict[str, Any]:
+    """As it was sent, with the fields that are never absent."""
+    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool}

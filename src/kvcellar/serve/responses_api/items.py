@@ -1,0 +1,127 @@
+"""items: the input of a request of the Responses API, as messages of a chat.
+
+An item of the input is a message, or a part of one: reasoning and calls are items of their own beside the text that the
+model wrote with them, and become one message again. Unknown keys in items are ignored: clients send back what other
+servers wrote.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_text import printable
+
+MAX_ITEMS = 4096
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # where parts have text
+KINDS = "message, function_call, function_call_output and reasoning"
+
+Json = dict[str, Any]
+
+
+def messages_of(given: object) -> list[Json]:
+    """Messages as `Engine.render` takes them. Raises `ApiError`."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise _invalid("input", "input must be a string, or a list of items that is not empty")
+    items = cast("Sequence[object]", given)
+    if len(items) > MAX_ITEMS:
+        raise _invalid("input", f"input has {len(items)} items; at most {MAX_ITEMS} are allowed")
+    merged = Merged()
+    for at, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise _invalid(f"input[{at}]", f"input[{at}] must be an object")
+        _add(merged, cast("Mapping[str, Any]", item), f"input[{at}]")
+    return merged.messages
+
+
+class Merged:
+    """Messages, the last of which may still be the assistant's: then it gets more of what the model wrote."""
+
+    def __init__(self) -> None:
+        self.messages: list[Json] = []
+        self._open = False
+
+    def add(self, message: Json) -> None:
+        self.messages.append(message)
+        self._open = False
+
+    def written(self, *, before: Sequence[str]) -> Json:
+        """The assistant's message for more of it; a new one if the last has one of the fields `before`."""
+        if not self._open or any(self.messages[-1].get(name) for name in before):
+            self.messages.append({"role": "assistant", "content": ""})
+            self._open = True
+        return self.messages[-1]
+
+
+def _add(merged: Merged, item: Mapping[str, Any], where: str) -> None:
+    match item.get("type", "message"):
+        case "message":
+            _message(merged, item, where)
+        case "reasoning":
+            if text := _reasoning(item, where):
+                message = merged.written(before=("content", "tool_calls", "reasoning_content"))
+                message["reasoning_content"] = text
+        case "function_call":
+            function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
+            call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+            merged.written(before=()).setdefault("tool_calls", []).append(call)
+        case "function_call_output":
+            output = _content(item.get("output"), f"{where}.output")
+            merged.add({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+        case kind:
+            shown = printable(repr(kind), 40)
+            raise _invalid(f"{where}.type", f"{where}.type is {shown}, which is not supported; {KINDS} are")
+
+
+def _message(merged: Merged, item: Mapping[str, Any], where: str) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        raise _invalid(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
+    content = _content(item.get("content"), f"{where}.content")
+    if role == "assistant":
+        merged.written(before=("content", "tool_calls"))["content"] = content
+    else:
+        merged.add({"role": "system" if role == "developer" else role, "content": content})
+
+
+def _content(value: object, where: str) -> str | list[Json]:
+    """A text, or text parts as they are in chats."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _invalid(where, f"{where} must be a string, or a list of text parts")
+    parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(cast("Sequence[object]", value))]
+    return parts[0]["text"] if len(parts) == 1 else (parts or "")
+
+
+def _part(value: object, where: str) -> Json:
+    part = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+    kind = part.get("type")
+    if kind not in TEXTS:
+        raise _invalid(
+            f"{where}.type", f"{where}.type must be one of {', '.join(TEXTS)}; other media are not supported"
+        )
+    return {"type": "text", "text": _text(part, TEXTS[kind], where)}
+
+
+def _reasoning(item: Mapping[str, Any], where: str) -> str:
+    """Its text, else its summary. What another server has encrypted says nothing to this model."""
+    for name in ("content", "summary"):
+        value: object = item.get(name)
+        if isinstance(value, list) and value:
+            parts = enumerate(cast("Sequence[object]", value))
+            return "\n".join(_text(part, "text", f"{where}.{name}[{at}]") for at, part in parts)
+    return ""
+
+
+def _text(value: object, name: str, where: str) -> str:
+    found = cast("Mapping[str, Any]", value).get(name) if isinstance(value, Mapping) else None
+    if not isinstance(found, str):
+        raise _invalid(f"{where}.{name}", f"{where}.{name} must be a string")
+    return found
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")

@@ -1,0 +1,161 @@
+"""response_writer: writes a response of the Responses API, as one object or as a stream of named events.
+
+What clients rely on: every event has its `type` and a `sequence_number` that rises by 1; an item and its part are added
+before any delta; `annotations`, `logprobs` and `summary` are never absent; the last event is `response.completed`,
+`response.incomplete` or `response.failed` and has the whole response.
+
+A response is kept before the last part of it is sent, so that a client that has read it can continue it.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from kvcellar.events import Delta
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.openai.logprobs import TokenText, finite
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.replies import Replies, ReplyPart, WholeReply
+from kvcellar.serve.responses_api.output import Output
+from kvcellar.serve.responses_api.store import Kept, ResponseStore
+from kvcellar.serve.writer import SSE, SSE_PING, named_event
+
+Json = dict[str, Any]
+LOGPROBS = "message.output_text.logprobs"  # a value of `include`
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
+    `messages` are those of the conversation as JSON; the prompt has `system` more in front of them."""
+
+    fields: Json
+    store: ResponseStore | None
+    owner: str
+    messages: bytes
+    system: int
+    logprobs: bool
+
+
+class ResponsesWriter:
+    """A `Writer`."""
+
+    media_type = SSE
+
+    def __init__(self, engine: ServedEngine, echo: Echo, replies: Replies) -> None:
+        self._echo, self._replies = echo, replies
+        self._text = TokenText(engine, as_ids=not engine.model.has_text)
+        self._output, self._whole = Output(), WholeReply()
+        self._sequence = 0
+        self.id = f"resp_{uuid4().hex}"
+        params = replies.prepared.params
+        self._head: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": engine.model.name,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            **echo.fields,
+        }
+
+    # -- one response -------------------------------------------------------------------------------------------
+
+    def add(self, part: ReplyPart) -> None:
+        self._events(part)
+
+    def response(self) -> Json:
+        return self._kept(self._finished())
+
+    # -- a stream -----------------------------------------------------------------------------------------------
+
+    def first(self) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event({"type": kind, "response": self._record("in_progress", [])})
+
+    def chunk(self, part: ReplyPart) -> bytes:
+        return b"".join(map(self._event, self._events(part)))
+
+    def last(self) -> bytes:
+        response = self._kept(self._finished())
+        return self._event({"type": f"response.{response['status']}", "response": response})
+
+    def failed(self, error: ApiError) -> bytes:
+        code = error.code or ("server_error" if error.status >= 500 else "invalid_prompt")
+        response = self._record("failed", self._output.as_json())
+        response["error"] = {"code": code, "message": error.message}
+        return self._event({"type": "response.failed", "response": response})
+
+    def ping(self) -> bytes:
+        return SSE_PING
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _events(self, part: ReplyPart) -> list[Json]:
+        self._whole.add(part.pieces)
+        events = self._output.add(part.pieces, self._logprobs(part.delta) if part.delta is not None else ())
+        if part.end is not None:
+            events += self._output.end(complete=part.end.reason == "stop")
+        return events
+
+    def _logprobs(self, delta: Delta) -> Sequence[Json]:
+        if not self._echo.logprobs:
+            return ()
+
+        def one(token: int, logprob: float) -> Json:
+            return {"token": self._text.text(token), "logprob": finite(logprob), "bytes": self._text.utf8(token) or []}
+
+        return [
+            one(e.token_id, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]} for e in delta.logprobs or ()
+        ]
+
+    def _event(self, event: Json) -> bytes:
+        number, self._sequence = self._sequence, self._sequence + 1
+        return named_event(event["type"], event | {"sequence_number": number})
+
+    def _record(self, status: str, output: list[Json]) -> Json:
+        return self._head | {
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "output": output,
+            "usage": None,
+        }
+
+    def _finished(self) -> Json:
+        (reply,) = self._replies.replies
+        assert reply.end is not None, "the response has not ended"
+        complete = reply.end.reason == "stop"
+        response = self._record("completed" if complete else "incomplete", self._output.as_json())
+        if complete:
+            response["completed_at"] = int(time.time())
+        else:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        return response | {"usage": self._usage()}
+
+    def _usage(self) -> Json:
+        replies = self._replies
+        cached = replies.cached_tokens
+        return {
+            "input_tokens": replies.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": cached,
+                "cache_write_tokens": replies.prompt_tokens - cached,
+            },
+            "output_tokens": replies.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": replies.reasoning_tokens},
+            "total_tokens": replies.prompt_tokens + replies.completion_tokens,
+        }
+
+    def _kept(self, response: Json) -> Json:
+        echo = self._echo
+        if echo.store is not None:
+            omitted = max(0, self._replies.prepared.omitted - echo.system)
+            reply = json.dumps(self._whole.message()).encode()
+            echo.store.add(echo.owner, self.id, Kept(to_json(response), echo.messages, reply, omitted))
+        return response

@@ -1,0 +1,45 @@
+"""routes: the routes of the Responses API."""
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.generation import GenerationHandler
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.namespaces import owner
+from kvcellar.serve.responses_api.fields import parse_response
+from kvcellar.serve.responses_api.store import ResponseStore
+from kvcellar.serve.shared import Shared
+
+PATH = "/v1/responses"
+
+
+def responses_routes(server: Shared) -> list[Route]:
+    store = ResponseStore()
+    kept = KeptHandler(store)
+    return [
+        Route(PATH, GenerationHandler(server, partial(parse_response, store)), methods=["POST"]),
+        Route(f"{PATH}/{{id}}", kept.get, methods=["GET"]),
+        Route(f"{PATH}/{{id}}", kept.delete, methods=["DELETE"]),
+    ]
+
+
+class KeptHandler:
+    """Responses that were kept."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def get(self, request: Request) -> Response:
+        if request.query_params.get("stream", "false") != "false":
+            raise ApiError(400, "stream is not supported here; leave it out", "stream", "unsupported_parameter")
+        kept = self._store.get(owner(request.scope), request.path_params["id"])
+        return Response(kept.response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._store.delete(owner(request.scope), id)
+        return Response(to_json({"id": id, "object": "response", "deleted": True}), media_type="application/json")

@@ -341,6 +341,9 @@ def test_what_is_wrong_with_an_input_is_named(given, param):
         ({"truncation": "middle"}, "truncation"),
         ({"n": 2}, "n"),
         ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+        ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}}, "text.format"),
         ({"service_tier": "priority"}, "service_tier"),
         ({"previous_response_id": 5}, "previous_response_id"),
         ({"inputs": "hi"}, "inputs"),
@@ -365,6 +368,21 @@ def test_what_is_not_supported_is_named(http, engine, fields, param):
 )
 def test_fields_of_real_clients_are_accepted(http, engine, fields):
     assert http.post(PATH, json={"input": "hi"} | fields).status_code == 200
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def test_the_format_of_a_text_is_a_constraint(http, engine):
+    format = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}
+    response = created(http, engine, "{}", text={"format": format})
+    assert response["text"] == {"format": format}
+    (asked,) = engine.replies.asked
+    found = engine.seen[-1][1].constraint
+    assert asked["answer"] == found
+    assert (found.kind, json.loads(found.source)) == ("json_schema", SCHEMA)
+    created(http, engine, "{}", text={"format": {"type": "json_object"}})
+    assert engine.seen[-1][1].constraint.kind == "json_object"
 
 
 # -- responses that are kept ---------------------------------------------------------------------------------------

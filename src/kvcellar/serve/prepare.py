@@ -4,7 +4,6 @@ Slow, because it renders and tokenizes: it runs in a thread. It raises `ApiError
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,18 +28,17 @@ def prepare(
     engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn
 ) -> tuple[Prepared, Prompts]:
     """The request with its prompts; begins `turn` if it continues a conversation."""
+    reading = _reading(engine, request) if isinstance(request, ChatRequest) else None
+    constraint = request.constraint if reading is None else reading.constraint
     given = {name: value for name, value in request.sampling.items() if value is not None}
-    if request.constraint is not None:  # a field of its own: defaults that make answers longer do not count beside it
-        given["constraint"] = request.constraint
+    if constraint is not None:  # a field of its own: defaults that make answers longer do not count beside it
+        given["constraint"] = constraint
     params = merged(engine.model.default_sampling, given)
     namespace = naming(request.salt, request.users)
     if isinstance(request, TextRequest):
-        params = replace(params, constraint=request.constraint)
         prompts, params = _texts(engine, request, params, turn)
-        reading, omitted = None, 0
+        omitted = 0
     else:
-        reading = _reading(engine, request)
-        params = replace(params, constraint=reading.constraint)
         prompts, params, omitted = _chat(engine, request, params, namespace, turn)
     if len(prompts) * params.n > MAX_COMPLETIONS:
         count = f"{len(prompts)} prompts with n {params.n}"

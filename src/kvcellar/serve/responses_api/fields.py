@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
+from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import ignored_fields
 from kvcellar.serve.chat_request import ChatRequest
@@ -25,6 +26,7 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.responses_api.items import messages_of
 from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
 from kvcellar.serve.responses_api.store import ResponseStore
+from kvcellar.serve.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
 from kvcellar.serve.writer import Caller, Generation
 
 MAX_METADATA = 16
@@ -115,7 +117,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         tools=[_nested(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        **common(body),
+        **_common(body),
     )
     echo = Echo(
         fields=_echoed(body),
@@ -152,6 +154,20 @@ def _logprobs(body: ResponsesBody) -> int | None:
     if body.top_logprobs:
         raise invalid("top_logprobs", f"top_logprobs needs include to have {LOGPROBS}")
     return None
+
+
+def _common(body: ResponsesBody) -> dict[str, Any]:
+    """As in chats; the constraint may also be `text.format`, in which a schema is not nested."""
+    found = common(body)
+    other: Constraint | None = found["constraint"]
+    given = (body.text.format if body.text is not None else None) or {"type": "text"}
+    if given.get("type") == "json_schema":
+        constraint = of_named_schema(given, "text.format", ("type", *SCHEMA_KEYS))
+    else:
+        constraint = of_response_format(given, "text.format")
+    if constraint is not None and other is not None:
+        raise invalid("text.format", f"text.format and {other.param} both say what the answer has to match; send one")
+    return found | {"constraint": constraint or other}
 
 
 def _nested(tool: Mapping[str, object], where: str) -> dict[str, Any]:

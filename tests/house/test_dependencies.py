@@ -12,10 +12,13 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = [Requirement(r) for r in PROJECT["dependencies"]]
 EXTRA = [
-    Requirement(r) for extra in ("encryption", "remote", "events") for r in PROJECT["optional-dependencies"][extra]
+    Requirement(r)
+    for extra in ("encryption", "remote", "events", "otel")
+    for r in PROJECT["optional-dependencies"][extra]
 ]
 DEV = [Requirement(r) for r in PROJECT["optional-dependencies"]["dev"] if not r.startswith("kvcellar")]
-IMPORTED_AS = {"pyzmq": "zmq"}
+OTEL = ("opentelemetry-api", "opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http")
+IMPORTED_AS = {"pyzmq": "zmq", **dict.fromkeys(OTEL, "opentelemetry")}
 OF_TORCH = {"triton"}  # a dependency of torch itself, in builds for CUDA only, which choose its version
 PINS = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
 

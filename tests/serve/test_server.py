@@ -1,5 +1,6 @@
 """Shutdown: running requests finish or get an error; a second signal aborts them; nothing is left running."""
 
+import inspect
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve import Server, ServeSettings, run
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_response, read_to_end, read_until, request
 
@@ -210,3 +211,19 @@ def test_a_server_can_be_stopped_twice_and_before_it_starts(shared_engine):
         server.stop()
         server.stop(now=True)
     server.stop(now=True)
+
+
+def test_run_gives_the_server_all_that_it_is_given(monkeypatch):
+    given: dict[str, object] = {}
+
+    class Recorded:
+        def __init__(self, models: object, settings: object, **options: object) -> None:
+            given.update(options)
+
+        def serve(self, *_: object) -> None: ...
+
+    monkeypatch.setattr("kvcellar.serve.server.Server", Recorded)
+    names = set(inspect.signature(Server.__init__).parameters) - {"self", "models", "settings"}
+    wanted = {name: object() for name in names}
+    run(None, None, **wanted)
+    assert given == wanted

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -22,6 +23,7 @@ from kvcellar.serve.key_ring import Keys
 from kvcellar.serve.keys import permission_warning, read_keys
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import MetricsCompat, ServeSettings
+from kvcellar.serve.traces import open_traces, wanted
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -50,6 +52,11 @@ SERVER_OPTIONS = (
     "--metrics-key-file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="The same for keys of /metrics alone. $KVCELLAR_METRICS_KEY, too.",
+)
+@click.option(
+    "--traces/--no-traces",
+    default=None,
+    help="Send OpenTelemetry spans. Default: if $OTEL_EXPORTER_OTLP_ENDPOINT is set. Needs kvcellar[otel].",
 )
 @click.option("--metrics-compat", type=click.Choice(get_args(MetricsCompat)), help="Add vLLM's names to /metrics.")
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated.")
@@ -118,6 +125,7 @@ def command(
     pin_file: Path | None,
     log_level: str,
     log_format: Format,
+    traces: bool | None,
     pull: bool,
     quiet: bool,
     **options: Any,
@@ -137,13 +145,18 @@ def command(
     keys = read_keys(*files, os.environ)
     settings = ServeSettings(**server_options, **keys.fields())
     announce = partial(log.info, "%s") if log_format == "json" else partial(click.echo, err=True)
+    spans = open_traces() if wanted(traces, os.environ) else None
     pinned = read_pinned(pin_file) if pin_file is not None else []
     for model in models or (None,):
         download_missing(model, options["draft"], pull=pull, quiet=quiet)
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
-        with timer, hosted(models, quiet=quiet or log_format == "json", **options) as (host, library, engines):
+        with (
+            timer,
+            closing(spans) if spans else nullcontext(),
+            hosted(models, quiet=quiet or log_format == "json", **options) as (host, library, engines),
+        ):
             for engine in engines:
                 announce(f"{engine.model.name}: {engine.capacity()}")
             if pinned:
@@ -165,6 +178,7 @@ def command(
                 mount=inspector,
                 listener=listener,
                 read_keys=partial(read_again, *files) if any(files) else None,
+                traces=spans,
                 ready=ready,
                 signalled=timer.signalled,
             )

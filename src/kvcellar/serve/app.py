@@ -19,6 +19,7 @@ from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
 from kvcellar.serve.openai.routes import openai_routes
 from kvcellar.serve.records import Records
+from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.responses_api.routes import responses_routes
 from kvcellar.serve.shared import Shared
 
@@ -28,6 +29,12 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
     settings, mounted = shared.settings, mount(shared)
     records = Records() if settings.admin_digests else None
     requests = RequestCounts()
+
+    def ended(request: RequestLog) -> None:
+        requests.ended(request)
+        if shared.traces is not None:
+            shared.traces.ended(request)
+
     app = Starlette(
         routes=[
             *health_routes(shared),
@@ -48,7 +55,7 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
                 keys=shared.keys,
                 drain=shared.drain,
                 records=records,
-                ended=requests.ended,
+                ended=ended,
                 mounted=mounted,
             )
         ],

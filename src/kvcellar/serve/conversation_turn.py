@@ -38,6 +38,11 @@ class ConversationTurn:
         self._working = self._ended = False
 
     @property
+    def name(self) -> str | None:
+        """Of the conversation that the request continues."""
+        return self._held.info.name if self._held is not None else None
+
+    @property
     def begun(self) -> bool:
         return self._prompt is not None
 

@@ -87,6 +87,7 @@ class GenerationHandler:
                 read = self._parse(engine, sent, caller)
                 prepared, prompts = prepare(engine, read.request, naming, turn)
                 log.set_prompts(prompts)
+                log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name
                 retention = allowed(prepared.retention, scope, server.settings)
                 request.submit(
                     engine,

@@ -20,6 +20,7 @@ from urllib.parse import quote
 from starlette.types import Scope
 
 from kvcellar.events import Delta, Done, Event, Finished
+from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.buckets import SECONDS, Buckets
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.speculations import draft_counts
@@ -29,6 +30,7 @@ log = logging.getLogger("kvcellar.serve")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _KEY = "kvcellar.request_log"  # in the scope of a request
 _MAX_PATH = 200  # characters
+_MAX_TRACE = 512  # characters of a header
 LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a log line, in their order
     {
         "request_id": "id of the request, also in the header `x-request-id` of the response",
@@ -65,6 +67,10 @@ class RequestLog:
     namespace: str = ""
     owner: str = ""
     key: str | None = None  # name of the key
+    params: SamplingParams | None = None
+    stream: bool = False
+    conversation: str | None = None  # that it continues
+    trace: Mapping[str, str] = field(default_factory=dict[str, str])  # `traceparent` and `tracestate` as sent
     prompts: int = 0
     servable: Servable | None = None  # the model, once it is known
     recorded: bool = False  # see `records`
@@ -85,6 +91,11 @@ class RequestLog:
             text = ids[0].decode("latin-1") if len(ids) == 1 else ""
             route = quote(scope["path"][:_MAX_PATH], safe="/:@", errors="replace")
             request = cls(text if _ID.fullmatch(text) else new_id(), scope["method"][:20], route)
+            request.trace = {
+                name.decode(): value.decode("latin-1")[:_MAX_TRACE]
+                for name, value in scope["headers"]
+                if name in (b"traceparent", b"tracestate")
+            }
             scope[_KEY] = request
         return request
 

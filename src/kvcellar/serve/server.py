@@ -35,6 +35,7 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared
+from kvcellar.serve.traces import Traces
 
 BACKLOG = 512  # connections that wait to be accepted
 NOTIFY_SECONDS = 1.0  # to send the error to clients whose requests were cancelled
@@ -50,6 +51,7 @@ def run(
     mount: Mount = nothing,
     listener: socket.socket | None = None,
     read_keys: Callable[[], Keys] | None = None,
+    traces: Traces | None = None,
     ready: Callable[[str], None] | None = None,
     signalled: Callable[[int], None] = lambda number: None,
 ) -> None:
@@ -59,18 +61,26 @@ def run(
     `mount` returns the routes of other packages. `listener` is a socket returned by `bind` for these settings; None:
     one is made. Raises `BadRequest` if the server cannot listen on the address.
     """
-    Server(models, settings, library=library, tools=tools, mount=mount, listener=listener, read_keys=read_keys).serve(
-        ready, signalled
+    server = Server(
+        models,
+        settings,
+        library=library,
+        tools=tools,
+        mount=mount,
+        listener=listener,
+        read_keys=read_keys,
+        traces=traces,
     )
+    server.serve(ready, signalled)
 
 
 class Server:
     """One server. Either call `serve()` in the main thread, or use it as a context manager that runs it in a thread.
 
     `models` is an engine, or a host of several, which has its models from `library`; `tools` create models there.
-    `read_keys` reads the keys, now and when they are to be reloaded; None: they are those of the settings. The caller
-    closes it after the server. It listens from the constructor on: `url` has the actual port. Raises `BadRequest` if
-    it cannot listen.
+    `read_keys` reads the keys, now and when they are to be reloaded; None: they are those of the settings. `traces`
+    makes spans of requests. The caller closes models and traces after the server. It listens from the constructor on:
+    `url` has the actual port. Raises `BadRequest` if it cannot listen.
     """
 
     def __init__(
@@ -83,6 +93,7 @@ class Server:
         mount: Mount = nothing,
         listener: socket.socket | None = None,
         read_keys: Callable[[], Keys] | None = None,
+        traces: Traces | None = None,
     ) -> None:
         host = models if isinstance(models, Host) else hosting(models)
         self._socket = listener or bind(settings)
@@ -92,7 +103,7 @@ class Server:
         self.url = f"http://{address}:{self.port}"
         drain, self._threads, self._engines = Drain(), ReaderThreads(), EngineCounts(host)
         bodies, self.keys = BodyBudget(settings.bodies_bytes), KeyRing(settings, read_keys)
-        shared = Shared(host, settings, self._threads, bodies, drain, self._engines, self.keys, library, tools)
+        shared = Shared(host, settings, self._threads, bodies, drain, self._engines, self.keys, library, traces, tools)
         app = _SuppressCancelled(build_app(shared, mount))
         self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
         if self.keys.reloads:

@@ -11,6 +11,7 @@ from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.traces import Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,4 +24,5 @@ class Shared:
     engines: EngineCounts
     keys: KeyRing
     library: Library | None = None
+    traces: Traces | None = None
     tools: Tools | None = None  # that create models of the library

@@ -29,6 +29,7 @@ from kvcellar.bench.run import (
     REVERTIBLE,
     SPECULATE,
     START,
+    STRUCTURED,
     THREADS,
     TURNS,
     TWO_MODELS,
@@ -81,6 +82,7 @@ ALONE = (
         SPECULATE,
         DRAFTS,
         TWO_MODELS,
+        STRUCTURED,
         OTHER_KINDS,
     ),
     LINEAR,
@@ -271,6 +273,13 @@ def test_the_stalls_of_a_stream_beside_a_load_are_measured(capsys: pytest.Captur
     assert 0 < found["median"] <= found["worst"]
     assert 0 < found["worst_loading"]
     assert found["load_seconds"] > 0
+
+
+def test_masks_are_measured_beside_a_step(capsys: pytest.CaptureFixture[str]):
+    run(quick=True, only=STRUCTURED)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["structured"]
+    assert set(found) == {"2"}
+    assert all(value > 0 for value in found["2"].values())
 
 
 def test_unknown_workload_is_refused_by_name():

@@ -202,6 +202,36 @@ def test_a_grammar_that_reaches_a_limit_fails_its_request_and_no_other(engine: E
     engine.check()
 
 
+LONG = {"type": "string", "minLength": 500, "maxLength": 1000}
+UNKIND = {  # with the levels of objects that are put around it: those with any are refused
+    "nested objects": ({"properties": {"a": {}}}, 200),
+    "many properties": ({"type": "object", "properties": {f"p{i}": {"maxLength": i} for i in range(2000)}}, 0),
+    "many values": ({"enum": [f"value {i * 7919 % 10_000}" for i in range(10_000)]}, 0),
+    "long bounds": ({"type": "array", "items": LONG, "minItems": 500}, 0),
+    "nullable repeats": ({"type": "string", "pattern": "^" + "(a?){30}" * 30 + "$"}, 0),
+    "backtracking": ({"type": "string", "pattern": "^(a+)+$"}, 0),
+    "states": ({"type": "string", "pattern": "^(a|b)*a(a|b){60}$"}, 0),
+    "alternatives": ({"anyOf": [{"type": "object", "properties": {f"k{i}": {"$ref": "#"}}} for i in range(100)]}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNKIND)
+def test_unkind_schemas_are_refused_answered_or_fail_alone_and_never_hang(engine: Engine, name: str) -> None:
+    schema, levels = UNKIND[name]
+    for _ in range(levels):
+        schema = {"properties": {"a": schema}}
+    ears = []
+    try:
+        asks = [("x", {"temperature": 1.0, "seed": 2, "max_tokens": 12, "constraint": Constraint.json_schema(schema)})]
+        ears = batch(engine, [*asks, ("x", {"temperature": 0.0, "max_tokens": 4})])
+    except BadRequest:
+        assert levels, "this one can be honoured"
+        return
+    assert isinstance(ears[0].error, ConstraintFailed | None)
+    assert ears[1].error is None, "the one beside it"
+    engine.check()
+
+
 def test_as_many_choices_as_there_may_be_each_have_a_matcher_of_their_own(engine: Engine) -> None:
     most = min(MAX_CHOICES, engine._built.intake.most_completions)
     found = engine.generate("x", n=most, temperature=2.0, max_tokens=8, constraint=Constraint.regex("[ab]{4}"))

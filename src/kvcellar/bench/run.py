@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvcellar.bench import against, attention, drafts, linear, report, speculate, start, two_models
+from kvcellar.bench import against, attention, drafts, linear, report, speculate, start, structured, two_models
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.compared import run_kinds
 from kvcellar.bench.conversation import QUICK, Script, conversation
@@ -40,11 +40,11 @@ BOOKKEEPING = "bookkeeping"
 TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragmented"
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
-OTHER_KINDS, ATTENTION, THREADS = "kinds", "attention", "threads"
+OTHER_KINDS, ATTENTION, THREADS, STRUCTURED = "kinds", "attention", "threads", "structured"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
     *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
-    *(THREADS, *KINDS),
+    *(THREADS, STRUCTURED, *KINDS),
 )
 PROFILES: Mapping[str, Callable[[Scale], Prompts]] = MappingProxyType(
     {
@@ -70,8 +70,9 @@ def run(
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
     `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` (or one of them),
-    `attention` and `threads` are measured only if named, because they take longer or run processes. `beside` is another
-    system whose cache is counted on the traces of `replay`. `record` is a setting of the engines of `RECORDING`.
+    `attention`, `structured` and `threads` are measured only if named, because they take longer or run processes.
+    `beside` is another system whose cache is counted on the traces of `replay`. `record` is a setting of the engines of
+    `RECORDING`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -94,6 +95,7 @@ def run(
         DRAFTS: partial(run_drafts, quick=quick),
         TWO_MODELS: partial(run_two_models, quick=quick, threads=threads),
         LINEAR: partial(run_linear, quick=quick, threads=threads),
+        STRUCTURED: partial(run_structured, quick=quick),
         OTHER_KINDS: by_kind,
         **{name: partial(by_kind, only=name) for name in KINDS},
     }
@@ -166,6 +168,17 @@ def run_linear(*, quick: bool = False, threads: int = 1) -> None:
     about = report.about(parameters=0, threads=threads, quick=quick)
     by_type = {dtype: {rows: one._asdict() for rows, one in by_rows.items()} for dtype, by_rows in found.items()}
     print(json.dumps({**about, "linear": by_type}), flush=True)
+
+
+def run_structured(*, quick: bool = False) -> None:
+    """Print what masks of constrained answers cost beside a step, and the same as one line of JSON."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        found = structured.structured(structured.SMALLEST if quick else structured.Extent(), Path(directory))
+    _print(list(structured.lines(found)))
+    about = report.about(parameters=0, threads=1, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "structured": {str(n): one._asdict() for n, one in found.items()}}), flush=True)
 
 
 def run_attention(*, quick: bool = False, threads: int = 1) -> None:

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcellar.sample.matcher import WORD_BITS
 from kvcellar.sample.sampler import Sampler
+
+MINUS_INFINITY = -(2**23)  # the bits of a float32 as an int32
 
 
 def forbid_unmatched(scores: Tensor, samplers: Sequence[Sampler]) -> None:
@@ -28,17 +31,20 @@ def forbid_unmatched(scores: Tensor, samplers: Sequence[Sampler]) -> None:
         samplers[row].fill_mask(mask)
     np.invert(masks, out=masks)
     if scores.device.type == "cpu":
+        penalties = torch.empty(scores.shape[1], dtype=torch.int32, device="cpu")
         for mask, row in zip(masks, rows, strict=True):
-            scores[row].masked_fill_(_spread_on_host(mask, scores.shape[1]), -torch.inf)
+            scores[row].add_(_penalise(penalties, mask))
         return
     of_rows = slice(None) if len(rows) == len(samplers) else torch.tensor(rows, device=scores.device)
     forbidden = _spread(bits.to(scores.device, non_blocking=True), scores.shape[1])
     scores[of_rows] = scores[of_rows].masked_fill(forbidden, -torch.inf)
 
 
-def _spread_on_host(mask: np.ndarray, vocab: int) -> Tensor:
-    """A bit of each token as a bool: [words] -> [V]. Ten times faster than shifts of torch."""
-    return torch.from_numpy(np.unpackbits(mask.view(np.uint8), count=vocab, bitorder="little")).view(torch.bool)
+def _penalise(penalties: Tensor, mask: NDArray[np.int32]) -> Tensor:
+    """`penalties` [V] overwritten with 0 or minus infinity for each token of a mask [words], as float32. To add them
+    takes a quarter of the time of `masked_fill_`, which branches for each score."""
+    bits = np.unpackbits(mask.view(np.uint8), count=len(penalties), bitorder="little")
+    return penalties.copy_(torch.from_numpy(bits)).mul_(MINUS_INFINITY).view(torch.float32)
 
 
 def _spread(bits: Tensor, vocab: int) -> Tensor:

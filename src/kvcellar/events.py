@@ -25,6 +25,7 @@ class TokenLogprob:
 class PromptScored:
     """The tokens of the prompt, with their log-probabilities; None for the first, before which nothing is."""
 
+    token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
 
 

@@ -190,7 +190,7 @@ class SequenceManager:
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
             read = fetch.read_back if fetch is not None else ReadBack()
-            most = completion.reusable if request.reading is not None else None
+            most = completion.reusable if request.prompt_reading is not None else None
             recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner, most=most)
             if (rewrite := request.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)

@@ -1,11 +1,11 @@
-"""prompt_rows: the rows of one step that requests read of their prompts (`reading.py`)."""
+"""prompt_rows: the rows of one step that requests read of their prompts (`prompt_reading.py`)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from kvcellar.engine.reading import Pooled, Reading, to_read
+from kvcellar.engine.prompt_reading import Pooled, PromptReading, to_read
 from kvcellar.engine.request import Completion
 from kvcellar.engine.scheduler import Scheduled
 from kvcellar.sample.score import scored
@@ -15,7 +15,7 @@ class _Part(NamedTuple):
     """Rows of the step, the first of which is at `start` of the prompt."""
 
     completion: Completion
-    reading: Reading
+    reading: PromptReading
     rows: range
     start: int
 
@@ -27,7 +27,7 @@ class PromptRows:
         self._parts: list[_Part] = []
         first = 0
         for completion, tokens, drafts in scheduled:
-            reading, at = completion.request.reading, completion.computed
+            reading, at = completion.request.prompt_reading, completion.computed
             if reading is not None and not reading.done:
                 rows = to_read(reading, at, tokens)
                 self._parts.append(

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypedDict, cast
 
-from kvcellar.engine.reading import Pooled, PoolingMode, PromptLogprobs, Reading, to_read
+from kvcellar.engine.prompt_reading import Pooled, PoolingMode, PromptLogprobs, PromptReading, to_read
 from kvcellar.events import (
     Delta,
     Done,
@@ -116,7 +116,7 @@ class Request:
     adapter: AdapterUse | None = None
     pooling: PoolingMode | None = None
     reply: ReplyReading | None = None
-    reading: Reading | None = field(init=False, default=None)  # of its prompt; None: nothing is read of it
+    prompt_reading: PromptReading | None = field(init=False, default=None)  # None: nothing is read of it
     space: str = field(init=False)
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
@@ -136,9 +136,9 @@ class Request:
     def __post_init__(self) -> None:
         self.stops = Stops(self.params.stop)
         if self.pooling is not None:
-            self.reading = Pooled(self.prompt, self.pooling)
+            self.prompt_reading = Pooled(self.prompt, self.pooling)
         elif self.params.prompt_logprobs is not None:
-            self.reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
+            self.prompt_reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
         digest = self.adapter.digest if self.adapter is not None else ""
         self.space = with_adapter(self.namespace, digest) if digest else self.namespace
 
@@ -221,18 +221,18 @@ class Completion:
     @property
     def reads(self) -> bool:
         """Does its request read rows that are still to be computed?"""
-        return self.request.reading is not None and not self.request.reading.done
+        return self.request.prompt_reading is not None and not self.request.prompt_reading.done
 
     @property
     def reusable(self) -> int:
         """How many of its first tokens need not be computed where memory has them: all but the last, and but those
         that are still read."""
-        reading, most = self.request.reading, len(self.tokens) - 1
+        reading, most = self.request.prompt_reading, len(self.tokens) - 1
         return most if reading is None or reading.done else min(most, reading.known)
 
     def scored(self, tokens: int) -> range:
         """Which of its next tokens, counted from 0, have logits that its request reads."""
-        reading = self.request.reading
+        reading = self.request.prompt_reading
         return range(0) if reading is None or isinstance(reading, Pooled) else to_read(reading, self.computed, tokens)
 
     @property

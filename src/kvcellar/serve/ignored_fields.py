@@ -22,7 +22,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted only w
     {
         # OpenAI's
         "audio": (None,),
-        "echo": (None, False),
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
         "modalities": (None, ["text"]),
@@ -59,7 +58,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted only w
         "mm_processor_kwargs": (None, {}),
         "priority": (None, 0),
         "prompt_embeds": (None,),
-        "prompt_logprobs": (None,),
         "repetition_detection": (None,),
         "skip_special_tokens": (None, True),
         "thinking_token_budget": (None,),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvcellar.events import Delta, Done, Event, Finished
+from kvcellar.events import Delta, Done, Event, Finished, PromptScored
 from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.speculations import draft_counts
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning, ReplyReader
@@ -54,6 +54,7 @@ class Replies:
         self.prepared = prepared
         self.replies = [Reply(index, prepared.reader()) for index in range(prepared.choices)]
         self.done: dict[int, Done] = {}  # by number of the prompt
+        self.scored: dict[int, PromptScored] = {}  # likewise, before any part of its choices
 
     def parts(self, batch: Sequence[tuple[int, Event]]) -> Iterator[ReplyPart]:
         """The parts that the events of `batch` add, in their order."""
@@ -69,8 +70,14 @@ class Replies:
                     yield ReplyPart(reply, reply.reader.end(event), end=event)
                 case Done():
                     self.done[number] = event
+                case PromptScored():
+                    self.scored[number] = event
                 case _:
                     pass
+
+    def prompt_of(self, reply: Reply) -> int:
+        """The number of its prompt."""
+        return reply.index // self.prepared.params.n
 
     def _reply(self, number: int, choice: int) -> Reply:
         return self.replies[number * self.prepared.params.n + choice]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.chat_request import Json
-from kvcellar.serve.openai.logprobs import TokenText, finite
+from kvcellar.serve.openai.logprobs import TokenText, finite, top_by_text
 from kvcellar.serve.replies import ReplyPart, WholeReply
 
 
@@ -12,6 +12,7 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     object_type = "text_completion"
     chunk_type = "text_completion"
+    scores_choices = True
 
     def first_chunk(self) -> Json | None:
         return None
@@ -29,13 +30,6 @@ class CompletionFormat:
         return {
             "tokens": (tokens.text(entry.token_id) for entry in entries),
             "token_logprobs": (finite(entry.logprob) for entry in entries),
-            "top_logprobs": (self._top(entry, tokens) for entry in entries),
+            "top_logprobs": (top_by_text(entry, tokens) for entry in entries),
             "text_offset": iter(offsets),
         }
-
-    def _top(self, entry: TokenLogprob, tokens: TokenText) -> dict[str, float]:
-        """The most likely tokens and the sampled one. Of tokens with equal text only the most likely is included."""
-        top: dict[str, float] = {}
-        for token, logprob in sorted([*entry.top, (entry.token_id, entry.logprob)], key=lambda one: -one[1]):
-            top.setdefault(tokens.text(token), finite(logprob))
-        return top

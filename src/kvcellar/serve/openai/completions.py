@@ -4,6 +4,7 @@ from functools import partial
 
 from kvcellar.serve.chat_request import TextRequest
 from kvcellar.serve.openai.completion_format import CompletionFormat
+from kvcellar.serve.openai.echo import Echo
 from kvcellar.serve.openai.fields import (
     CommonBody,
     checked,
@@ -25,6 +26,9 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have 
 class CompletionBody(CommonBody):
     prompt: object  # OpenAI: a string, token ids, or a list of either with up to 256 prompts
     logprobs: int | None = None  # OpenAI: up to 20
+    # OpenAI: the prompt is in front of the text, and its tokens in front of those of `logprobs`; `max_tokens` may be 0
+    # then, which scores the prompt only
+    echo: bool | None = None
     best_of: int | None = None  # OpenAI: accepted if it equals `n`
     add_special_tokens: bool | None = None  # vLLM: `false`: encode the prompt without begin-of-text and end-of-text
 
@@ -42,15 +46,25 @@ def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Gene
         "max_tokens": COMPLETION_TOKENS if most is None else most,
     }
     continued = body.conversation is not None
+    if body.echo:
+        given["prompt_logprobs"] = _scored(body)
     request = TextRequest(
         prompts=[one_prompt(body.prompt)] if continued else _prompts(body.prompt),
         special=body.add_special_tokens,
         sampling=given,
         **common(body),
     )
-    return Generation(
-        request, partial(ResponseWriter, engine, response_options(engine, body, caller), CompletionFormat())
-    )
+    echo = Echo(engine, request.prompts) if body.echo else None
+    options = response_options(engine, body, caller)
+    return Generation(request, partial(ResponseWriter, engine, options, CompletionFormat(), echo=echo))
+
+
+def _scored(body: CompletionBody) -> int | None:
+    """How many of the most likely tokens are wanted at each place of an echoed prompt; None: no log-probabilities."""
+    if body.conversation is not None:
+        raise invalid("echo", "echo must not be true with conversation, which has its own prompt")
+    wanted = [most for most in (body.logprobs, body.prompt_logprobs) if most is not None]
+    return max(wanted, default=0 if body.max_tokens == 0 else None)
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

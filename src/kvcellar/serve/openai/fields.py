@@ -59,6 +59,9 @@ class CommonBody(StrictModel):
     return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
     return_recall: bool | None = None  # kvcellar: `usage` has `recall`, what came from memory and why it was not more
     return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
+    # vLLM: log-probabilities of the prompt's tokens and of this many of the most likely in their place, up to 20; not
+    # in a stream. See [scoring](../howto/score-text.md)
+    prompt_logprobs: int | None = None
     # OpenAI: most new tokens. Default: the model's; else 16 for a completion, and up to the context for a chat
     max_tokens: int | None = None
     min_tokens: int | None = None  # vLLM: end-of-text and stop ids are banned before this many tokens
@@ -128,6 +131,7 @@ class ResponseOptions:
     recall_texts: bool  # with what may be the text of other requests of the namespace
     token_ids: bool  # return the ids beside the text
     tokens_as_ids: bool  # in logprobs, write a token as "token_id:N"
+    prompt_logprobs: int | None = None  # return those of the prompt, as vLLM does
 
 
 def checked(
@@ -149,6 +153,8 @@ def checked(
     body = validated(kind, fields)
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs", "prompt_logprobs needs stream to be false; echo has them in a stream")
     return body
 
 
@@ -195,6 +201,7 @@ def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> 
         recall_texts=caller.sees_texts,
         token_ids=bool(body.return_token_ids) or not engine.model.has_text,
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
+        prompt_logprobs=body.prompt_logprobs,
     )
 
 

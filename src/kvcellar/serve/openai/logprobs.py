@@ -41,8 +41,12 @@ class Tokens:
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     offsets: list[int] = field(default_factory=list[int])  # of each token, in characters of this choice's text
-    _length: int = 0  # characters of text so far
+    _length: int = 0  # characters of text so far, and of what is in front of it
     _pending: int = 0  # characters of tokens whose text has not arrived yet
+
+    def put_in_front(self, text: str) -> None:
+        """Before the first token."""
+        self._length = len(text)
 
     def add(self, delta: Delta, tokens: TokenText) -> None:
         self.ids += delta.token_ids
@@ -56,6 +60,14 @@ class Tokens:
 
     def mark_sent(self) -> None:
         self.ids, self.logprobs, self.offsets = [], [], []
+
+
+def top_by_text(entry: TokenLogprob, tokens: TokenText) -> dict[str, float]:
+    """The most likely tokens and the token itself. Of tokens with equal text only the most likely is included."""
+    top: dict[str, float] = {}
+    for token, logprob in sorted([*entry.top, (entry.token_id, entry.logprob)], key=lambda one: -one[1]):
+        top.setdefault(tokens.text(token), finite(logprob))
+    return top
 
 
 def finite(logprob: float) -> float:

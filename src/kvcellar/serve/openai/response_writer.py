@@ -18,6 +18,7 @@ from uuid import uuid4
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import Json
+from kvcellar.serve.openai.echo import Echo, prompt_logprobs
 from kvcellar.serve.openai.fields import ResponseOptions
 from kvcellar.serve.openai.logprobs import Tokens, TokenText
 from kvcellar.serve.openai.usage import timings, usage, usage_so_far
@@ -35,6 +36,7 @@ class ResponseFormat(Protocol):
     id_prefix: str
     object_type: str
     chunk_type: str
+    scores_choices: bool  # whether `prompt_logprobs` are in each choice, or in the response
 
     def first_chunk(self) -> Json | None:
         """What the first chunk of a choice contains before any text, if there is such a chunk."""
@@ -59,11 +61,24 @@ class ResponseWriter:
 
     media_type = SSE
 
-    def __init__(self, engine: ServedEngine, wanted: ResponseOptions, form: ResponseFormat, replies: Replies) -> None:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        wanted: ResponseOptions,
+        form: ResponseFormat,
+        replies: Replies,
+        *,
+        echo: Echo | None = None,
+    ) -> None:
+        """`echo`: the prompts, if they are in front of the completions."""
         self._engine, self._wanted, self._format, self._replies = engine, wanted, form, replies
+        self._echo, self._opened = echo, set[int]()
         self._text = TokenText(engine, wanted.tokens_as_ids)
         self._wholes = [WholeReply() for _ in replies.replies]
         self._tokens = [Tokens() for _ in replies.replies]
+        for reply, tokens in zip(replies.replies, self._tokens, strict=True):
+            if echo is not None:
+                tokens.put_in_front(echo.text(replies.prompt_of(reply)))
         self.id = form.id_prefix + uuid4().hex
         self._head: Json = {
             "id": self.id,
@@ -81,7 +96,15 @@ class ResponseWriter:
 
     def response(self) -> Json:
         choices = [self._whole(reply) for reply in self._replies.replies]
-        return self._record(self._format.object_type, choices) | self._totals()
+        whole = self._record(self._format.object_type, choices) | self._totals()
+        if self._wanted.prompt_logprobs is not None and not self._format.scores_choices:
+            whole["prompt_logprobs"] = self._scores(self._replies.replies[0])
+        return whole
+
+    def _scores(self, reply: Reply) -> Iterator[Json | None]:
+        """The `prompt_logprobs` of vLLM."""
+        scored, most = self._replies.scored[self._replies.prompt_of(reply)], self._wanted.prompt_logprobs
+        return prompt_logprobs(scored, most or 0, self._text)
 
     def _whole(self, reply: Reply) -> Json:
         tokens = self._tokens[reply.index]
@@ -91,7 +114,14 @@ class ResponseWriter:
             fields["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if self._wanted.token_ids:
             fields["token_ids"] = iter(tokens.ids)
-        return fields
+        if self._wanted.prompt_logprobs is not None and self._format.scores_choices:
+            fields["prompt_logprobs"] = self._scores(reply)
+        return fields if self._echo is None else self._echo.joined(self._opening(reply, self._echo), fields)
+
+    def _opening(self, reply: Reply, echo: Echo) -> Json:
+        """What is in front of a choice."""
+        number = self._replies.prompt_of(reply)
+        return echo.body(number, self._replies.scored.get(number), self._replies.prepared.params.logprobs, self._text)
 
     # -- a stream -----------------------------------------------------------------------------------------------
 
@@ -109,6 +139,9 @@ class ResponseWriter:
             bodies[-1] |= more
         if part.end is not None:
             bodies.append(self._format.empty() | self._end(reply))
+        if self._echo is not None and reply.index not in self._opened:
+            self._opened.add(reply.index)
+            bodies.insert(0, self._opening(reply, self._echo))
         return data_events(self._chunk(reply, body) for body in bodies)
 
     def _of_tokens(self, part: ReplyPart) -> Json:

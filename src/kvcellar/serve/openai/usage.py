@@ -46,7 +46,7 @@ def usage(replies: Replies) -> Json:
 
 def usage_so_far(replies: Replies, reply: Reply) -> Json:
     """The usage of one choice, without `prompt_tokens_details`, which are known only at the end."""
-    prompt = replies.prepared.prompt_tokens[reply.index // replies.prepared.params.n]
+    prompt = replies.prepared.prompt_tokens[replies.prompt_of(reply)]
     completion = reply.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

@@ -1,5 +1,5 @@
-"""reading: what a request reads of the rows of its own prompt: log-probabilities of its tokens, or hidden states. No
-torch; `prompt_rows.py` takes what is kept from the tensors of a step.
+"""prompt_reading: what a request reads of the rows of its own prompt: log-probabilities of its tokens, or hidden
+states. No torch; `prompt_rows.py` takes what is kept from the tensors of a step.
 
 The row of a token has the logits of the next one, and the hidden state after the last layer. Rows are read as prefill
 computes them, chunk by chunk; of the logits only the columns that are wanted are kept.
@@ -21,7 +21,7 @@ PoolingMode = Literal["last", "mean"]
 class PromptLogprobs:
     """The log-probability of each token, and of the `most` most likely ones in its place."""
 
-    def __init__(self, prompt: Sequence[int], most: int) -> None:
+    def __init__(self, prompt: tuple[int, ...], most: int) -> None:
         self._prompt, self.most = prompt, most
         self._found: list[TokenLogprob | None] = [None]
         self.known, self.end, self.done = 0, len(prompt) - 1, False
@@ -35,7 +35,7 @@ class PromptLogprobs:
         self.known += count
         self._found += values
         self.done = self.known == self.end
-        return PromptScored(tuple(self._found)) if self.done else None
+        return PromptScored(self._prompt, tuple(self._found)) if self.done else None
 
 
 class Pooled:
@@ -57,9 +57,9 @@ class Pooled:
         return Embedded(tuple(pooled.float().tolist()))
 
 
-Reading = PromptLogprobs | Pooled
+PromptReading = PromptLogprobs | Pooled
 
 
-def to_read(reading: Reading, computed: int, tokens: int) -> range:
+def to_read(reading: PromptReading, computed: int, tokens: int) -> range:
     """Which of the next `tokens` rows, counted from 0, are to be read, where `computed` tokens are in memory."""
     return range(max(0, reading.known - computed), max(0, min(reading.end - computed, tokens)))

@@ -43,6 +43,8 @@ class FakeModel:
     has_text: bool = True
     has_chat: bool = True
     default_sampling: SamplingParams = field(default_factory=SamplingParams)
+    special_tokens: Mapping[str, str] = field(default_factory=lambda: {"bos_token": "\x01"})
+    chat_template: str | None = "{{ messages }}"
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,9 @@ class FakeEngine:
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(ids).decode(errors="replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
 
     def render(
         self,

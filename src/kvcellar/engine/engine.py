@@ -18,10 +18,11 @@ from kvcellar.engine import intake
 from kvcellar.engine.batches import together
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
+from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
 from kvcellar.engine.replies import Replies
-from kvcellar.engine.request import HowOptions, Request, RequestOptions, fresh_seed, how_of, sampling_of
+from kvcellar.engine.request import HowOptions, Request, RequestOptions, SubmitOptions, fresh_seed, how_of, sampling_of
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings
@@ -85,6 +86,7 @@ class Engine:
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self._built.settings, self.model)
         self.adapters: Adapters = self._built.adapters  # those that requests can name
+        self.embeddings = Embeddings(weakref.ref(self), self._built)
         self.variants = Variants(self._built)  # models of the library on this engine
         self.replies = Replies(self._built.intake.codec)  # how answers are read: reasoning, content, calls of tools
         self._loop.start(self._built.runner)
@@ -162,7 +164,7 @@ class Engine:
         checkpoint_positions: Sequence[int] | None = None,
         breakpoints: Sequence[int] = (),
         namespace: str = "",
-        **how: Unpack[HowOptions],
+        **how: Unpack[SubmitOptions],
     ) -> Ticket:
         """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
         not block.
@@ -191,8 +193,9 @@ class Engine:
         size, use = prompts.take(len(prompt), params.n), None
         try:
             use = self.adapters.take(how.get("adapter")) if named else None
-            request = Request(prompt, params, deliver, session, positions, namespace, kept, rewrite, use)
-            request.reply = how.get("reading")
+            pooling, reply = how.get("pooling"), how.get("reading")
+            owned = (session, positions, namespace, kept, rewrite, use, pooling, reply)
+            request = Request(prompt, params, deliver, *owned)
             completion = self._built.intake.completion(request, seed)
             request.on_done = partial(self._built.intake.ended, request, size)
             self._loop.submit(request, completion)

@@ -50,7 +50,7 @@ class HowOptions(TypedDict, total=False):
     reading: ReplyReading | None
 
 
-class Use(HowOptions, total=False):
+class SubmitOptions(HowOptions, total=False):
     """`pooling`: the request ends with its prompt, and gives its hidden states, pooled that way."""
 
     pooling: PoolingMode | None

@@ -1,7 +1,7 @@
 """stats: what an engine serves and how it is doing, as records."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ class ModelCard:
     has_text: bool
     has_chat: bool
     default_sampling: SamplingParams
+    special_tokens: Mapping[str, str] = field(default_factory=dict[str, str])  # by role; empty without a tokenizer
+    chat_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ def model_card(built: "Built") -> ModelCard:
         has_text=built.intake.codec.has_text,
         has_chat=built.intake.codec.has_chat,
         default_sampling=default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name),
+        special_tokens=loaded.text.special if loaded.text is not None else {},
+        chat_template=loaded.text.chat_template if loaded.text is not None else None,
     )
 
 

@@ -32,6 +32,7 @@ class Variant:
     replies: ServedReplies
     adapter: str | None = None  # of its requests; "": none; None: that of requests which name none
     close: Callable[[], None] = _nothing
+    template: str | None = None  # of chats
 
 
 class Variants:
@@ -52,7 +53,7 @@ class Variants:
         codec = built.intake.codec.variant(template, preamble_of(model.manifest))
         render, replies = codec.render, Replies(codec)
         if not model.adapters:
-            return Variant(sampling, render, replies, adapter="")
+            return Variant(sampling, render, replies, adapter="", template=template)
         name = f"{shown_name(model)}@{model.id[:12]}"
         built.adapters.add(name, model.adapters)
-        return Variant(sampling, render, replies, name, partial(built.adapters.remove, name, wait=True))
+        return Variant(sampling, render, replies, name, partial(built.adapters.remove, name, wait=True), template)

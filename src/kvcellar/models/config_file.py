@@ -37,18 +37,30 @@ _DROPPED = frozenset({
 
 def read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file of bounded size."""
+    raw = _read(path)
+    if not isinstance(raw, dict):
+        raise ModelRefused(f"{path.name} holds a {type(raw).__name__}, not an object")
+    return raw
+
+
+def read_list(path: Path) -> list[Any]:
+    """The list in a JSON file of bounded size."""
+    raw = _read(path)
+    if not isinstance(raw, list):
+        raise ModelRefused(f"{path.name} holds a {type(raw).__name__}, not a list")
+    return raw
+
+
+def _read(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size > MOST_JSON:
             raise ModelRefused(f"{path.name} has {size} bytes; {MOST_JSON} are allowed")
-        raw = json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+        return json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
     except OSError as error:
         raise ModelRefused(f"{path.name} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelRefused(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelRefused(f"{path.name} holds a {type(raw).__name__}, not an object")
-    return raw
 
 
 def _number(found: dict[str, Any]) -> Any:

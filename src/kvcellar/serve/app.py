@@ -10,6 +10,7 @@ from kvcellar.serve.admin import admin_routes
 from kvcellar.serve.anthropic.routes import anthropic_routes
 from kvcellar.serve.api_errors import api_error
 from kvcellar.serve.conversations import conversation_routes
+from kvcellar.serve.embeddings import embedding_routes
 from kvcellar.serve.health import health_routes
 from kvcellar.serve.metrics.requests import RequestCounts
 from kvcellar.serve.metrics.routes import metrics_routes
@@ -22,6 +23,7 @@ from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.responses_api.routes import responses_routes
 from kvcellar.serve.shared import Shared
+from kvcellar.serve.tokenizing import tokenizing_routes
 
 
 def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
@@ -42,6 +44,8 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
             *openai_routes(shared),
             *responses_routes(shared),
             *anthropic_routes(shared),
+            *embedding_routes(shared),
+            *tokenizing_routes(shared),
             *conversation_routes(shared),
             *ollama_routes(shared),
             *library_routes(shared),

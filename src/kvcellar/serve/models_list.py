@@ -1,6 +1,10 @@
-"""models_list: the routes of OpenAI's API that list the models, those of the library too, loaded or not."""
+"""models_list: the routes of OpenAI's API that list the models, those of the library too, loaded or not.
+
+Clients of Anthropic's API read the same routes: the list and each model have its fields beside OpenAI's.
+"""
 
 import time
+from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,14 +24,18 @@ class ModelsHandler:
 
     async def list(self, request: Request) -> Response:
         models = await self._server.threads.for_listing(self._server.host.all)
-        return self._json({"object": "list", "data": list(map(self._model, models))})
+        data = list(map(self._model, models))
+        ends: Json = {"first_id": models[0].name if data else None, "last_id": models[-1].name if data else None}
+        return self._json({"object": "list", "data": data, "has_more": False} | ends)
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["name"]
         return self._json(self._model(await self._server.threads.for_listing(lambda: self._server.host.find(name))))
 
     def _model(self, servable: Servable) -> Json:
+        created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         fields: Json = {"id": servable.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
+        fields |= {"type": "model", "display_name": servable.name, "created_at": created}
         return fields if servable.context is None else fields | {"max_model_len": servable.context}
 
     def _json(self, value: object) -> Response:

@@ -11,7 +11,7 @@ from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.protocols import ServedCache, ServedEngine, ServedModel, Ticket
+from kvcellar.serve.protocols import ServedCache, ServedEmbeddings, ServedEngine, ServedModel, Ticket
 from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.template import RenderOptions
 
@@ -25,10 +25,20 @@ class NamedModel:
     vocab_size: int
     has_text: bool
     default_sampling: SamplingParams
+    special_tokens: Mapping[str, str]
+    chat_template: str | None
 
     @classmethod
     def of(cls, model: ServedModel, name: str, variant: Variant) -> "NamedModel":
-        return cls(name, model.context, model.vocab_size, model.has_text, variant.default_sampling)
+        return cls(
+            name,
+            model.context,
+            model.vocab_size,
+            model.has_text,
+            variant.default_sampling,
+            model.special_tokens,
+            variant.template,
+        )
 
 
 class NamedEngine:
@@ -52,6 +62,11 @@ class NamedEngine:
     def cache(self) -> ServedCache:
         return self._engine.cache
 
+    @property
+    def embeddings(self) -> ServedEmbeddings:
+        """Those of all models of the engine: requests name the adapter."""
+        return self._engine.embeddings
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
@@ -64,6 +79,9 @@ class NamedEngine:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._engine.decode(ids)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._engine.token_bytes(token)
 
     def render(
         self,

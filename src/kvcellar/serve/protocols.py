@@ -16,7 +16,7 @@ from kvcellar.text.template import RenderOptions
 
 
 class ServedModel(Protocol):
-    """`has_text`: whether there is a tokenizer."""
+    """`has_text`: whether there is a tokenizer; `special_tokens` are those that chat templates name."""
 
     @property
     def name(self) -> str: ...
@@ -28,6 +28,10 @@ class ServedModel(Protocol):
     def has_text(self) -> bool: ...
     @property
     def default_sampling(self) -> SamplingParams: ...
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+    @property
+    def chat_template(self) -> str | None: ...
 
 
 class Ticket(Protocol):
@@ -71,6 +75,36 @@ class ServedCache(Protocol):
     def import_from(self, source: Any) -> Any: ...
 
 
+class ServedEmbeddings(Protocol):
+    """May be used from any thread."""
+
+    def check(self, dimensions: int | None = None) -> None:
+        """Raises `BadRequest` where the model does not embed, or not in so many dimensions."""
+        ...
+
+    def tokens(self, text: str | Sequence[int], *, truncate: bool = False) -> Sequence[int]:
+        """With what the tokenizer puts around a text. Raises `PromptTooLong`, or truncates."""
+        ...
+
+    def submit(
+        self,
+        ids: Sequence[int],
+        *,
+        deliver: Callable[[Event], None],
+        namespace: str = "",
+        retention: RetentionOptions | None = None,
+        adapter: str | None = None,
+    ) -> Ticket:
+        """One `Embedded`, then `Finished` and `Done`. Raises what `ServedEngine.submit` raises."""
+        ...
+
+    def vector(
+        self, pooled: Sequence[float], dimensions: int | None = None, *, normalised: bool | None = None
+    ) -> tuple[float, ...]:
+        """`normalised`: of length 1; None: as the model says."""
+        ...
+
+
 class ServedEngine(Protocol):
     """`model`, `healthy` and `decode` of a few tokens are used on the event loop and must return quickly. All
     other methods are called from several threads at once; they may take long, but must not hold the interpreter lock
@@ -85,6 +119,8 @@ class ServedEngine(Protocol):
     @property
     def conversations(self) -> Conversations: ...
     @property
+    def embeddings(self) -> ServedEmbeddings: ...
+    @property
     def replies(self) -> ServedReplies: ...
 
     def stats(self) -> EngineStats:
@@ -96,6 +132,7 @@ class ServedEngine(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+    def token_bytes(self, token: int) -> bytes: ...
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -20,7 +20,10 @@ MemberKey = tuple[str, str]  # a name, and the id of its files
 def as_it_is(engine: ServedEngine) -> Variant:
     """The model that an engine was made for."""
     return Variant(
-        engine.model.default_sampling, lambda *given, **options: engine.render(*given, **options), engine.replies
+        engine.model.default_sampling,
+        lambda *given, **options: engine.render(*given, **options),
+        engine.replies,
+        template=engine.model.chat_template,
     )
 
 

@@ -1,0 +1,133 @@
+"""embedding_fields: the bodies of the routes for embeddings, and their responses."""
+
+import base64
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.messages import StrictModel
+from kvcellar.serve.ollama_fields import NamedBody
+from kvcellar.serve.parsing import Fields, validated
+
+MAX_INPUTS = 2048  # as OpenAI allows
+Json = dict[str, object]
+Vector = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """All vectors of a request, in order, and what they took: the name of the model, tokens, and seconds."""
+
+    model: str
+    vectors: Sequence[Vector]
+    tokens: int
+    cached: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest:
+    """`normalised`: of length 1; None: as the model says. `write` makes the response."""
+
+    inputs: Sequence[str | list[int]]
+    write: Callable[[Embedded], Json]
+    dimensions: int | None = None
+    truncate: bool = False
+    normalised: bool | None = None
+    salt: str | None = None
+    users: tuple[str | None, ...] = ()
+
+
+class EmbeddingsBody(StrictModel):
+    """docs/reference/http-fields.md is generated from the comments."""
+
+    model: str | None = None  # OpenAI: may be left out; otherwise the name in `/v1/models`
+    input: object  # OpenAI: a string, token ids, or a list of either with up to 2048 inputs
+    encoding_format: Literal["float", "base64"] | None = None  # OpenAI: base64 is of little-endian 32-bit floats
+    dimensions: int | None = Field(default=None, ge=1, le=2**20)  # OpenAI: only of models that declare Matryoshka
+    cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
+    user: str | None = None  # OpenAI: the request shares memory only with those of the same user
+
+
+class EmbedBody(NamedBody):
+    input: Any = None
+    truncate: bool | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=2**20)
+
+
+class EmbeddingBody(NamedBody):
+    prompt: str | None = None
+
+
+def parse_embeddings(sent: Fields) -> EmbeddingRequest:
+    """A body of `/v1/embeddings`. Raises `ApiError`."""
+    body = validated(EmbeddingsBody, sent)
+    encode = _base64 if body.encoding_format == "base64" else list[float]
+
+    def write(found: Embedded) -> Json:
+        data = ({"object": "embedding", "index": at, "embedding": encode(v)} for at, v in enumerate(found.vectors))
+        usage = {
+            "prompt_tokens": found.tokens,
+            "total_tokens": found.tokens,
+            "prompt_tokens_details": {"cached_tokens": found.cached},
+        }
+        return {"object": "list", "data": data, "model": found.model, "usage": usage}
+
+    inputs = _inputs(body.input, empty=False)
+    return EmbeddingRequest(
+        inputs=inputs, write=write, dimensions=body.dimensions, salt=body.cache_salt, users=(body.user,)
+    )
+
+
+def parse_embed(sent: Fields) -> EmbeddingRequest:
+    """A body of Ollama's `/api/embed`: vectors of length 1, of texts that are truncated unless `truncate` is false."""
+    body = validated(EmbedBody, sent)
+    inputs = [] if body.input in (None, "") else _inputs(body.input, empty=True)
+
+    def write(found: Embedded) -> Json:
+        return {
+            "model": body.named,
+            "embeddings": iter(found.vectors),
+            "total_duration": int(1e9 * found.seconds),
+            "load_duration": 0,
+            "prompt_eval_count": found.tokens,
+        }
+
+    truncate = body.truncate is not False
+    return EmbeddingRequest(inputs=inputs, write=write, dimensions=body.dimensions, truncate=truncate, normalised=True)
+
+
+def parse_embedding(sent: Fields) -> EmbeddingRequest:
+    """A body of Ollama's older `/api/embeddings`: one vector, as it was pooled."""
+    body = validated(EmbeddingBody, sent)
+    inputs = [body.prompt] if body.prompt else []
+
+    def write(found: Embedded) -> Json:
+        return {"embedding": found.vectors[0] if found.vectors else []}
+
+    return EmbeddingRequest(inputs=inputs, write=write, truncate=True, normalised=False)
+
+
+def _inputs(value: object, *, empty: bool) -> list[Any]:
+    """One input is a text or a list of token ids. `empty`: texts may be."""
+    inputs = [value] if isinstance(value, str) or _are_ids(value) else value
+    if isinstance(inputs, list) and len(inputs) > MAX_INPUTS:
+        message = f"input has {len(inputs)} items; at most {MAX_INPUTS} are allowed in one request"
+        raise ApiError(400, message, "input", "invalid_value")
+    texts = isinstance(inputs, list) and all(isinstance(one, str) and (one or empty) for one in inputs)
+    if not isinstance(inputs, list) or not inputs or not (texts or all(map(_are_ids, inputs))):
+        forms = "a string, a list of strings, a list of token ids, or a list of such lists"
+        raise ApiError(400, f"input must be {forms}; none of them empty", "input", "invalid_value")
+    return inputs
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def _base64(vector: Vector) -> str:
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -1,0 +1,144 @@
+"""embeddings: the routes that return vectors of texts: OpenAI's `/v1/embeddings`, Ollama's `/api/embed` and
+`/api/embeddings`.
+
+They are served by models whose directory says how hidden states are pooled; others are refused. The inputs of a request
+are submitted in groups, so that one request does not fill the queue of the engine.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.engine.embeddings import PARAMS
+from kvcellar.events import Embedded as Pooled
+from kvcellar.events import Event
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.embedding_fields import (
+    Embedded,
+    EmbeddingRequest,
+    Json,
+    Vector,
+    parse_embed,
+    parse_embedding,
+    parse_embeddings,
+)
+from kvcellar.serve.http_request import HttpRequest
+from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.named_engine import NamedEngine
+from kvcellar.serve.namespaces import namespace
+from kvcellar.serve.parsing import Fields
+from kvcellar.serve.protocols import ServedEngine, Ticket
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.retained import allowed
+from kvcellar.serve.sending import send_json, until_disconnected
+from kvcellar.serve.shared import Shared
+
+GROUP = 32  # inputs that are submitted at once
+
+Parse = Callable[[Fields], EmbeddingRequest]
+
+
+def embedding_routes(server: Shared) -> list[Route]:
+    return [
+        Route("/v1/embeddings", EmbeddingHandler(server, parse_embeddings), methods=["POST"]),
+        Route("/api/embed", EmbeddingHandler(server, parse_embed), methods=["POST"]),
+        Route("/api/embeddings", EmbeddingHandler(server, parse_embedding), methods=["POST"]),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose inputs are tokens."""
+
+    request: EmbeddingRequest
+    prompts: Sequence[Sequence[int]]
+    namespace: str
+    retention: RetentionOptions
+
+
+class EmbeddingHandler:
+    """Handles the requests of one route. An ASGI application."""
+
+    def __init__(self, server: Shared, parse: Parse) -> None:
+        self._server, self._parse = server, parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, body = self._server, RequestBody(self._server.bodies)
+        try:
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            await until_disconnected(receive, self._respond(body, scope, send))
+        finally:
+            body.release()
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        await send_json(send, await self._answered(body, scope))
+
+    async def _answered(self, body: RequestBody, scope: Scope) -> Json:
+        """The response, when the model is not used any more."""
+        began, server, log = time.perf_counter(), self._server, RequestLog.of(scope)
+        with ExitStack() as stack:
+            use = stack.enter_context(ModelUse(server.host, server.threads, body))
+
+            def prepare(engine: NamedEngine, sent: Fields) -> Prepared:
+                log.servable, request, embeddings = use.servable, self._parse(sent), engine.embeddings
+                embeddings.check(request.dimensions)
+                prompts = [embeddings.tokens(one, truncate=request.truncate) for one in request.inputs]
+                log.set_prompts(prompts)
+                space = namespace(scope, server.settings.share_prefixes, request.salt, request.users)
+                return Prepared(request, prompts, space, allowed(NO_OPTIONS, scope, server.settings))
+
+            engine, prepared = await server.drain.run_before(use.run(prepare))
+            body.release()
+            request, log.namespace = prepared.request, prepared.namespace
+            vectors: list[Vector] = []
+            for start in range(0, len(prepared.prompts), GROUP):
+                for pooled in await self._pooled(engine, prepared, start, log):
+                    vectors.append(engine.embeddings.vector(pooled, request.dimensions, normalised=request.normalised))
+            cached = sum(one.usage.cached_tokens for one in log.done.values())
+            tokens = sum(map(len, prepared.prompts))
+            name = engine.model.name
+        return request.write(Embedded(name, vectors, tokens, cached, time.perf_counter() - began))
+
+    async def _pooled(self, engine: NamedEngine, prepared: Prepared, start: int, log: RequestLog) -> list[Vector]:
+        """The pooled hidden states of one group of inputs."""
+        server, group = self._server, prepared.prompts[start : start + GROUP]
+        found: dict[int, Vector] = {}
+        with ExitStack() as stack:
+            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events))
+            stack.enter_context(server.drain.on_start(request.refuse_if_queued))
+            target = cast(ServedEngine, _Submitting(engine))
+            submit = partial(request.submit, target, group, PARAMS, prepared.namespace, prepared.retention)
+            await server.drain.run_before(server.threads.run(RequestBody(server.bodies), submit))
+            while not request.finished:
+                batch = await request.next_batch()
+                log.count([(start + number, event) for number, event in batch])
+                found.update((number, event.vector) for number, event in batch if isinstance(event, Pooled))
+        return [found[number] for number in range(len(group))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Submitting:
+    """Submits prompts as an engine does, to be embedded."""
+
+    engine: NamedEngine
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        deliver: Callable[[Event], None],
+        namespace: str = "",
+        retention: RetentionOptions | None = None,
+        **_: Any,
+    ) -> Ticket:
+        found, adapter = self.engine.embeddings, self.engine.adapter
+        return found.submit(prompt_ids, deliver=deliver, namespace=namespace, retention=retention, adapter=adapter)

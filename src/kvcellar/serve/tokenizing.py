@@ -1,0 +1,143 @@
+"""tokenizing: routes that turn text into tokens and back: `/tokenize`, `/detokenize` and `/tokenizer_info`.
+
+vLLM's and llama.cpp's bodies are taken on the same routes: `prompt` or `messages` is vLLM's, `content` llama.cpp's.
+What the tokenizer puts around a text is added by default for the former, and not for the latter, as these servers do.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Annotated, Literal
+
+from pydantic import FailFast, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.chat_request import Json
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
+from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.named_engine import NamedEngine
+from kvcellar.serve.openai.logprobs import TokenText
+from kvcellar.serve.parsing import Fields, validated
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.sending import send_json, until_disconnected
+from kvcellar.serve.shared import Shared
+
+Work = Callable[[NamedEngine, Fields], Json]
+
+
+def tokenizing_routes(server: Shared) -> list[Route]:
+    return [
+        Route("/tokenize", TokenHandler(server, tokenize), methods=["POST"]),
+        Route("/detokenize", TokenHandler(server, detokenize), methods=["POST"]),
+        Route("/tokenizer_info", TokenizerInfo(server).get, methods=["GET"]),
+    ]
+
+
+class TokenizeBody(StrictModel):
+    model: str | None = None  # may be left out; otherwise the name in `/v1/models`
+    prompt: str | None = None  # vLLM: the text
+    # vLLM: a chat, whose prompt is tokenized
+    messages: Annotated[list[Message] | None, FailFast()] = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    content: str | None = None  # llama.cpp: the text
+    add_special_tokens: bool | None = None  # vLLM: with begin- and end-of-text; default: true, of a prompt
+    add_generation_prompt: bool | None = None  # vLLM: `false`: without the start of the assistant's turn
+    chat_template_kwargs: dict[str, object] | None = None  # vLLM: variables of the chat template
+    return_token_strs: bool | None = None  # vLLM: `token_strs` has the text of each token
+    add_special: bool | None = None  # llama.cpp: with begin- and end-of-text; default: false
+    parse_special: Literal[True] | None = None  # llama.cpp: only `true`
+    with_pieces: bool | None = None  # llama.cpp: each token is an object with its `id` and `piece`
+
+
+class DetokenizeBody(StrictModel):
+    model: str | None = None  # may be left out; otherwise the name in `/v1/models`
+    tokens: Annotated[list[int], FailFast()]  # token ids
+
+
+def tokenize(engine: NamedEngine, sent: Fields) -> Json:
+    """Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than twice the context."""
+    body = validated(TokenizeBody, sent)
+    given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "exactly one of prompt, messages and content is needed", "prompt", "invalid_value")
+    limit = 2 * engine.model.context
+    if body.content is not None:
+        ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
+        return {"tokens": [_piece(engine, token) for token in ids] if body.with_pieces else ids}
+    if body.prompt is not None:
+        ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
+    else:
+        ids = engine.render(
+            template_messages(body.messages or []),
+            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            limit=limit,
+            replay=False,
+        )
+    texts = TokenText(engine, not engine.model.has_text)
+    strings = [texts.text(token) for token in ids] if body.return_token_strs else None
+    return {"count": len(ids), "max_model_len": engine.model.context, "tokens": ids, "token_strs": strings}
+
+
+def _piece(engine: NamedEngine, token: int) -> Json:
+    """As llama.cpp: bytes that are no text are a list."""
+    raw = engine.token_bytes(token)
+    try:
+        return {"id": token, "piece": raw.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(raw)}
+
+
+def detokenize(engine: NamedEngine, sent: Fields) -> Json:
+    """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
+    tokens = validated(DetokenizeBody, sent).tokens
+    text = engine.decode(tokens) if tokens else ""
+    return {"prompt": text, "content": text}
+
+
+class TokenHandler:
+    """Handles the requests of one route. An ASGI application."""
+
+    def __init__(self, server: Shared, work: Work) -> None:
+        self._server, self._work = server, work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, body = self._server, RequestBody(self._server.bodies)
+        try:
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            await until_disconnected(receive, self._respond(body, scope, send))
+        finally:
+            body.release()
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        with ExitStack() as stack:
+            use = stack.enter_context(ModelUse(self._server.host, self._server.threads, body))
+            _, found = await self._server.drain.run_before(use.run(self._work))
+            RequestLog.of(scope).servable = use.servable
+        await send_json(send, found)
+
+
+class TokenizerInfo:
+    """What a client needs to use the tokenizer of a model from afar. The query may have the name of the `model`."""
+
+    def __init__(self, server: Shared) -> None:
+        self._server = server
+
+    async def get(self, request: Request) -> Response:
+        server, name = self._server, request.query_params.get("model")
+        servable = await server.threads.for_library(lambda: server.host.find(name))
+        lease = await server.drain.run_before(server.host.lease(servable))
+        with lease:
+            model = lease.engine.model
+            info: Json = {
+                "model": model.name,
+                "max_model_len": model.context,
+                "vocab_size": model.vocab_size,
+                "chat_template": model.chat_template,
+                **{role: model.special_tokens.get(role) for role in ("bos_token", "eos_token", "pad_token")},
+            }
+        return Response(to_json(info), media_type="application/json")

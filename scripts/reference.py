@@ -30,6 +30,7 @@ from kvcellar.engine.stats import (
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.embedding_fields import EmbeddingsBody
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
@@ -45,6 +46,7 @@ from kvcellar.serve.responses_api import fields as responses_fields
 from kvcellar.serve.responses_api.fields import ReasoningOptions, ResponsesBody, TextOptions
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.speculations import SPECULATION
+from kvcellar.serve.tokenizing import DetokenizeBody, TokenizeBody
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "*Generated from the code by `make docs`; a test compares the two.*"
@@ -307,6 +309,12 @@ def _http() -> Iterator[str]:
     yield _fields(CompletionBody)
     yield "## Implemented in chats only\n"
     yield _fields(ChatBody)
+    yield "## Of `/v1/embeddings`\n"
+    yield _fields(EmbeddingsBody)
+    yield "## Of `/tokenize`\n"
+    yield _fields(TokenizeBody)
+    yield "## Of `/detokenize`\n"
+    yield _fields(DetokenizeBody)
     yield "## `stream_options`\n"
     yield _fields(StreamOptions)
     yield "Only the usage in the last chunk has `prompt_tokens_details`, with the number of cached tokens, and\n"

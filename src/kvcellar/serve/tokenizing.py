@@ -39,7 +39,7 @@ def tokenizing_routes(server: Shared) -> list[Route]:
 
 
 class TokenizeBody(StrictModel):
-    model: str | None = None  # may be left out; otherwise the name in `/v1/models`
+    model: str | None = None  # vLLM: may be left out; otherwise the name in `/v1/models`
     prompt: str | None = None  # vLLM: the text
     # vLLM: a chat, whose prompt is tokenized
     messages: Annotated[list[Message] | None, FailFast()] = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
@@ -54,8 +54,8 @@ class TokenizeBody(StrictModel):
 
 
 class DetokenizeBody(StrictModel):
-    model: str | None = None  # may be left out; otherwise the name in `/v1/models`
-    tokens: Annotated[list[int], FailFast()]  # token ids
+    model: str | None = None  # vLLM: may be left out; otherwise the name in `/v1/models`
+    tokens: Annotated[list[int], FailFast()]  # vLLM, llama.cpp: token ids
 
 
 def tokenize(engine: NamedEngine, sent: Fields) -> Json:

@@ -188,12 +188,19 @@ class FakeReplies:
         return FakeReading(Outline(self._form or PLAIN, found, deltas=deltas, parallel=parallel), answer)
 
 
+class NoEmbeddings:
+    """Of a model that does not embed."""
+
+    def check(self, dimensions: int | None = None) -> None:
+        raise BadRequest("model does not do embeddings: it is a fake", "model")
+
+
 class FakeEngine:
     """A context manager; closing fails running requests, as in the real engine."""
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
-        self.healthy = True
+        self.healthy, self.embeddings = True, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
         self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))

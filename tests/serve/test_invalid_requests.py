@@ -255,7 +255,7 @@ UNSUPPORTED = [
     (COMPLETIONS, "chat_template_kwargs", {"chat_template": "x"}),
     (CHAT, "service_tier", "priority"),
     (COMPLETIONS, "suffix", "x"),
-    (COMPLETIONS, "echo", True),
+    (CHAT, "echo", True),
     (COMPLETIONS, "best_of", 2),
     (COMPLETIONS, "best_of", 10**9),
 ]
@@ -438,7 +438,7 @@ def test_names_of_other_models_are_not_found(http, name):
         ("GET", "/v1/models/%ff", 404),
         ("GET", "/health/", 404),
         ("GET", "/v1/completions/", 404),
-        ("POST", "/v1/embeddings", 404),
+        ("POST", "/v1/audio/speech", 404),
         ("POST", "/v1/responses/other", 405),
         ("POST", "/v1/models", 405),
         ("DELETE", f"/v1/models/{MODEL}", 405),

@@ -94,7 +94,10 @@ FIELDS: list[tuple[dict[str, object], str]] = [
         "stream_options.include_obfuscation must be false",
     ),
     ({"suffix": "x"}, 'suffix is not supported; leave it out, or send null or ""'),
-    ({"echo": True}, "echo is not supported; leave it out, or send null or false"),
+    (
+        {"prompt_logprobs": 1, "stream": True},
+        "prompt_logprobs needs stream to be false; echo has them in a stream",
+    ),
     ({"guided_json": {}}, "guided_json is not supported; leave it out, or send null"),
     ({"response_format": {}}, "response_format.type must be one of text, json_object, json_schema"),
     (
@@ -261,6 +264,28 @@ CASES = [(route, fields | extra, message) for extra, message in FIELDS for route
     if route == COMPLETIONS or "best_of" not in extra]  # fmt: skip
 CASES += [(COMPLETIONS, body, message) for body, message in PROMPTS]
 CASES += [(CHAT, body, message) for body, message in MESSAGES]
+INPUT = "input must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
+CASES += [
+    (CHAT, {"messages": [], "echo": True}, "echo is not supported; leave it out, or send null or false"),
+    (
+        COMPLETIONS,
+        {"prompt": "a", "echo": True, "conversation": "c"},
+        "echo must not be true with conversation, which has its own prompt",
+    ),
+    ("/tokenize", {}, "exactly one of prompt, messages and content is needed"),
+    ("/v1/embeddings", {"input": []}, INPUT),
+    (
+        "/v1/embeddings",
+        {"input": ["a"] * 2049},
+        "input has 2049 items; at most 2048 are allowed in one request",
+    ),
+    (
+        "/v1/embeddings",
+        {"input": "a"},
+        "model does not do embeddings: its directory has no modules.json and no 1_Pooling/config.json, which say how "
+        "hidden states are pooled",
+    ),
+]
 
 
 def message_of(response: httpx.Response) -> str:

@@ -163,7 +163,7 @@ def test_errors_raise_the_exceptions_of_the_package(client, engine):
     assert refused.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.BadRequestError, match="does not do embeddings"):
         client.embeddings.create(model=MODEL, input="x", encoding_format="float")
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(

@@ -276,7 +276,9 @@ def test_a_stream_without_data_sends_comment_lines(http, engine):
 def test_models(http):
     (card,) = http.get("/v1/models").json()["data"]
     assert card.pop("created") > 1_700_000_000
-    assert card == {"id": MODEL, "object": "model", "owned_by": "kvcellar", "max_model_len": 20_000}
+    assert card.pop("created_at").endswith("Z")
+    own = {"id": MODEL, "object": "model", "owned_by": "kvcellar", "max_model_len": 20_000}
+    assert card == own | {"type": "model", "display_name": MODEL}
     assert http.get(f"/v1/models/{MODEL}").json()["id"] == MODEL
     assert http.get("/v1/models/cellar%2Ffake-1").json()["id"] == MODEL
 

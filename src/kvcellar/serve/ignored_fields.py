@@ -22,6 +22,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(  # accepted only w
     {
         # OpenAI's
         "audio": (None,),
+        "echo": (None, False),  # in chats; completions implement it
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
         "modalities": (None, ["text"]),

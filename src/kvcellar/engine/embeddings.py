@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.engine.batches import together
-from kvcellar.engine.request import HowOptions, SubmitOptions
+from kvcellar.engine.request import HowOptions
 from kvcellar.engine.result import Collector, Ticket
 from kvcellar.errors import BadRequest, EngineClosed
 from kvcellar.events import Event
@@ -39,7 +39,7 @@ class Host(Protocol):
         *,
         deliver: Callable[[Event], None],
         namespace: str = "",
-        **how: Unpack[SubmitOptions],
+        **how: Any,
     ) -> Ticket: ...
 
 
@@ -140,8 +140,8 @@ class Embeddings:
         """As `Engine.submit`: one `Embedded`, then `Finished` and `Done`."""
         self.check()
         assert not isinstance(self._pooling, str)
-        options: Any = {**how, "pooling": self._pooling.mode}
-        return self._engine.submit(ids, PARAMS, deliver=deliver, namespace=namespace, **options)
+        mode = self._pooling.mode
+        return self._engine.submit(ids, PARAMS, deliver=deliver, namespace=namespace, pooling=mode, **how)
 
     def vector(
         self, pooled: Sequence[float], dimensions: int | None = None, *, normalised: bool | None = None

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from kvcellar import Engine
-from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.engine.mixes import assert_at_rest
 from tests.serve.fake_engine import PATIENCE
 
@@ -27,13 +27,19 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[Server]:
-    with Server(engine, ServeSettings(port=0)) as server:
+    with Server(engine, ServeSettings(port=0, admin_digests=(key_digest("operator"),))) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE) as client:
+        yield client
+
+
+@pytest.fixture
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 
@@ -49,6 +55,24 @@ def at_rest(engine: Engine) -> Iterator[None]:
 
 def test_the_model_is_listed(client, engine):
     assert [model.id for model in client.models.list()] == [engine.model.name]
+
+
+def test_a_continued_response_finds_its_conversation_in_memory(client, engine, http):
+    """And its usage is that of the record of the request."""
+    model, asked = engine.model.name, ASKED[0]["content"]
+    first = client.responses.create(model=model, input=asked, max_output_tokens=12, temperature=0)
+    second = client.responses.create(
+        model=model, input="Another one.", max_output_tokens=12, temperature=0, previous_response_id=first.id
+    )
+    whole = [*ASKED, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "Another one."}]
+    chat = client.chat.completions.create(model=model, messages=whole, max_tokens=12, temperature=0)
+    assert second.output_text == chat.choices[0].message.content
+    assert second.usage.input_tokens == chat.usage.prompt_tokens
+    # all but the last generated token is in memory when the second request begins
+    computed = first.usage.total_tokens - 1
+    record = http.get(f"/admin/requests/{second.id}", headers={"authorization": "Bearer operator"}).json()
+    assert record["cached_tokens"] == second.usage.input_tokens_details.cached_tokens == computed
+    assert record["completion_tokens"] == second.usage.output_tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -58,9 +58,7 @@ class ChatRequest(GenerationRequest):
     tools: Sequence[dict[str, Any]] = ()  # in the form of OpenAI's chat API; checked by `ServedReplies.reading`
     tool_choice: ToolChoice = AUTO
     parallel_tool_calls: bool = True  # else an answer ends with its first call
-    # whether the oldest turns are omitted from a prompt that is too long, and how many of `messages` already were
-    truncate: bool = False
-    omitted: int = 0
+    truncate: bool = False  # the oldest turns are omitted from a prompt that is too long
     variables: Mapping[str, Any] | None = None  # of the chat template
     effort: str | None = None  # of reasoning
     add_generation_prompt: bool = True
@@ -79,7 +77,7 @@ class Prepared:
     retention: RetentionOptions  # without the owner
     breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
     reading: ServedReading | None = None  # of the answers to a chat
-    omitted: int = 0  # of the messages of a chat, those that the prompt omits, as in `Dialogue`
+    omitted: int = 0  # how many messages of a chat its prompt omits, as in `Dialogue`
 
     @property
     def choices(self) -> int:

@@ -72,7 +72,7 @@ def _chat(
     render = renderer(engine, request, namespace)
     if request.conversation is None and request.truncate:
         dialogue = Dialogue(chat=True)
-        dialogue.messages, dialogue.omitted = list(request.messages), request.omitted
+        dialogue.messages = list(request.messages)
         prompt = dialogue.chatted([], TRUNCATED, engine.model.context, render)
         return [prompt.ids], params, prompt.omitted
     if request.conversation is None:

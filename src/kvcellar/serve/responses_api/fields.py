@@ -101,16 +101,13 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     if body.conversation is not None:
         message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
         raise unsupported("conversation", message)
-    history, omitted = _history(store, body, caller)
-    messages = [*history, *messages_of(body.input)]
+    messages = [*_history(store, body, caller), *messages_of(body.input)]
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)
     given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}
-    shift = body.truncation == "auto"
     request = ChatRequest(
         messages=[*system, *messages],
-        truncate=shift,
-        omitted=omitted + len(system) if omitted else 0,
+        truncate=body.truncation == "auto",
         sampling=given,
         variables=body.chat_template_kwargs,
         effort=body.reasoning.effort if body.reasoning is not None else None,
@@ -130,12 +127,15 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     return Generation(request, partial(ResponsesWriter, engine, echo))
 
 
-def _history(store: ResponseStore, body: ResponsesBody, caller: Caller) -> tuple[list[dict[str, Any]], int]:
-    """The conversation up to the previous response, and how many of its messages prompts omit."""
+def _history(store: ResponseStore, body: ResponsesBody, caller: Caller) -> list[dict[str, Any]]:
+    """The conversation up to the previous response, without the turns that its prompt omitted: what is kept does not
+    grow beyond a context and a body."""
     if body.previous_response_id is None:
-        return [], 0
+        return []
     kept = store.get(caller.owner, body.previous_response_id, "previous_response_id")
-    return [*json.loads(kept.messages), json.loads(kept.reply)], kept.omitted
+    messages: list[dict[str, Any]] = json.loads(kept.messages)
+    system = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    return [*messages[:system], *messages[max(kept.omitted, system) :], json.loads(kept.reply)]
 
 
 def _max_tokens(body: ResponsesBody) -> int | None:

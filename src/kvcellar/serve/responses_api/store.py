@@ -22,7 +22,7 @@ MOST_BYTES = 256 * 2**20
 @dataclass(frozen=True, slots=True)
 class Kept:
     """`response`: the whole object. `messages`: the conversation up to its input, without instructions; `reply`: the
-    message that it added; all are JSON. `omitted`: of `messages`, how many prompts leave out, as in `Dialogue`."""
+    message that it added; all are JSON. `omitted`: how many of `messages` its prompt left out, as in `Dialogue`."""
 
     response: bytes
     messages: bytes

@@ -240,6 +240,11 @@ class TextCodec:
         return Output(open_stream(self._tokenizer, after=after), stops)
 
     @property
+    def added(self) -> Mapping[str, int]:
+        """Texts that are one token each, whatever is around them, with their ids."""
+        return self._checked().added
+
+    @property
     def template(self) -> ChatTemplate:
         self._checked()
         if self._template is None:

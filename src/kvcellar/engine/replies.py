@@ -1,6 +1,8 @@
 """replies: how an engine reads what its model writes: the form that was found, and a reading for each request."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.errors import BadRequest, shown
@@ -8,6 +10,7 @@ from kvcellar.sample.constraint import Constraint
 from kvcellar.text.pieces import ReplyReader
 from kvcellar.text.replies.families import known
 from kvcellar.text.replies.form import ReplyForm
+from kvcellar.text.replies.grammar import Grammar
 from kvcellar.text.replies.outline import Outline
 from kvcellar.text.replies.reading import DeltaReader, OpenedReading, ReplyReading
 from kvcellar.text.replies.tools import Tools, checked
@@ -16,6 +19,7 @@ from kvcellar.text.template import OpeningOptions, checked_options
 if TYPE_CHECKING:
     from kvcellar.engine.intake import TextCodec
 
+_ANY_OBJECT = '{"type":"object"}'
 CHOICES = ("auto", "none", "required")
 
 
@@ -55,9 +59,7 @@ class ServedReplies(Protocol):
 class RequestReading(OpenedReading):
     """How the answers of a request are read, and what they have to match: `constraint` is for its sampling."""
 
-    def __init__(self, outline: Outline, opening: str, constraint: Constraint | None) -> None:
-        super().__init__(outline, opening)
-        self.constraint = constraint
+    constraint: Constraint | None = None
 
     def reader(self) -> ReplyReader:
         """The pieces of one choice, from its deltas."""
@@ -103,14 +105,37 @@ class Replies:
         if found is None and (choice == "required" or names):
             raise BadRequest("tool_choice requires a call, and there are no tools", "tool_choice")
         wanted = found.only(names) if found is not None and choice != "none" else None
-        constraint = self._constraint(wanted, choice, answer)
         outline = Outline(self._form, wanted, deltas=deltas, parallel=parallel)
-        return RequestReading(outline, self._codec.template.opening(checked_options(options)), constraint)
+        made = RequestReading(outline, self._codec.template.opening(checked_options(options)))
+        made.constraint = self._constraint(made.thinking, wanted, choice, answer, parallel=parallel)
+        return made
 
-    def _constraint(self, tools: Tools | None, choice: str, answer: Constraint | None) -> Constraint | None:
+    def _constraint(
+        self, thinking: str | None, tools: Tools | None, choice: str, answer: Constraint | None, *, parallel: bool
+    ) -> Constraint | None:
+        """What an answer has to match: calls that are required or strict, and `answer` behind the reasoning."""
+        grammar = Grammar(self._form, _closed(tools or Tools(())), self._codec.added)
         if tools is not None and choice == "required":
-            raise BadRequest("tool_choice required is not supported with this model", "tool_choice")
+            return Constraint("grammar", grammar.required(thinking=thinking, parallel=parallel), param="tools")
+        reasons = bool(self._form.thoughts or self._form.channels)
+        if answer is not None and answer.kind in ("json_schema", "json_object") and (reasons or tools is not None):
+            schema = json.loads(answer.source or _ANY_OBJECT)
+            source = grammar.answer(schema, thinking=thinking, calls=tools is not None, parallel=parallel)
+            return Constraint("grammar", source, param=answer.param)
+        if answer is None and tools is not None and any(tool.strict for tool in tools.every):
+            source = grammar.strict(parallel=parallel)
+            return None if source is None else Constraint("grammar", source, param="tools")
         return answer
+
+
+def _closed(tools: Tools) -> Tools:
+    """The same, where the objects of strict schemas have no properties but those that are named. Raises `BadRequest`
+    for schemas that are too large."""
+    every = (
+        replace(tool, schema=json.loads(Constraint.json_schema(dict(tool.schema), strict=tool.strict).source))
+        for tool in tools.every
+    )
+    return Tools(tuple(every))
 
 
 def _found(codec: "TextCodec") -> tuple[ReplyForm, str | None]:

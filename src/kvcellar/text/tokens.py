@@ -67,6 +67,7 @@ class TextTokenizer:
         self.control = MappingProxyType(  # tokens that control the model: id -> text
             {token: about.content for token, about in added.items() if about.special or token in self.end_ids}
         )
+        self.added = MappingProxyType({about.content: token for token, about in added.items()})  # text -> id
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.decoder_steps = _steps(tokenizer.decoder, "decoders")
         self._by_bytes = [step["type"] for step in self.decoder_steps if step["type"] != "Fuse"] == ["ByteLevel"]

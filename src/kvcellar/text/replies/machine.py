@@ -58,6 +58,11 @@ class Machine:
         return self._mode is _Mode.REASONING
 
     @property
+    def thinking(self) -> str | None:
+        """The mark of the reasoning that the text is in."""
+        return self._thought.open if self._thought is not None and self.reasons else None
+
+    @property
     def may_end(self) -> bool:
         """Can what is read end the answer?"""
         return self._outline.tools is not None and not self._outline.parallel

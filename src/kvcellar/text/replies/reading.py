@@ -25,14 +25,15 @@ class OpenedReading:
 
     def __init__(self, outline: Outline, opening: str, new_id: "IdMaker | None" = None) -> None:
         self._new_id = new_id or fresh_id
-        self._outline, self._opened = outline, Machine(outline, self._new_id)
+        self._opened = Machine(outline, self._new_id)
         self._opened.push(opening, special=True)  # none of it is told
         if self._opened.outside:
             self._opened = Machine(outline, self._new_id)
 
     @property
-    def outline(self) -> Outline:
-        return self._outline
+    def thinking(self) -> str | None:
+        """The mark of the reasoning that the prompt has opened."""
+        return self._opened.thinking
 
     def machine(self) -> Machine:
         return self._opened.copy()

@@ -148,7 +148,7 @@ class Literals:
             parts.append(self._escaped())
         if sign != quote:
             raise ValueError("a string does not end")
-        return "".join(parts)
+        return "".join(parts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
     def _escaped(self) -> str:
         char = self._text[self._at : self._at + 1]

@@ -1,0 +1,179 @@
+"""What a grammar allows is read back as calls of the tools, and what is no call is refused where one is required."""
+
+import random
+
+import pytest
+from jsonschema import validate
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from kvcellar.text.replies.families import known
+from kvcellar.text.replies.grammar import Grammar
+from kvcellar.text.replies.tools import checked
+from tests.text.made import byte_level
+from tests.text.replies.chats import TEMPLATES
+from tests.text.replies.reads import pieces_of, read
+
+PROPERTIES = {
+    "city": {"type": "string", "maxLength": 8},
+    "unit": {"enum": ["C", "F"], "type": "string"},
+    "days": {"type": "integer", "minimum": -9, "maximum": 99},
+    "exact": {"type": "boolean"},
+    "where": {"$ref": "#/$defs/place"},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"lat": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["lat"],
+            "additionalProperties": False,
+        }
+    },
+}
+NONE = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = checked(
+    [
+        {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+        {"type": "function", "name": "get-time", "parameters": NONE},
+    ]
+)
+MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>"]
+MARKS += ["<|constrain|>", "<|call|>", "<|start|>", "<|end|>", '<|"|>', "<|tool_call>", "<tool_call|>"]
+MARKS += ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>"]
+
+
+def vocabulary(special: bool):
+    """A tokenizer that has the marks as tokens, or has none of them."""
+    made = byte_level()
+    if special:
+        made.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    return made
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "text"])
+def words(request):
+    made = vocabulary(request.param)
+    ends = [made.token_to_id("</s>")]
+    added = {about.content: token for token, about in made.get_added_tokens_decoder().items()}
+    return made, LLTokenizer(made.to_str(), n_vocab=made.get_vocab_size(), eos_token=ends), added, ends[0]
+
+
+def matcher(words, grammar: str) -> LLMatcher:
+    found = LLMatcher(words[1], grammar, log_level=0)
+    assert not found.is_error(), f"{found.get_error()}\n{grammar}"
+    return found
+
+
+def sampled(words, grammar: str, seed: int) -> list[str] | None:
+    """Texts of random tokens that the grammar allows, up to its end; None if it does not end soon."""
+    made, _, _, end = words
+    found, parts, chance = matcher(words, grammar), list[str](), random.Random(seed)
+    for _ in range(300):
+        mask = found.compute_bitmask()
+        allowed = [n for n in range(made.get_vocab_size()) if mask[n // 8] >> (n % 8) & 1]
+        assert allowed, found.get_error()
+        if end in allowed and (len(allowed) == 1 or chance.random() < 0.7):
+            return parts
+        token = chance.choice([one for one in allowed if one != end])
+        assert found.consume_token(token), found.get_error()
+        parts.append(token)
+    return None
+
+
+def texts(made, ids: list[int]) -> tuple[list[str], frozenset[str]]:
+    """Texts of runs of ordinary tokens, and of control tokens, which are returned beside them."""
+    parts: list[str] = []
+    run: list[int] = []
+    special = {token for token, about in made.get_added_tokens_decoder().items() if about.special}
+    for token in [*ids, None]:
+        if token is not None and token not in special:
+            run.append(token)
+            continue
+        parts += [made.decode(run, skip_special_tokens=False)] if run else []
+        run = []
+        parts += [made.id_to_token(token)] if token is not None else []
+    return parts, frozenset(made.id_to_token(token) for token in special)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_required_call_may_be_is_read_back(words, name):
+    form = known(TEMPLATES[name])
+    grammar = Grammar(form, TOOLS, words[2]).required(thinking=None, parallel=True)
+    found = 0
+    opening = "<|start|>assistant" if name == "harmony" else ""
+    for seed in range(40):
+        ids = sampled(words, grammar, seed)
+        if ids is None:
+            continue
+        parts, special = texts(words[0], ids)
+        seen = read(pieces_of(form, parts, tools=TOOLS, special=special, opening=opening))
+        assert seen.calls, parts
+        assert (seen.content.strip(), seen.unclosed) == ("", 0), parts
+        for called, given in seen.calls:
+            if name != "gemma4" or "where" not in given:
+                validate(given if "city" not in given else {**given, "city": "x"}, TOOLS.named(called).schema)
+        found += len(seen.calls)
+    assert found >= 3
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_only_one_call_is_allowed_where_one_is_wanted(words, name):
+    form = known(TEMPLATES[name])
+    grammar = Grammar(form, TOOLS.only(["get-time"]), words[2]).required(thinking=None, parallel=False)
+    for seed in range(8):
+        ids = sampled(words, grammar, seed)
+        if ids is not None:
+            parts, special = texts(words[0], ids)
+            opening = "<|start|>assistant" if name == "harmony" else ""
+            seen = read(pieces_of(form, parts, tools=TOOLS, special=special, opening=opening))
+            assert seen.calls == [("get-time", {})]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_text_that_is_no_call_is_refused_where_one_is_required(words, name):
+    grammar = Grammar(known(TEMPLATES[name]), TOOLS, words[2]).required(thinking=None, parallel=True)
+    made = words[0]
+    for text in ("Sure, I can", '{"name": "other"', "weather()", "\n\n\n"):
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert matcher(words, grammar).try_consume_tokens(ids) < len(ids)
+
+
+@pytest.mark.parametrize("name", [name for name, text in TEMPLATES.items() if known(text).thoughts])
+def test_reasoning_is_free_in_front_of_a_required_call(words, name):
+    form, made = known(TEMPLATES[name]), words[0]
+    thought = form.thoughts[0]
+    rest = f"so {{}} <x>\n{thought.close}\n"
+    for opened, text in ((None, thought.open + rest), (thought.open, rest)):
+        grammar = Grammar(form, TOOLS, words[2]).required(thinking=opened, parallel=True)
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert matcher(words, grammar).try_consume_tokens(ids) == len(ids), (opened, text)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_strict_call_is_constrained_after_free_text(words, name):
+    form, made = known(TEMPLATES[name]), words[0]
+    grammar = Grammar(form, TOOLS, words[2]).strict(parallel=True)
+    if form.channels is not None or form.sections[0].bare:
+        assert grammar is None
+        return
+    begin = form.sections[0].begin[0].strip()
+    for text, fits in (("Sure, why not.", True), (f"Sure.\n{begin}nothing of that kind at all", False)):
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert (matcher(words, grammar).try_consume_tokens(ids) == len(ids)) == fits, (text, grammar)
+
+
+def test_an_answer_that_is_json_may_come_after_reasoning(words):
+    form, made = known(TEMPLATES["hermes"]), words[0]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
+    for calls in (False, True):
+        grammar = Grammar(form, TOOLS, words[2]).answer(schema, thinking=None, calls=calls, parallel=True)
+        for text, fits in (("<think>\nso\n</think>\n\n" + '{"a": 5}', True), ('{"a": "x"}', False), (call, calls)):
+            ids = made.encode(text, add_special_tokens=False).ids
+            found = matcher(words, grammar)
+            assert (found.try_consume_tokens(ids) == len(ids) and found.is_accepting()) == fits, text

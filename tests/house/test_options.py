@@ -10,6 +10,7 @@ import pytest
 from kvcellar import BadRequest, Engine, RequestOptions, RetentionOptions, SamplingParams, Session, Settings
 from kvcellar.engine.settings import EngineOptions
 from kvcellar.sample.params import SamplingOptions
+from kvcellar.text.replies.reading import ReplyReading
 
 SAMPLING = [Engine.params, Session.send, Session.stream]
 REQUESTS = [Engine.generate, Engine.stream, Engine.chat]
@@ -42,7 +43,7 @@ def test_functions_that_sample_say_which_options_there_are(function: Any) -> Non
 @pytest.mark.parametrize("function", REQUESTS, ids=lambda function: function.__qualname__)
 def test_functions_that_submit_requests_also_take_a_retention_and_an_adapter(function: Any) -> None:
     assert inspect.signature(function).parameters["options"].annotation == Unpack[RequestOptions]
-    own = {"retention": RetentionOptions | None, "adapter": str | None}
+    own = {"retention": RetentionOptions | None, "adapter": str | None, "reading": ReplyReading | None}
     assert get_type_hints(RequestOptions) == get_type_hints(SamplingOptions) | own
 
 

@@ -12,6 +12,7 @@ from kvcellar.text.replies.families import known
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.grammar import Grammar
 from kvcellar.text.replies.outline import Outline
+from kvcellar.text.replies.probing import probed
 from kvcellar.text.replies.reading import DeltaReader, OpenedReading, ReplyReading
 from kvcellar.text.replies.tools import Tools, checked
 from kvcellar.text.template import OpeningOptions, checked_options
@@ -143,7 +144,9 @@ def _found(codec: "TextCodec") -> tuple[ReplyForm, str | None]:
     plain = ReplyForm("plain", "nothing")
     if not codec.has_chat:
         return plain, "it has no chat template"
-    form = known(codec.template.source)
-    if form is None or not form.has_calls:
-        return form or plain, "how it writes calls is not known"
-    return form, None
+    form = known(codec.template.source) or plain
+    if not codec.template.renders_tools:
+        return form, "its chat template does not render tools"
+    if not form.has_calls:
+        form = replace(probed(codec.template.written_call) or form, thoughts=form.thoughts)
+    return form, None if form.has_calls else "how it writes calls cannot be told from its chat template"

@@ -22,7 +22,7 @@ from typing import Any, TypedDict, TypeVar, cast
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed, shown
-from kvcellar.text.calls import CallForm, probe
+from kvcellar.text.calls import Arguments, CallForm, probe
 from kvcellar.text.conversation import (
     Copier,
     Marker,
@@ -172,6 +172,31 @@ class ChatTemplate:
         except TemplateFailed:
             return ""
         return text[common(text, before) :]
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Are definitions of tools in what it writes?"""
+        schema: dict[str, Any] = {"type": "object", "properties": {}}
+        function: dict[str, Any] = {"name": "probe_name", "description": "probe", "parameters": schema}
+        for role in ("user", "system"):
+            messages = [{"role": role, "content": "x"}] + [{"role": "user", "content": "x"}] * (role == "system")
+            try:
+                if "probe_name" in self.render(messages, tools=[{"type": "function", "function": function}]).text:
+                    return True
+            except BadRequest:
+                continue
+        return False
+
+    def written_call(self, name: str, arguments: Mapping[str, Any], count: int) -> str | None:
+        """What it writes for an answer of so many calls alone; None where it refuses that, or has no calls."""
+        call = {"id": "probe0123", "type": "function", "function": {"name": name, "arguments": arguments}}
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call] * count}]
+        try:
+            before = self.render(chat[:1]).text
+            text = self.render(chat, add_generation_prompt=False).text
+        except BadRequest:
+            return None
+        return text[common(before, text) :] if self._calls.arguments is not Arguments.NONE else None
 
     def _written(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
         given = {**settings, "messages": self._fitted(conversation)}

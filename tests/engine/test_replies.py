@@ -1,0 +1,135 @@
+"""An engine reads reasoning and calls while it generates, and constrains calls that are required."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvcellar import Constraint, Engine
+from kvcellar.errors import BadRequest
+from kvcellar.models import embedded
+from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Reasoning
+from tests.text.templates import THINKER
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"days": {"type": "integer", "minimum": 0, "maximum": 9}, "unit": {"enum": ["C", "F"]}},
+                "required": ["days", "unit"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+ASKED = [{"role": "user", "content": "How is the weather?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"days": 2, "unit": "C"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """The embedded model, with a chat template that has tools and reasoning."""
+    path = tmp_path_factory.mktemp("models") / "thinker"
+    shutil.copytree(Path(embedded.__file__).parent, path, ignore=shutil.ignore_patterns("*.py", "__pycache__", "mtp*"))
+    (path / "chat_template.jinja").write_text(THINKER)
+    with Engine(path, threads=1) as opened:
+        yield opened
+
+
+def answered(engine, text, *, stop=(), reading, **sampling):
+    """The pieces and the result where the model writes `text`."""
+    prompt = engine.render(ASKED, tools=TOOLS)
+    constraint = Constraint.choice([text])
+    stream = engine.stream(prompt, constraint=constraint, stop=list(stop), reading=reading, max_tokens=400, **sampling)
+    reader = reading.reader()
+    pieces = [piece for delta in stream for piece in reader.add(delta)]
+    return pieces, reader, stream.result
+
+
+def test_pieces_come_with_the_deltas(engine):
+    reading = engine.replies.reading(tools=TOOLS)
+    pieces, reader, result = answered(engine, f"<think>\nhm\n</think>\n\nSure.\n{CALL}", reading=reading)
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == "hm"
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == "Sure." == result.text
+    given = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))
+    assert json.loads(given) == {"days": 2, "unit": "C"}
+    assert sum(isinstance(piece, CallArguments) for piece in pieces) > 1
+    assert isinstance(pieces[-1], CallClosed)
+    assert reader.calls == 1
+    assert 0 < reader.reasoning_tokens < len(result.token_ids)
+
+
+def test_stop_strings_apply_to_the_content_alone(engine):
+    reading = engine.replies.reading(tools=TOOLS)
+    pieces, _, result = answered(engine, f"<think>\nhm days\n</think>\n\nSure.\n{CALL}", stop=["days"], reading=reading)
+    assert any(isinstance(piece, CallClosed) for piece in pieces)
+    assert result.choices[0].stop_string is None
+    reading = engine.replies.reading(tools=TOOLS)
+    pieces, _, result = answered(engine, f"<think>\nhm\n</think>\n\nSure, so.\n{CALL}", stop=[", s"], reading=reading)
+    assert result.text == "Sure"
+    assert result.choices[0].stop_string == ", s"
+    assert not any(isinstance(piece, CallOpened) for piece in pieces)
+
+
+def test_an_answer_ends_with_its_first_call_where_one_is_wanted(engine):
+    reading = engine.replies.reading(tools=TOOLS, parallel=False)
+    pieces, reader, result = answered(engine, f"{CALL}\n{CALL}", reading=reading)
+    assert reader.calls == 1
+    assert result.finish_reason == "stop"
+    assert len(result.token_ids) < len(engine.encode(f"{CALL}\n{CALL}", special=False))
+    assert isinstance(pieces[-1], CallClosed)
+
+
+def test_a_required_call_is_one_at_any_temperature(engine):
+    reading = engine.replies.reading(
+        tools=TOOLS, choice="required", parallel=False, variables={"enable_thinking": False}
+    )
+    prompt = engine.render(ASKED, tools=TOOLS, variables={"enable_thinking": False})
+    for seed in range(4):
+        stream = engine.stream(
+            prompt, constraint=reading.constraint, reading=reading, max_tokens=200, temperature=1.5, seed=seed, top_k=40
+        )
+        pieces = [piece for delta in stream for piece in reading.reader().add(delta)]
+        opened = [piece for piece in pieces if isinstance(piece, CallOpened)]
+        if not any(isinstance(piece, Reasoning) for piece in pieces):
+            assert [piece.name for piece in opened] == ["weather"]
+            given = json.loads("".join(piece.text for piece in pieces if isinstance(piece, CallArguments)))
+            assert set(given) == {"days", "unit"}
+
+
+def test_tools_are_in_the_prompt(engine):
+    with_tools = engine.decode(engine.render(ASKED, tools=TOOLS))
+    assert "weather" in with_tools
+    assert '"minimum"' in with_tools
+    assert '"minimum"' not in engine.decode(engine.render(ASKED))
+
+
+def test_the_form_is_known(engine):
+    assert (engine.replies.form, engine.replies.refusal) == ("hermes", None)
+
+
+def test_wrong_tools_are_refused(engine):
+    for tools, choice, names, said in (
+        ([{"type": "function", "function": {"name": "a b"}}], "auto", (), "name is up to 64"),
+        ([{"type": "function", "function": {}}], "auto", (), "not null"),
+        (TOOLS, "required", ("other",), "no tool has that name"),
+        (None, "required", (), "there are no tools"),
+        (TOOLS * 2, "auto", (), "the same name"),
+        ([{"type": "web_search"}], "auto", (), "only function"),
+    ):
+        with pytest.raises(BadRequest, match=said):
+            engine.replies.reading(tools=tools, choice=choice, names=names)
+
+
+def test_tools_are_refused_where_the_template_does_not_render_them():
+    with Engine(threads=1) as plain:
+        assert plain.replies.form is None
+        with pytest.raises(BadRequest, match="does not render tools"):
+            plain.replies.reading(tools=TOOLS)
+        reading = plain.replies.reading()
+        result = plain.chat(ASKED, max_tokens=6, temperature=0.0, reading=reading)
+        assert result.text == plain.chat(ASKED, max_tokens=6, temperature=0.0).text

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,12 @@ def test_a_model_is_loaded_listed_and_unloaded(client: Any, world: World) -> Non
     assert world.loaded == ["one:latest", "owner/two:small"]
 
 
-def test_text_is_generated_elsewhere(http: httpx.Client) -> None:
-    for route, field in (("generate", {"prompt": "a"}), ("chat", {"messages": [{"role": "user", "content": "a"}]})):
-        response = http.post(f"/api/{route}", json={"model": "one"} | field)
-        assert response.status_code == 400
-        assert response.json() == {
-            "error": "this route loads and unloads models; send prompts to /v1/completions or /v1/chat/completions"
-        }
+def test_a_request_that_generates_loads_the_model_and_says_how_long_it_stays(client: Any, world: World) -> None:
+    assert client.generate("one", "hello", raw=True, keep_alive=0).response == "hello"
+    assert world.loaded == ["one:latest"]
+    assert client.chat("owner/two:small", [{"role": "user", "content": "a"}], keep_alive="1h").message.content
+    (running,) = [one for one in client.ps().models if one.model == "owner/two:small"]
+    assert (running.expires_at - datetime.now(UTC)).total_seconds() > 3000
 
 
 def test_models_are_created_copied_and_deleted(client: Any, world: World) -> None:

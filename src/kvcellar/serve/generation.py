@@ -21,7 +21,7 @@ from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS
-from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.prepare import prepare
@@ -54,17 +54,22 @@ class Answer:
 class GenerationHandler:
     """Handles the requests of one route. An ASGI application."""
 
-    def __init__(self, server: Shared, parse: Parse) -> None:
+    def __init__(self, server: Shared, parse: Parse, keep_alive: KeepAlive = no_keep_alive) -> None:
         self._server = server
         self._parse = parse
+        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server, body = self._server, RequestBody(self._server.bodies)
         try:
             await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            await until_disconnected(receive, self._respond(body, scope, send))
+            await self.handle(body, scope, receive, send)
         finally:
             body.release()
+
+    async def handle(self, body: RequestBody, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request whose body was received. The caller releases it."""
+        await until_disconnected(receive, self._respond(body, scope, send))
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         response = await self._answered(body, scope, send)
@@ -76,7 +81,7 @@ class GenerationHandler:
         server, log = self._server, RequestLog.of(scope)
         caller = Caller(owner(scope), Headers(scope=scope), server.settings)
         with ExitStack() as stack:
-            use = stack.enter_context(ModelUse(server.host, server.threads, body))
+            use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             turn = stack.enter_context(ConversationTurn(caller.owner))

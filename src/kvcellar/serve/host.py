@@ -94,13 +94,7 @@ class Host:
             )
 
         def join(engine: ServedEngine) -> Variant:
-            return Variant(
-                engine.model.default_sampling,
-                lambda *given, **how: engine.render(*given, **how),
-                engine.replies,
-                name,
-                template=engine.model.chat_template,
-            )
+            return replace(as_it_is(engine), adapter=name)
 
         self.open(replace(default, name=name, id="", own=0, join=join))  # the library has no model of it
 

@@ -26,11 +26,20 @@ from kvcellar.serve.servable import Servable
 T = TypeVar("T")
 
 
+KeepAlive = Callable[[Fields], float | None]  # of a body: seconds that its model stays loaded; None: the server's
+
+
+def no_keep_alive(sent: Fields) -> None:
+    """Of bodies that do not say it."""
+
+
 class ModelUse:
     """A context manager on the event loop."""
 
-    def __init__(self, host: Host, threads: ReaderThreads, body: RequestBody) -> None:
-        self._host, self._threads, self._body = host, threads, body
+    def __init__(
+        self, host: Host, threads: ReaderThreads, body: RequestBody, keep_alive: KeepAlive = no_keep_alive
+    ) -> None:
+        self._host, self._threads, self._body, self._keep_alive = host, threads, body, keep_alive
         self.servable: Servable | None = None
         self._sent: Fields | None = None
         self._name: str | None = None
@@ -43,7 +52,8 @@ class ModelUse:
             return done
         if (servable := self.servable) is None:
             servable = self.servable = await self._threads.for_library(lambda: self._host.find(self._name))
-        self._hold(await self._host.lease(servable))
+        assert self._sent is not None
+        self._hold(await self._host.lease(servable, self._keep_alive(self._sent)))
         done = await self._threads.run(self._body, lambda: self._submit(submit))
         assert done is not None
         return done
@@ -57,7 +67,7 @@ class ModelUse:
             if not self._host.known(self._name):
                 return None
             self.servable = self._host.find(self._name)
-            self._hold(self._host.take(self.servable))
+            self._hold(self._host.take(self.servable, self._keep_alive(self._sent)))
         if (lease := self._lease) is None:
             return None
         return lease.engine, submit(lease.engine, self._sent)

@@ -3,8 +3,9 @@
 `generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
 """
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -70,6 +71,12 @@ class Caller:
     owner: str  # a digest of its API key; "" without one
     headers: Headers
     settings: ServeSettings
+    arrived: float = field(default_factory=time.monotonic)  # when the request was received
+
+    @property
+    def seconds(self) -> float:
+        """Since the request was received."""
+        return time.monotonic() - self.arrived
 
     @property
     def sees_texts(self) -> bool:

@@ -1,0 +1,112 @@
+"""ollama_generate: the bodies of Ollama's routes that generate text, as requests."""
+
+from functools import partial
+from typing import Any
+
+from kvcellar.errors import BadRequest
+from kvcellar.sample.constraint import Constraint
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.ollama_fields import ChatBody, GenerateBody, LoadBody, OllamaMessage
+from kvcellar.serve.ollama_options import sampling_of
+from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter, Shape
+from kvcellar.serve.parsing import Fields, validated
+from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.replies import Replies
+from kvcellar.serve.writer import Caller, Generation
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/api/chat`. Raises `ApiError` and `BadRequest`."""
+    body = validated(ChatBody, sent)
+    request = ChatRequest(
+        messages=[_message(message) for message in body.messages or ()],
+        tools=body.tools or (),
+        truncate=body.truncate is not False,
+        effort=_effort(body),
+        **_common(body),
+    )
+    return Generation(request, partial(_writer, engine, body, caller, ChatShape()))
+
+
+def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/api/generate`: a message of the user, or with `raw` a text. So is the prompt of a model without a
+    chat template. Raises `ApiError` and `BadRequest`."""
+    body = validated(GenerateBody, sent)
+    prompt, common = body.prompt or "", _common(body)
+    if body.raw or engine.model.chat_template is None:
+        if body.system and not body.raw:
+            raise BadRequest("system needs a chat template, and this model has none; put it into prompt", "system")
+        request: TextRequest | ChatRequest = TextRequest(prompts=[prompt], special=not body.raw and None, **common)
+    else:
+        messages = [{"role": "user", "content": prompt}]
+        if body.system:
+            messages.insert(0, {"role": "system", "content": body.system})
+        request = ChatRequest(messages=messages, effort=_effort(body), **common)
+    return Generation(request, partial(_writer, engine, body, caller, GenerateShape()))
+
+
+def _writer(engine: ServedEngine, body: LoadBody, caller: Caller, shape: Shape, replies: Replies) -> OllamaWriter:
+    return OllamaWriter(engine, body.named, caller.seconds, shape, replies)
+
+
+def _common(body: LoadBody) -> dict[str, Any]:
+    sampling = sampling_of(body.options)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    if body.shift and "max_tokens" in sampling:
+        sampling["shift"] = True
+    else:
+        sampling.pop("num_keep", None)
+    return {"sampling": sampling, "stream": body.stream is not False, "constraint": _constraint(body)}
+
+
+def _constraint(body: LoadBody) -> Constraint | None:
+    match body.format:
+        case None | "":
+            return None
+        case "json":
+            return Constraint.json_object()
+        case dict():
+            return Constraint.json_schema(body.format)
+        case _:
+            raise ApiError(400, 'format must be "json" or a JSON schema', "format", "invalid_value")
+
+
+def _effort(body: LoadBody) -> str | None:
+    match body.think:
+        case None:
+            return None
+        case bool():
+            return "medium" if body.think else "none"
+        case word if word in EFFORTS:
+            return word
+        case _:
+            raise ApiError(400, f"think must be true, false, or one of {', '.join(EFFORTS)}", "think", "invalid_value")
+
+
+def _message(message: OllamaMessage) -> dict[str, Any]:
+    """In the form of OpenAI's chat API, which templates read."""
+    found: dict[str, Any] = {"role": message.role}
+    if message.content is not None or not (message.tool_calls or message.thinking):
+        found["content"] = message.content or ""
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments or {}},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_name is not None:
+        found["name"] = message.tool_name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found

@@ -1,0 +1,55 @@
+"""ollama_options: the `options` of a request to Ollama's routes, as sampling parameters.
+
+Unknown options are ignored, as Ollama does, with a line in the log: a client sends those of all its models.
+"""
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import Field
+
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.ollama_fields import OllamaBody
+from kvcellar.serve.parsing import validated
+
+log = logging.getLogger("kvcellar.serve")
+
+MOST_NAMED = 8  # unknown options in one line of the log
+
+
+class Options(OllamaBody):
+    num_predict: int | None = None  # most new tokens; below 0: up to the end of the context
+    temperature: float | None = None
+    top_k: int | None = None  # 0: all
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    repeat_penalty: float | None = None
+    repeat_last_n: int | None = None  # penalties read this many of the last tokens; 0: none, -1: all
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    num_keep: int | None = None  # with `shift`, first tokens that are never dropped
+    num_ctx: int | None = Field(default=None, ge=1)  # no effect: the context is set when the server starts
+
+
+RENAMED: Mapping[str, str] = MappingProxyType({"repeat_penalty": "repetition_penalty"})
+
+
+def sampling_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Fields of `SamplingParams`; None: the model's default. Raises `ApiError`."""
+    given = {name: value for name, value in (options or {}).items() if value is not None}
+    if unknown := [name for name in given if name not in Options.model_fields]:
+        names = ", ".join(printable(name, 40) for name in unknown[:MOST_NAMED])
+        log.warning("options without an effect: %s", names)
+    read = validated(Options, {name: value for name, value in given.items() if name not in unknown})
+    found = read.model_dump(exclude={"num_predict", "stop", "num_ctx"}, exclude_none=True)
+    found = {RENAMED.get(name, name): value for name, value in found.items()}
+    if read.num_predict is not None and read.num_predict >= 0:
+        found["max_tokens"] = max(read.num_predict, 1)
+    if read.stop is not None:
+        found["stop"] = (read.stop,) if isinstance(read.stop, str) else tuple(read.stop)
+    return found

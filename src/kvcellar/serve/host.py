@@ -31,7 +31,7 @@ from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Work
 from kvcellar.serve.residents import Residents
-from kvcellar.serve.servable import Catalogue, Servable, not_served
+from kvcellar.serve.servable import Catalogue, Servable, as_it_is, not_served
 from kvcellar.short_switches import Rests, ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")

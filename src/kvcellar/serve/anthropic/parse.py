@@ -7,9 +7,10 @@ from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
+from kvcellar.serve.anthropic.fields import ToolChoice as Choice
 from kvcellar.serve.anthropic.message_writer import MessageWriter
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import ChatRequest
+from kvcellar.serve.chat_request import AUTO, ChatRequest, ToolChoice
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller, Generation
@@ -47,16 +48,26 @@ def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
 def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **common: Any) -> ChatRequest:
     """The request of a body, whose messages are in `chat`. Raises `ApiError` and `BadRequest`."""
     choice = body.tool_choice
-    if choice is not None and choice.type == "tool" and not choice.name:
-        raise ApiError(400, "tool_choice.name is required where its type is tool", "tool_choice.name", "invalid_value")
-    tools_of(body.tools)
     return ChatRequest(
         messages=chat.messages,
         breakpoints=tuple(chat.breakpoints),
+        tools=tools_of(body.tools) or (),
+        tool_choice=AUTO if choice is None else _chosen(choice),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        constraint=_constraint(body),
         sampling=sampling,
         effort=_effort(body),
         **common,
     )
+
+
+def _chosen(choice: Choice) -> ToolChoice:
+    """Raises `ApiError`."""
+    if choice.type != "tool":
+        return ToolChoice("required" if choice.type == "any" else choice.type)
+    if not choice.name:
+        raise ApiError(400, "tool_choice.name is required where its type is tool", "tool_choice.name", "invalid_value")
+    return ToolChoice("required", (choice.name,))
 
 
 def _effort(body: PromptBody) -> str | None:

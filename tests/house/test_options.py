@@ -41,7 +41,7 @@ def test_functions_that_sample_say_which_options_there_are(function: Any) -> Non
 
 
 @pytest.mark.parametrize("function", REQUESTS, ids=lambda function: function.__qualname__)
-def test_functions_that_submit_requests_also_take_a_retention_and_an_adapter(function: Any) -> None:
+def test_functions_that_submit_requests_also_take_how_they_are_kept_and_read(function: Any) -> None:
     assert inspect.signature(function).parameters["options"].annotation == Unpack[RequestOptions]
     own = {"retention": RetentionOptions | None, "adapter": str | None, "reading": ReplyReading | None}
     assert get_type_hints(RequestOptions) == get_type_hints(SamplingOptions) | own

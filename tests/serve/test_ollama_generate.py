@@ -9,8 +9,8 @@ import ollama
 import pytest
 
 from kvcellar.errors import Overloaded
-from kvcellar.serve import Server
-from tests.serve.fake_engine import CONTEXT, PATIENCE, FakeEngine
+from kvcellar.serve import Server, ServeSettings
+from tests.serve.fake_engine import CONTEXT, PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 
 ASKED = [{"role": "user", "content": "hi"}]
@@ -177,3 +177,11 @@ def test_a_prompt_that_is_too_long_is_refused_where_turns_must_stay(http: httpx.
     body = {"model": MODEL, "messages": messages, "stream": False, "options": {"num_predict": 5}}
     assert http.post("/api/chat", json=body | {"truncate": False}).status_code == 400
     assert http.post("/api/chat", json=body).json()["message"]["content"] == "<user"
+
+
+def test_a_model_without_a_chat_template_continues_prompts() -> None:
+    with FakeEngine(FakeModel(has_chat=False)) as engine, Server(engine, ServeSettings(port=0)) as server:
+        body = {"model": MODEL, "prompt": "hello", "stream": False}
+        assert httpx.post(f"{server.url}/api/generate", json=body).json()["response"] == "hello"
+        refused = httpx.post(f"{server.url}/api/generate", json=body | {"system": "s"})
+        assert (refused.status_code, "put it into prompt" in refused.json()["error"]) == (400, True)

@@ -8,7 +8,13 @@ from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import Keys, Names
 from kvcellar.serve.settings import ServeSettings
 
-APIS = {"OpenAI": "/v1", "Ollama": "/api", "conversations": "/kvcellar/conversations", "metrics": "/metrics"}
+APIS = {
+    "OpenAI": "/v1",
+    "Anthropic": "/v1/messages",
+    "Ollama": "/api",
+    "conversations": "/kvcellar/conversations",
+    "metrics": "/metrics",
+}
 SHOWN = 8  # names of keys of one kind
 
 

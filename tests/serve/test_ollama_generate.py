@@ -180,7 +180,10 @@ def test_a_prompt_that_is_too_long_is_refused_where_turns_must_stay(http: httpx.
 
 
 def test_a_model_without_a_chat_template_continues_prompts() -> None:
-    with FakeEngine(FakeModel(has_chat=False)) as engine, Server(engine, ServeSettings(port=0)) as server:
+    with (
+        FakeEngine(FakeModel(has_chat=False, chat_template=None)) as engine,
+        Server(engine, ServeSettings(port=0)) as server,
+    ):
         body = {"model": MODEL, "prompt": "hello", "stream": False}
         assert httpx.post(f"{server.url}/api/generate", json=body).json()["response"] == "hello"
         refused = httpx.post(f"{server.url}/api/generate", json=body | {"system": "s"})

@@ -246,6 +246,55 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
     ),
 ]
 
+NAMED_TOOL = {"type": "function", "name": "f"}
+ALLOWED = {"type": "allowed_tools", "tools": [NAMED_TOOL]}
+TOOL_CHOICES: list[tuple[object, str]] = [
+    ("any", 'tool_choice must be "none", "auto", "required", the name of a function, or allowed_tools'),
+    ({"type": "function"}, "tool_choice must have the name of a function"),
+    (ALLOWED | {"allowed_tools": 1}, "tool_choice.allowed_tools must be an object with mode and tools"),
+    (ALLOWED | {"tools": []}, "tool_choice.tools must be a list of functions that is not empty"),
+    (ALLOWED | {"mode": "none"}, 'tool_choice.mode must be "auto" or "required"'),
+    (ALLOWED | {"tools": [{"type": "mcp"}]}, "tool_choice.tools[0].type must be \"function\", not 'mcp'"),
+]
+
+RESPONSES = "/v1/responses"
+GONE = "there is no such response: it was not stored, or was deleted, or the server was started again since"
+NO_CONVERSATION = "send previous_response_id, or use /v1/chat/completions"
+OUTPUT = {"type": "function_call_output", "call_id": "c1"}
+INPUTS: list[tuple[dict[str, object], str]] = [
+    ({"input": 5}, "input must be a string, or a list of items that is not empty"),
+    ({"input": [USER] * 4097}, "input has 4097 items; at most 4096 are allowed"),
+    ({"input": ["hi"]}, "input[0] must be an object"),
+    (
+        {"input": [{"type": "x"}]},
+        "input[0].type is 'x', which is not supported; message, function_call, function_call_output and reasoning are",
+    ),
+    ({"input": [{"role": "tool"}]}, "input[0].role must be one of user, assistant, system, developer"),
+    ({"input": [USER | {"content": 5}]}, "input[0].content must be a string, or a list of text parts"),
+    (
+        {"input": [USER | {"content": [{"type": "input_image"}]}]},
+        "input[0].content[0].type must be one of input_text, output_text, text, refusal; other media are not supported",
+    ),
+    ({"input": [OUTPUT | {"call_id": 5, "output": "x"}]}, "input[0].call_id must be a string"),
+    ({"input": "hi", "n": 2}, "n is 2; a response has one answer"),
+    ({"input": "hi", "conversation": "x"}, f"conversation is not supported here; {NO_CONVERSATION}"),
+    ({"input": "hi", "previous_response_id": "x"}, f"previous_response_id: {GONE}"),
+    (
+        {"input": "hi", "max_tokens": 4, "max_output_tokens": 5},
+        "max_output_tokens and max_tokens differ; send one of them",
+    ),
+    ({"input": "hi", "include": ["x"]}, "include[0] is 'x', which is not supported"),
+    ({"input": "hi", "top_logprobs": 3}, "top_logprobs needs include to have message.output_text.logprobs"),
+    (
+        {"input": "hi", "tools": [{"type": "mcp"}]},
+        "tools[0].type is 'mcp', which is not supported; send functions",
+    ),
+    (
+        {"input": "hi", "text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}},
+        "text.format and response_format both say what the answer has to match; send one",
+    ),
+]
+
 BODIES: list[tuple[bytes, str]] = [
     (b"{", "a key is expected at character 1"),
     (b'{"a": x}', "Expecting value: line 1 column 7 (char 6)"),
@@ -264,6 +313,8 @@ CASES = [(route, fields | extra, message) for extra, message in FIELDS for route
     if route == COMPLETIONS or "best_of" not in extra]  # fmt: skip
 CASES += [(COMPLETIONS, body, message) for body, message in PROMPTS]
 CASES += [(CHAT, body, message) for body, message in MESSAGES]
+CASES += [(CHAT, talk(USER, tool_choice=choice), message) for choice, message in TOOL_CHOICES]
+CASES += [(RESPONSES, body, message) for body, message in INPUTS]
 INPUT = "input must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
 CASES += [
     (CHAT, {"messages": [], "echo": True}, "echo is not supported; leave it out, or send null or false"),
@@ -366,6 +417,8 @@ ROUTES = {
     "/nowhere": "there is no such route",
     CHAT: "this route does not have that method; the header Allow lists those that it has",
     "/v1/models/gpt-4": "the model 'gpt-4' is not served here; /v1/models lists what is",
+    f"{RESPONSES}/x": GONE,
+    f"{RESPONSES}/x?stream=true": "stream is not supported here; leave it out",
 }
 
 
@@ -588,11 +641,14 @@ SOURCES = [
     *sorted(
         {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
     ),
+    *(ROOT / "serve" / "openai").glob("*.py"),
+    *(ROOT / "serve" / "responses_api").glob("*.py"),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
     *((ROOT / "engine" / f"{name}.py") for name in ("allocate", "build", "engine", "intake")),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
+RAISED |= {"invalid": 1, "unsupported": 1}  # of serve/openai/fields.py
 HANDED_ON = {"message", "why"}  # parameter names for messages that a function forwards
 
 ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason

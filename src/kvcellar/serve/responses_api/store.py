@@ -86,5 +86,7 @@ class ResponseStore:
 
 
 def _unknown(param: str | None) -> ApiError:
-    message = "there is no such response; it was not stored, or was deleted, or the server was started again since"
+    message = "there is no such response: it was not stored, or was deleted, or the server was started again since"
+    if param is not None:
+        message = f"{param}: {message}"
     return ApiError(404, message, param, "previous_response_not_found" if param else "response_not_found")

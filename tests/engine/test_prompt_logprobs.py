@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from kvcellar import BadRequest, SamplingParams
+from kvcellar import BadRequest, Engine, SamplingParams
 from kvcellar.engine import prompt_rows
 from kvcellar.engine.result import Collector
 from kvcellar.errors import EngineFailed
@@ -192,3 +192,21 @@ def test_no_tokens_need_scores():
     with pytest.raises(BadRequest, match="max_tokens must be a whole number from 1"):
         SamplingParams(max_tokens=0)
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
+
+
+def test_drafts_of_other_requests_change_nothing():
+    """Ones from hidden states, too: these are read of the same steps."""
+    prompt = [*range(40, 70)]
+    with Engine(threads=1, dtype="float32", cache_bytes=64_000_000, draft="mtp", draft_depth=3) as engine:
+        stream = engine.stream(prompt, max_tokens=24, temperature=0.0, ignore_eos=True)
+        next(stream)
+        drafted = engine.generate(prompt, max_tokens=4, prompt_logprobs=2, **GREEDY)
+        for _ in stream:
+            pass
+        assert stream.result.speculation is not None
+        assert_at_rest(engine)
+    with Engine(threads=1, dtype="float32", cache_bytes=64_000_000) as engine:
+        plain = engine.generate(prompt, max_tokens=4, prompt_logprobs=2, **GREEDY)
+    assert drafted.token_ids == plain.token_ids
+    for found, expected_one in zip(drafted.prompt_logprobs[1:], plain.prompt_logprobs[1:], strict=True):
+        assert found.logprob == pytest.approx(expected_one.logprob, abs=1e-4)

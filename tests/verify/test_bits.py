@@ -45,6 +45,19 @@ def test_a_rows_bits_do_not_depend_on_company_where_that_is_promised(name, dtype
     assert [str(one) for one in same_bits(guest_of(name, dtype), seed=0) if not one.holds] == []
 
 
+@pytest.mark.parametrize("experts", [8, 12, 64])
+def test_scores_of_a_router_by_sigmoids_have_the_same_bits_alone(experts) -> None:
+    need_own_layers(torch.float32)
+    model: Any = ARCHS["deepseek-v3"].build(n_routed_experts=experts, n_group=2)
+    pack_model(model)
+    router = model.model.layers[-1].mlp.gate
+    x = torch.randn(48, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    together = router(x)
+    for row in range(len(x)):
+        for part, alone in zip(together, router(x[row : row + 1]), strict=True):
+            assert torch.equal(part[row], alone[0])
+
+
 class OfCompany(nn.Module):
     """Multiplies by a number that depends on how many rows there are."""
 

@@ -2,7 +2,9 @@
 
 Routers of experts call torch's `linear` with a parameter. Its order of sums depends on the number of rows, so near ties
 between experts would fall one way in a batch and another way alone. Within these modules, that call goes to a linear
-layer of ours (`kernels/linear.py`), in the type that the module multiplies in.
+layer of ours (`kernels/linear.py`), in the type that the module multiplies in. Their sigmoids are computed in whole
+vectors: torch computes what is left behind the last one in another way, and which experts that are depends on the
+number of rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +19,8 @@ from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.linear import PACKED, Kernel, PanelLinear, panel_bytes, panel_linear
 
+VECTORS = 64  # elements of the largest step of torch's loops over vectors
+SIGMOIDS = (torch.sigmoid, Tensor.sigmoid, F.sigmoid)
 CHILDREN = {dtype: f"kvcellar_{dtype}".replace(".", "_") for dtype in PACKED}  # names of layers below a module, by type
 
 
@@ -73,6 +77,8 @@ class _Products(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and not kwargs and (layer := self._layer(*args)) is not None:
             return layer(args[0])
+        if func in SIGMOIDS and not kwargs and (missing := -args[0].shape[-1] % VECTORS):
+            return func(F.pad(args[0], (0, missing)))[..., : args[0].shape[-1]].contiguous()
         return func(*args, **kwargs)
 
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> PanelLinear | None:

@@ -33,7 +33,8 @@ function Key({ message, again }) {
   const [key, setKey] = useState("");
   const send = (event) => (event.preventDefault(), saveKey(key.trim()), again());
   return html`<form class="ask" onSubmit=${send}>
-    <p>${message || "This server has API keys."} The page shows what requests with your key have computed.</p>
+    <p>${message ? `${message}.` : "This server has API keys."}</p>
+    <p>The page shows what requests with your key have computed.</p>
     <label for="key">API key, kept until the tab is closed</label>
     <input id="key" type="password" autocomplete="off" value=${key} onInput=${(event) => setKey(event.target.value)} />
     <button type="submit">Look inside</button>
@@ -49,7 +50,7 @@ function Head({ state, snapshot, model, choose }) {
           ${snapshot.model.all.map((name) => html`<option key=${name} value=${name}>${name}</option>`)}
         </select></label>`
       : snapshot && html`<p class="model">${snapshot.model.name}</p>`}
-    <p class=${`pill ${state.name}`} role="status"><span class="dot" aria-hidden="true"></span>${SAID[state.name]}${state.name === "live" ? running : ""}</p>
+    <p class=${`pill is-${state.name}`} role="status"><span class="dot" aria-hidden="true"></span>${SAID[state.name]}${state.name === "live" ? running : ""}</p>
   </header>`;
 }
 
@@ -92,7 +93,7 @@ function App() {
   }, [model, attempt]);
   const snapshot = seen.now;
   return html`<${Head} state=${state} snapshot=${snapshot} model=${model} choose=${setModel} />
-    <main class=${state.name === "live" ? "" : "old"}>
+    <main class=${state.name === "lost" ? "old" : ""}>
       ${state.name === "key" && html`<${Key} message=${state.message} again=${() => setAttempt(attempt + 1)} />`}
       ${state.name === "refused" && html`<p class="empty">${state.message}</p>`}
       ${snapshot && state.name !== "key" && html`<${Page} snapshot=${snapshot} before=${seen.before} model=${model} />`}

@@ -172,6 +172,7 @@ class TextCodec:
         self._template: ChatTemplate | None = None
         self.replays: Replays | None = None  # where there is a tokenizer
         self._why_not, self._preamble, self._context = why_not, preamble, context
+        self.response_template = None if assets is None else assets.response_template  # of the checkpoint's template
         if assets is not None:
             most = longest_text(text_bytes)
             self._tokenizer = TextTokenizer(
@@ -183,7 +184,7 @@ class TextCodec:
     def variant(self, template: str | None, preamble: Preamble) -> "TextCodec":
         """The same tokenizer, and memory of replies, with another chat template and preamble."""
         made = copy(self)
-        made._preamble = preamble
+        made._preamble, made.response_template = preamble, None
         made._template = None if made._tokenizer is None else self._opened(template, made._tokenizer)
         return made
 

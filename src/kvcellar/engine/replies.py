@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
 from kvcellar.text.pieces import ReplyReader
+from kvcellar.text.replies.declared import declared
 from kvcellar.text.replies.families import known
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.grammar import Grammar
@@ -144,7 +145,7 @@ def _found(codec: "TextCodec") -> tuple[ReplyForm, str | None]:
     plain = ReplyForm("plain", "nothing")
     if not codec.has_chat:
         return plain, "it has no chat template"
-    form = known(codec.template.source) or plain
+    form = declared(codec.response_template) or known(codec.template.source) or plain
     if not codec.template.renders_tools:
         return form, "its chat template does not render tools"
     if not form.has_calls:

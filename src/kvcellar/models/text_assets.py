@@ -18,6 +18,7 @@ class TextAssets:
     tokenizer: Any
     special: Mapping[str, str]  # "bos_token" -> its text, and so on
     chat_template: str | None
+    response_template: Any = None  # how the checkpoint says that answers are read, in transformers' format
 
 
 def text_assets(path: Path, config: Any) -> TextAssets | str:
@@ -37,4 +38,4 @@ def text_assets(path: Path, config: Any) -> TextAssets | str:
     if isinstance(template, dict):
         template = template.get("default")
     special = {role: str(text) for role, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    return TextAssets(tokenizer.backend_tokenizer, special, template)
+    return TextAssets(tokenizer.backend_tokenizer, special, template, tokenizer.response_template)

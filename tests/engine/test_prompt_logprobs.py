@@ -8,6 +8,7 @@ import pytest
 
 from kvcellar import BadRequest, Engine, SamplingParams
 from kvcellar.engine import prompt_rows
+from kvcellar.engine.intake import COPY_BYTES, SCORE_BYTES, TOKEN_BYTES
 from kvcellar.engine.result import Collector
 from kvcellar.errors import EngineFailed
 from kvcellar.events import Delta, Done, Finished, PromptScored
@@ -186,6 +187,16 @@ def test_a_request_whose_scores_are_not_numbers_fails_alone(monkeypatch):
 def test_a_bad_number_is_refused_by_name(value):
     with pytest.raises(BadRequest, match="prompt_logprobs must be a whole number from 0 to 20"):
         SamplingParams(prompt_logprobs=value)
+
+
+def test_scores_count_as_memory_of_prompts():
+    with small_engine("llama") as engine:
+        prompts = engine._built.intake.prompts
+        prompts.most = 40 * (TOKEN_BYTES + COPY_BYTES + 3 * SCORE_BYTES)
+        assert engine.generate(PROMPT, max_tokens=0, prompt_logprobs=2).prompt_logprobs is not None
+        with pytest.raises(BadRequest, match=r"are for prompts.*prompt_logprobs count"):
+            engine.generate(PROMPT, max_tokens=0, prompt_logprobs=3)
+        assert prompts.taken == 0
 
 
 def test_no_tokens_need_scores():

@@ -190,7 +190,8 @@ class Engine:
         seed = params.seed if params.seed is not None else fresh_seed()
         rewrite = self._built.intake.rewrite(namespace, prompt)
         prompts, named = self._built.intake.prompts, (how.get("adapter"), self.adapters.default) != (None, None)
-        size, use = prompts.take(len(prompt), params.n), None
+        scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        size, use = prompts.take(len(prompt), params.n, scores), None
         try:
             use = self.adapters.take(how.get("adapter")) if named else None
             pooling, reply = how.get("pooling"), how.get("reading")

@@ -40,6 +40,7 @@ TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
 FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
 MOST_NAMESPACE = 256  # characters
 COPY_BYTES = 8  # of a token id in the list of one completion
+SCORE_BYTES = 144  # of a token id with its log-probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,16 +274,16 @@ class PromptMemory:
         self.most, self.taken = most, 0
         self._lock = threading.Lock()
 
-    def take(self, tokens: int, completions: int) -> int:
-        """Take bytes for a prompt of so many tokens; returns them, for `give`. Raises `Overloaded`, or `BadRequest` if
-        a prompt alone takes more than `most`."""
-        size = tokens * (TOKEN_BYTES + COPY_BYTES * completions)
+    def take(self, tokens: int, completions: int, scores: int = 0) -> int:
+        """Take bytes for a prompt of so many tokens, each with `scores` log-probabilities; returns them, for `give`.
+        Raises `Overloaded`, or `BadRequest` if a prompt alone takes more than `most`."""
+        size = tokens * (TOKEN_BYTES + COPY_BYTES * completions + SCORE_BYTES * scores)
         if size > self.most:
             raise BadRequest(
                 f"a prompt of {tokens} tokens with n {completions} takes {size} bytes; {self.most} are for prompts. "
                 f"Shorten the prompt, or lower n",
                 "n",
-                hint="The limit is half of text_bytes.",
+                hint="The limit is half of text_bytes; prompt_logprobs count as well.",
             )
         with self._lock:
             if self.taken + size > self.most:

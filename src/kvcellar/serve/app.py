@@ -19,6 +19,7 @@ from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
 from kvcellar.serve.openai.routes import openai_routes
+from kvcellar.serve.openapi.routes import openapi_routes
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.responses_api.routes import responses_routes
@@ -41,6 +42,7 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
         routes=[
             *health_routes(shared),
             *metrics_routes(shared, requests),
+            *openapi_routes(shared),
             *openai_routes(shared),
             *responses_routes(shared),
             *anthropic_routes(shared),

@@ -63,7 +63,11 @@ class Message(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     # a string, or a list of parts of the type `text`. Required, except in an assistant's message with `tool_calls`,
     # `function_call`, reasoning or `refusal`
-    content: Annotated[list[TextPart] | None, FailFast(), BeforeValidator(_as_parts)] = None
+    content: Annotated[
+        list[TextPart] | None,
+        FailFast(),
+        BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart] | None),
+    ] = None
     name: str | None = None  # passed to the chat template
     tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None  # see [tool calls](../tool-calls.md)
     tool_call_id: str | None = None  # if present, the id of a call in an earlier message

@@ -46,7 +46,7 @@ def _as_blocks(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
 
 class AnthropicMessage(AnthropicModel):
@@ -97,7 +97,9 @@ class PromptBody(AnthropicModel):
     model: str | None = None  # Anthropic: may be left out; otherwise a name in `/v1/models`
     messages: Annotated[list[AnthropicMessage], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     # Anthropic: a string, or a list of `text` blocks
-    system: Annotated[list[Block] | None, FailFast(), BeforeValidator(_as_blocks)] = None
+    system: Annotated[
+        list[Block] | None, FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block] | None)
+    ] = None
     tools: Annotated[list[AnthropicTool] | None, FailFast()] = Field(default=None, max_length=512)  # Anthropic
     tool_choice: ToolChoice | None = None  # Anthropic: whether and which tools are called
     thinking: Thinking | None = None  # Anthropic: whether the model reasons before it answers

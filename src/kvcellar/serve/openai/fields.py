@@ -92,7 +92,9 @@ class CommonBody(StrictModel):
     cache_priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
     cache_pin: bool | None = None  # kvcellar: the prompt is not evicted; only if the server allows it
     n: int | None = None  # OpenAI: number of completions of each prompt; they share its K/V
-    stop: Annotated[list[str] | None, FailFast(), BeforeValidator(_as_list)] = None  # OpenAI: a string, or up to 64
+    stop: Annotated[
+        list[str] | None, FailFast(), BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
+    ] = None  # OpenAI: a string, or up to 64
     stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: the completion ends at any of these tokens
     ignore_eos: bool | None = None  # vLLM: continue past the end of text
     # Ollama: at the end of the context, drop the oldest tokens and continue; needs `max_tokens`

@@ -1,0 +1,1 @@
+"""openapi: the document of all routes, from the models that check their requests."""

@@ -1,0 +1,24 @@
+"""routes: /openapi.json, the document of all routes."""
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.openapi.document import document
+from kvcellar.serve.shared import Shared
+
+
+def openapi_routes(server: Shared) -> list[Route]:
+    return [Route("/openapi.json", DocumentHandler(server).get, methods=["GET"])]
+
+
+class DocumentHandler:
+    def __init__(self, server: Shared) -> None:
+        self._threads = server.threads
+        self._made: bytes | None = None  # by the first request
+
+    async def get(self, request: Request) -> Response:
+        if self._made is None:
+            self._made = await self._threads.for_listing(lambda: to_json(document()))
+        return Response(self._made, media_type="application/json")

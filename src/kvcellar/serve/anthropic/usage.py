@@ -22,6 +22,7 @@ def usage(replies: Replies, cached: int | None = None) -> Json:
         "cache_read_input_tokens": read,
         "cache_creation_input_tokens": created,
         "cache_creation": {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour},
-        "output_tokens": replies.replies[0].completion_tokens,
+        # at the end with the token that ended the answer, which no delta has
+        "output_tokens": replies.completion_tokens if cached is None else replies.replies[0].completion_tokens,
         "service_tier": "standard",
     }

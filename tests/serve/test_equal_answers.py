@@ -1,0 +1,164 @@
+"""The same messages, seed and options get the same answer through every API, and what each API tells of memory is what
+the record of the request says."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import pytest
+
+from kvcellar import Engine
+from kvcellar.serve import Server, ServeSettings, key_digest
+from tests.engine.chatting import chat_engine
+from tests.serve.fake_engine import PATIENCE
+
+ADMIN = "an-admin-key-of-the-server"
+MESSAGES = [
+    {"role": "system", "content": "You answer questions about hills, rivers and roads."},
+    {"role": "user", "content": "Which river is the longest of all, and who has measured it?"},
+    {"role": "assistant", "content": "Two rivers are about as long, and many have measured them."},
+    {"role": "user", "content": "Name both."},
+]
+SEED, TOKENS, TOP_P, TOP_K = 7, 16, 0.95, 40
+SAMPLING = {"seed": SEED, "temperature": 0.8, "top_p": TOP_P, "top_k": TOP_K}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a response says."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+def data_of(stream: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in stream.split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def openai_usage(text: str, usage: Mapping[str, Any]) -> Told:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return Told(text, usage["prompt_tokens"], cached, usage["completion_tokens"])
+
+
+def of_chat(response: httpx.Response, stream: bool) -> Told:
+    if not stream:
+        body = response.json()
+        return openai_usage(body["choices"][0]["message"]["content"], body["usage"])
+    chunks = data_of(response.text)
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk["choices"])
+    return openai_usage(text, chunks[-1]["usage"])
+
+
+def of_response(response: httpx.Response, stream: bool) -> Told:
+    body = data_of(response.text)[-1]["response"] if stream else response.json()
+    usage = body["usage"]
+    text = "".join(part["text"] for item in body["output"] for part in item["content"])
+    cached = usage["input_tokens_details"]["cached_tokens"]
+    return Told(text, usage["input_tokens"], cached, usage["output_tokens"])
+
+
+def of_message(response: httpx.Response, stream: bool) -> Told:
+    if stream:
+        events = data_of(response.text)
+        text = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+        (usage,) = (event["usage"] for event in events if event["type"] == "message_delta")
+        (start,) = (event["message"]["usage"] for event in events if event["type"] == "message_start")
+        names = "input_tokens", "cache_read_input_tokens"
+        assert [start[name] for name in names] == [usage[name] for name in names]
+    else:
+        body = response.json()
+        text, usage = "".join(block["text"] for block in body["content"]), body["usage"]
+    read = usage["cache_read_input_tokens"]
+    sent = usage["input_tokens"] + read + usage["cache_creation_input_tokens"]
+    return Told(text, sent, read, usage["output_tokens"])
+
+
+def of_ollama(response: httpx.Response, stream: bool) -> Told:
+    lines = [json.loads(line) for line in response.text.splitlines()]
+    assert stream or len(lines) == 1
+    text = "".join(line["message"]["content"] for line in lines)
+    last = lines[-1]
+    return Told(text, last["prompt_eval_count"], last["prompt_eval_cached_count"], last["eval_count"])
+
+
+ROUTES: Mapping[str, tuple[dict[str, Any], Callable[[httpx.Response, bool], Told]]] = MappingProxyType(
+    {
+        "/v1/chat/completions": ({**SAMPLING, "messages": MESSAGES, "max_completion_tokens": TOKENS}, of_chat),
+        "/v1/responses": ({**SAMPLING, "input": MESSAGES, "max_output_tokens": TOKENS, "store": False}, of_response),
+        "/v1/messages": (
+            {**SAMPLING, "system": MESSAGES[0]["content"], "messages": MESSAGES[1:], "max_tokens": TOKENS},
+            of_message,
+        ),
+        "/api/chat": ({"messages": MESSAGES, "options": {**SAMPLING, "num_predict": TOKENS}}, of_ollama),
+    }
+)
+
+
+@pytest.fixture(scope="module", params=["embedded", "llama", "lfm2"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    if request.param == "embedded":
+        found = Engine(device="cpu", dtype="float32", cache_bytes=32_000_000, threads=1)
+    else:
+        found = chat_engine(tmp_path_factory.mktemp(request.param), request.param, dtype="float32")
+    with found as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def http(engine: Engine) -> Iterator[httpx.Client]:
+    settings = ServeSettings(port=0, admin_digests=(key_digest(ADMIN),))
+    with Server(engine, settings) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        yield client
+
+
+def ask(http: httpx.Client, route: str, model: str, stream: bool) -> tuple[Told, dict[str, Any]]:
+    """What the response says, and the record of the request."""
+    body, read = ROUTES[route]
+    options = {"stream_options": {"include_usage": True}} if stream and route.endswith("completions") else {}
+    response = http.post(route, json={"model": model, "stream": stream, **options, **body})
+    assert response.status_code == 200, response.text
+    record = http.get(
+        f"/admin/requests/{response.headers['x-request-id']}", headers={"authorization": f"Bearer {ADMIN}"}
+    )
+    assert record.status_code == 200, record.text
+    return read(response, stream), record.json()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_each_api_answers_as_the_engine_does_and_counts_as_the_record(
+    http: httpx.Client, engine: Engine, route: str, stream: bool
+) -> None:
+    """First without anything in memory, then with the whole prompt in it."""
+    engine.clear_cache()
+    own = [engine.chat(MESSAGES, max_tokens=TOKENS, **SAMPLING) for _ in range(2)]
+    expected = [
+        Told(one.text, one.usage.prompt_tokens, one.usage.cached_tokens, one.usage.completion_tokens) for one in own
+    ]
+    assert expected[0].cached_tokens == 0 < expected[1].cached_tokens
+    engine.clear_cache()
+    for told in expected:
+        found, record = ask(http, route, engine.model.name, stream)
+        assert found == told
+        names = "prompt_tokens", "cached_tokens", "completion_tokens"
+        assert [record[name] for name in names] == [getattr(told, name) for name in names]
+        (prompt,) = record["prompts"]
+        recall = prompt["recall"]
+        assert recall["matched"] + recall["restored"] >= told.cached_tokens, recall
+    engine.check()
+
+
+def test_what_one_api_has_computed_the_others_read(http: httpx.Client, engine: Engine) -> None:
+    """Chats are rendered to the same tokens, whichever API they come by."""
+    for first in ROUTES:
+        engine.clear_cache()
+        ask(http, first, engine.model.name, False)
+        cached = {ask(http, route, engine.model.name, False)[0].cached_tokens for route in ROUTES if route != first}
+        assert len(cached) == 1
+        assert min(cached) > 0

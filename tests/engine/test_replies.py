@@ -110,6 +110,7 @@ def test_tools_are_in_the_prompt(engine):
 
 def test_the_form_is_known(engine):
     assert (engine.replies.form, engine.replies.refusal) == ("hermes", None)
+    assert engine.replies.described == "tools: calls are read as hermes (the chat template is that of a known family)"
 
 
 def test_wrong_tools_are_refused(engine):
@@ -128,6 +129,7 @@ def test_wrong_tools_are_refused(engine):
 def test_tools_are_refused_where_the_template_does_not_render_them():
     with Engine(threads=1) as plain:
         assert plain.replies.form is None
+        assert plain.replies.described == "tools: refused (its chat template does not render tools)"
         with pytest.raises(BadRequest, match="does not render tools"):
             plain.replies.reading(tools=TOOLS)
         reading = plain.replies.reading()

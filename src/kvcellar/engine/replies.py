@@ -80,6 +80,13 @@ class Replies:
         """The name of the form in which the model writes calls; None: it is not known."""
         return self._form.name if self.refusal is None else None
 
+    @property
+    def described(self) -> str:
+        """How calls are read, in words."""
+        if self.refusal is not None:
+            return f"tools: refused ({self.refusal})"
+        return f"tools: calls are read as {self._form.name} ({self._form.source})"
+
     def reading(
         self,
         *,

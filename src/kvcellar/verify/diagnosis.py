@@ -11,6 +11,7 @@ from kvcellar.engine.build import Built, build
 from kvcellar.engine.capacity import sized
 from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
+from kvcellar.engine.replies import Replies
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, DraftRefused
 from kvcellar.kernels.packed import Packing
@@ -236,6 +237,8 @@ def _notes(built: Built) -> list[str]:
         notes.append(f"no text: {built.loaded.without_text}; prompts are token ids")
     elif not built.intake.codec.has_chat:
         notes.append("no chat template: it completes text, and messages are refused")
+    else:
+        notes.append(Replies(built.intake.codec).described)
     notes += _limits(built.guest)
     notes += _latents(built.guest)
     notes.append(_recording(built.guest))

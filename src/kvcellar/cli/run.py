@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvcellar.cli.chat import Chat
+from kvcellar.cli.constraint_options import constraint_options
 from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.options import Command, adapter_option, engine_options, given, quiet_option, sampling_options
 from kvcellar.cli.progress_line import show_progress
@@ -27,6 +28,7 @@ from kvcellar.sample.params import SamplingParams
 @click.option("--raw", is_flag=True, help="Complete the text as it is, without the chat template.")
 @click.option("--ids", is_flag=True, help="Read and print token ids, like 12 7 99. Needs no tokenizer.")
 @sampling_options
+@constraint_options
 @store_options
 @engine_options
 @adapter_option

@@ -153,6 +153,27 @@ def test_a_miss_is_shown_with_its_reason_and_both_sides(engine, pages, kept):
 
 
 @pytest.mark.usefixtures("wait")
+def test_the_tree_is_walked_with_the_keyboard_and_shows_texts(engine, pages, kept):
+    with served(engine, pages) as url:
+        two_turns(url)
+        chat(url, {"role": "user", "content": "Short."})
+        page = pages.open(url, color_scheme="dark", reduced_motion="reduce")
+        item = page.get_by_role("treeitem")
+        expect(item.first).to_be_visible()
+        page.locator('[role="treeitem"][tabindex="0"]').focus()
+        names = [one.get_attribute("data-name") for one in item.all()]
+        focused = page.locator('[role="treeitem"]:focus')
+        for key, at in (("End", -1), ("Home", 0), ("ArrowDown", 1)):
+            page.keyboard.press(key)
+            expect(focused).to_have_attribute("data-name", names[at])
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("heading", name=f"Entry {names[1]}")).to_be_visible()
+        expect(page.locator("pre")).to_be_visible()
+        expect(focused).to_have_attribute("data-name", names[1])
+        page.screenshot(path=kept / "tree-dark.png", full_page=True)
+
+
+@pytest.mark.usefixtures("wait")
 def test_the_page_survives_a_restart_of_the_server(engine, pages, kept):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -100,10 +100,8 @@ class Intake:
         ]
 
     def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
-        return Completion(request, sampler, self._output(request), list(tokens))
-
-    def _output(self, request: Request) -> Output:
-        return self.codec.output(request.stops, request.prompt, request.reply)
+        output = self.codec.output(request.stops, request.prompt, request.reply)
+        return Completion(request, sampler, output, list(tokens))
 
     def rewrite(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
         """What the prompt of a chat has in another form than an earlier one."""

@@ -79,7 +79,6 @@ class Intake:
 
     def completion(self, request: Request, seed: int) -> Completion:
         """The completion of `request` that prefills its prompt. Compiles its constraint: see `Grammars.matcher`."""
-        constraint = request.params.constraint
         sampler = Sampler(
             request.params,
             seed=seed,
@@ -88,7 +87,7 @@ class Intake:
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
-            matcher=None if constraint is None else self.grammars.matcher(constraint),
+            matcher=None if (one := request.params.constraint) is None else self.grammars.matcher(one),
         )
         return self._completion(request, sampler, request.prompt)
 

@@ -166,6 +166,7 @@ class FakeReplies:
         self._form = form
         self.form = None if form is None else form.name
         self.refusal = "it is no model" if form is None else None
+        self.reasons = form is not None and bool(form.thoughts)
         self.asked.clear()
 
     def reading(
@@ -190,6 +191,8 @@ class FakeReplies:
 
 class NoEmbeddings:
     """Of a model that does not embed."""
+
+    refused = "it is a fake"
 
     def check(self, dimensions: int | None = None) -> None:
         raise BadRequest("model does not do embeddings: it is a fake", "model")

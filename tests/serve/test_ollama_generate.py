@@ -10,6 +10,7 @@ import pytest
 
 from kvcellar.errors import Overloaded
 from kvcellar.serve import Server, ServeSettings
+from kvcellar.text.replies.families import known
 from tests.serve.fake_engine import CONTEXT, PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 
@@ -188,3 +189,10 @@ def test_a_model_without_a_chat_template_continues_prompts() -> None:
         assert httpx.post(f"{server.url}/api/generate", json=body).json()["response"] == "hello"
         refused = httpx.post(f"{server.url}/api/generate", json=body | {"system": "s"})
         assert (refused.status_code, "put it into prompt" in refused.json()["error"]) == (400, True)
+
+
+def test_what_a_model_can_is_shown(http: httpx.Client, engine: FakeEngine) -> None:
+    """Clients send tools only to a model that has them."""
+    assert http.post("/api/show", json={"model": MODEL}).json()["capabilities"] == ["completion"]
+    engine.replies.use(known('<tool_call> "arguments" <think>'))
+    assert http.post("/api/show", json={"model": MODEL}).json()["capabilities"] == ["completion", "tools", "thinking"]

@@ -32,6 +32,7 @@ COMMANDS = {
     "rm": "Remove models from the library.",
     "ps": "List the models that a running server has loaded.",
     "stop": "Let a running server unload a model.",
+    "top": "Show what a running server does, and what its requests find in memory.",
     "why": "Print why a request did not read more from memory.",
     "cache": "List, remove, verify, export and import what is cached.",
     "doctor": "Test a model and print how it would be served, and why.",

@@ -43,6 +43,11 @@ class ServedReplies(Protocol):
     def form(self) -> str | None: ...
     @property
     def refusal(self) -> str | None: ...
+    @property
+    def reasons(self) -> bool:
+        """Whether the form has a part for reasoning."""
+        ...
+
     def reading(
         self,
         *,
@@ -87,6 +92,10 @@ class Replies:
             return f"tools: refused ({self.refusal})"
         return f"tools: calls are read as {self._form.name} ({self._form.source})"
 
+    @property
+    def reasons(self) -> bool:
+        return bool(self._form.thoughts or self._form.channels)
+
     def reading(
         self,
         *,
@@ -126,7 +135,7 @@ class Replies:
         grammar = Grammar(self._form, _closed(tools or Tools(())), self._codec.added)
         if tools is not None and choice == "required":
             return Constraint("grammar", grammar.required(thinking=thinking, parallel=parallel), param="tools")
-        reasons = bool(self._form.thoughts or self._form.channels)
+        reasons = self.reasons
         if answer is not None and answer.kind in ("json_schema", "json_object") and (reasons or tools is not None):
             schema = json.loads(answer.source or _ANY_OBJECT)
             source = grammar.answer(schema, thinking=thinking, calls=tools is not None, parallel=parallel)

@@ -45,7 +45,7 @@ class Details:
         if self._library is None or not servable.id:
             context = engine.model.context if engine is not None else None
             info = {"general.architecture": WHOLE, f"{WHOLE}.context_length": context}
-            return self._parts(servable, None) | {"model_info": info, "modified_at": _time(0.0)}
+            return self._parts(servable, None, engine) | {"model_info": info, "modified_at": _time(0.0)}
         try:
             model = self._library.resolve(servable.name)
         except ModelRefused as error:
@@ -56,13 +56,13 @@ class Details:
         info = self._of(servable)["model_info"]
         if verbose:
             info = info | {"kvcellar.report": None if model.manifest.report is None else dict(model.manifest.report)}
-        return self._parts(servable, model) | {
+        return self._parts(servable, model, engine) | {
             "model_info": info,
             "modified_at": _time(self._modified(servable)),
         }
 
-    def _parts(self, servable: Servable, model: LibraryModel | None) -> Json:
-        found: Json = {"details": self._of(servable)["details"], "capabilities": ["completion"]}
+    def _parts(self, servable: Servable, model: LibraryModel | None, engine: ServedEngine | None) -> Json:
+        found: Json = {"details": self._of(servable)["details"], "capabilities": capabilities(engine)}
         if model is None:
             return found | {"modelfile": "", "parameters": "", "template": "", "license": ""}
         manifest = model.manifest
@@ -139,6 +139,20 @@ def _counted(elements: int) -> str:
         if elements >= size:
             return f"{elements / size:.1f}{unit}"
     return str(elements)
+
+
+def capabilities(engine: ServedEngine | None) -> list[str]:
+    """What clients may ask of a model. Without its engine only that it completes texts is known: whether it calls tools
+    is found by its chat template, when it is loaded."""
+    found = ["completion"]
+    if engine is None:
+        return found
+    known = {
+        "tools": engine.replies.refusal is None,
+        "thinking": engine.replies.reasons,
+        "embedding": engine.embeddings.refused is None,
+    }
+    return found + [name for name, has in known.items() if has]
 
 
 def _time(seconds: float) -> str:

@@ -76,8 +76,10 @@ class ServedCache(Protocol):
 
 
 class ServedEmbeddings(Protocol):
-    """May be used from any thread."""
+    """May be used from any thread. `refused`: why the model does not embed; None: it does."""
 
+    @property
+    def refused(self) -> str | None: ...
     def check(self, dimensions: int | None = None) -> None:
         """Raises `BadRequest` where the model does not embed, or not in so many dimensions."""
         ...

@@ -312,6 +312,7 @@ def test_reasoning_without_a_text_says_nothing():
         ([USER, {"role": "tool", "content": "x"}], "input[1].role"),
         ([{"role": "user", "content": 5}], "input[0].content"),
         ([{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": {}, "text": "x"}]}], "input[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "input_text"}]}], "input[0].content[0].text"),
         ([CALL | {"name": 5}], "input[0].name"),
         ([CALL, {"type": "function_call_output", "call_id": "c1"}], "input[1].output"),

@@ -33,7 +33,7 @@ from kvcellar.serve.embedding_fields import (
 from kvcellar.serve.http_request import HttpRequest
 from kvcellar.serve.model_use import ModelUse
 from kvcellar.serve.named_engine import NamedEngine
-from kvcellar.serve.namespaces import namespace
+from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.protocols import ServedEngine, Ticket
 from kvcellar.serve.request_log import RequestLog
@@ -97,7 +97,7 @@ class EmbeddingHandler:
 
             engine, prepared = await server.drain.run_before(use.run(prepare))
             body.release()
-            request, log.namespace = prepared.request, prepared.namespace
+            request, log.namespace, log.owner = prepared.request, prepared.namespace, owner(scope)
             vectors: list[Vector] = []
             for start in range(0, len(prepared.prompts), GROUP):
                 for pooled in await self._pooled(engine, prepared, start, log):

@@ -3,10 +3,11 @@
 import json
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.text.replies.json_scan import MOST_DEPTH, JsonScan, Status
+from kvcellar.text.replies.json_scan import MOST_DEPTH, JsonScan, Status, read_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -67,3 +68,30 @@ def test_line_breaks_within_strings_are_escaped():
 def test_depth_is_bounded():
     assert scanned("[" * MOST_DEPTH, [])[0].status is Status.MORE
     assert scanned("[" * (MOST_DEPTH + 1), [])[0].status is Status.FAILED
+
+
+def test_numbers_that_no_double_holds_are_no_json():
+    for text in ("1e999", "-1e999", '{"a": [2e400]}', "1" * 310):
+        assert scanned(text + " ", [])[0].status is Status.FAILED, text
+        with pytest.raises(ValueError, match="not one JSON value"):
+            read_json(text)
+    assert read_json("-1e300") == -1e300
+
+
+@given(
+    st.lists(st.sampled_from(["\\ud83d", "\\uDE00", "\\u00e9", "\\n", "x", "\n"]), max_size=8),
+    st.lists(st.integers(0, 60)),
+)
+def test_half_of_a_surrogate_pair_is_replaced_wherever_the_text_is_cut(parts, cuts):
+    text = json.dumps("")[:1] + "".join(parts) + json.dumps("")[1:]
+    scan, told, _ = scanned(text, cuts)
+    assert scan.status is Status.DONE
+    found = json.loads(text, strict=False)
+    assert json.loads(told) == found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def test_one_value_is_read_and_nothing_else():
+    assert read_json(' {"a": [1, "b\nc"]}\n') == {"a": [1, "b\nc"]}
+    for text in ("", "NaN", "[Infinity]", "1 2", "[1,]", "[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1)):
+        with pytest.raises(ValueError, match="not one JSON value"):
+            read_json(text)

@@ -99,7 +99,7 @@ def _content(value: object, where: str) -> str | list[Json]:
 def _part(value: object, where: str) -> Json:
     part = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
     kind = part.get("type")
-    if kind not in TEXTS:
+    if not isinstance(kind, str) or kind not in TEXTS:
         raise _invalid(
             f"{where}.type", f"{where}.type must be one of {', '.join(TEXTS)}; other media are not supported"
         )

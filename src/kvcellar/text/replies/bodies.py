@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
-from kvcellar.text.replies.json_scan import JsonScan, Status
+from kvcellar.text.replies.json_scan import JsonScan, Status, read_json
 
 MOST_NAME = 256  # characters
 
@@ -54,8 +54,8 @@ class BodyReader(Protocol):
 def whole(arguments: str) -> str | None:
     """The arguments as JSON, if they are an object; None otherwise."""
     try:
-        found = json.loads(arguments, strict=False)
-    except (ValueError, RecursionError):
+        found = read_json(arguments)
+    except ValueError:
         return None
     return json.dumps(found, ensure_ascii=False) if isinstance(found, dict) else None
 

@@ -1,6 +1,5 @@
 """foreign_bodies: reads calls whose arguments are not written as JSON. They are told whole, when they are complete."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -8,7 +7,7 @@ from typing import Any, cast
 
 from kvcellar.text.replies.bodies import MOST_NAME, Begun, Ended, Event, Given
 from kvcellar.text.replies.form import Tags
-from kvcellar.text.replies.json_scan import Status
+from kvcellar.text.replies.json_scan import Status, read_json
 from kvcellar.text.replies.marks import Marks
 from kvcellar.text.replies.values import Literals, typed, written
 
@@ -93,13 +92,13 @@ class TagsBody:
             return True
         try:
             self._found[key] = self._typed(key, raw)
-        except (ValueError, RecursionError):
+        except ValueError:
             self.status = Status.FAILED
         return True
 
     def _typed(self, key: str, raw: str) -> Any:
         if self._tags.kinds:
-            return json.loads(raw) if self._kind == _JSON_KIND else raw
+            return read_json(raw) if self._kind == _JSON_KIND else raw
         schema: Any = self._properties.get(key)
         return typed(raw, cast("Mapping[str, Any]", schema) if isinstance(schema, Mapping) else None)
 

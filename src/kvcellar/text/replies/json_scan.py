@@ -1,15 +1,19 @@
 """json_scan: reads one JSON value out of a text that arrives in parts, and checks each character when it arrives.
 
 Always true:
-  * what was told so far begins some JSON value, and is the text read so far, except that control characters within
-    strings are escaped (models write line breaks there) and white space in front is left out;
+  * what was told so far begins some JSON value that every reader of JSON takes, and is the text read so far, except
+    that control characters within strings are escaped (models write line breaks there), half of a surrogate pair is
+    replaced, an escape is told when it is whole, and white space in front is left out;
   * the cost of a character does not depend on what was read before.
 """
 
+import json
+import math
 import re
 from collections.abc import Callable
 from copy import copy
 from enum import Enum
+from typing import Any
 
 MOST_DEPTH = 100  # of lists and objects within each other
 
@@ -19,6 +23,7 @@ _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _WHOLE_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 _LONGEST_WORD = 400  # characters: more digits than a float can have
 _HEX = frozenset("0123456789abcdefABCDEF")
+_LOST = "\\ufffd"  # in place of half of a surrogate pair
 
 
 class Status(Enum):
@@ -48,7 +53,8 @@ class JsonScan:
         self._at = _At.VALUE
         self._open: list[str] = []  # the ends of the lists and objects that are open
         self._key = False  # whether the string that is open is a key
-        self._hex = 0  # digits that are missing
+        self._hex = ""  # digits of the escape that is read
+        self._high = ""  # those of the first half of a surrogate pair, while the second one may follow
         self._word = ""
 
     def feed(self, text: str, start: int, told: list[str]) -> int:
@@ -137,6 +143,9 @@ class JsonScan:
     def _string(self, text: str, at: int, told: list[str]) -> int:
         match = _PLAIN.match(text, at)
         end = match.end() if match is not None else at
+        if self._high and text[at] != "\\":
+            told.append(_LOST)
+            self._high = ""
         told.append(text[at:end])
         if end == len(text):
             return end
@@ -157,18 +166,35 @@ class JsonScan:
         char = text[at]
         if char not in '"\\/bfnrtu':
             return self._failed(at)
-        self._at, self._hex = (_At.HEX, 4) if char == "u" else (_At.STRING, 0)
+        if char == "u":
+            self._at, self._hex = _At.HEX, ""
+            return at + 1
+        if self._high:
+            told.append(_LOST)
+            self._high = ""
         told.append("\\" + char)
+        self._at = _At.STRING
         return at + 1
 
     def _digit(self, text: str, at: int, told: list[str]) -> int:
         if text[at] not in _HEX:
             return self._failed(at)
-        self._hex -= 1
-        if not self._hex:
+        self._hex += text[at]
+        if len(self._hex) == 4:
             self._at = _At.STRING
-        told.append(text[at])
+            told.append(self._escaped(self._hex))
         return at + 1
+
+    def _escaped(self, digits: str) -> str:
+        """The escape with these digits, with what was read in front of it and not told."""
+        high, self._high = self._high, ""
+        if "dc00" <= digits.lower() < "e000":
+            return f"\\u{high}\\u{digits}" if high else _LOST
+        lost = _LOST if high else ""
+        if "d800" <= digits.lower() < "dc00":
+            self._high = digits
+            return lost
+        return f"{lost}\\u{digits}"
 
     def _in_word(self, text: str, at: int, told: list[str]) -> int:
         match = _WORD.match(text, at)
@@ -182,7 +208,7 @@ class JsonScan:
         return end
 
     def _ended_word(self) -> None:
-        if _WHOLE_WORD.fullmatch(self._word) is None:
+        if _WHOLE_WORD.fullmatch(self._word) is None or not _finite(self._word):
             self.status = Status.FAILED
         else:
             self._ended()
@@ -203,6 +229,21 @@ class JsonScan:
     def _failed(self, at: int) -> int:
         self.status = Status.FAILED
         return at
+
+
+def read_json(text: str) -> Any:
+    """The value that `text` is, by the rules above. Raises `ValueError`."""
+    scan, told = JsonScan(), list[str]()
+    end = scan.feed(text, 0, told)
+    scan.end()
+    if scan.status is not Status.DONE or text[end:].strip():
+        raise ValueError("this is not one JSON value")
+    return json.loads("".join(told))
+
+
+def _finite(word: str) -> bool:
+    """Is it no number, or one that a double can hold?"""
+    return word[0] in "tfn" or math.isfinite(float(word))
 
 
 _READ: dict[_At, Callable[[JsonScan, str, int, list[str]], int]] = {

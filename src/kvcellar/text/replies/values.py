@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from kvcellar.text.replies.json_scan import read_json
+
 MOST_DEPTH = 60  # of lists and objects
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -25,8 +27,8 @@ def typed(raw: str, schema: Mapping[str, Any] | None) -> Any:
     if raw in ("True", "False"):
         return raw == "True"
     try:
-        return json.loads(raw, parse_constant=_refused)
-    except (ValueError, RecursionError):
+        return read_json(raw)
+    except ValueError:
         return raw
 
 
@@ -44,10 +46,6 @@ def schema_types(schema: Mapping[str, Any] | None) -> set[str]:
             if isinstance(one, Mapping):
                 types |= schema_types(cast("Mapping[str, Any]", {**one, "anyOf": None, "oneOf": None}))
     return types
-
-
-def _refused(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 class Literals:
@@ -112,7 +110,7 @@ class Literals:
             return self._items("]" if char == "[" else ")", depth)
         if (number := _NUMBER.match(self._text, self._at)) is not None:
             self._at = number.end()
-            return json.loads(number[0])
+            return read_json(number[0])
         word = self._name()
         if word not in _WORDS:
             raise ValueError(f"{word} is no value")
@@ -186,5 +184,5 @@ class Literals:
 
 
 def written(arguments: Mapping[str, Any] | Sequence[Any]) -> str:
-    """Arguments as JSON."""
-    return json.dumps(arguments, ensure_ascii=False)
+    """Arguments as JSON. Raises `ValueError` for numbers that JSON does not have."""
+    return json.dumps(arguments, ensure_ascii=False, allow_nan=False)

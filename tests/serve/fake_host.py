@@ -86,7 +86,7 @@ class World:
                 assert not engine.used.get(adapter), "an adapter was removed under a request"
                 del engine.adapters[adapter]
 
-            return Variant(engine.model.default_sampling, engine.render, adapter, close)
+            return Variant(engine.model.default_sampling, engine.render, engine.replies, adapter, close)
 
         about: dict[str, Any] = {"id": str(self.versions.get(name, 0)), "own": own, "join": join}
         return Servable(name, f"key of {base}", weights, self.most_cache, least, load, **about)

@@ -123,7 +123,10 @@ class Chance:
 
     async def ends(self) -> None:
         """Requests end until none is left."""
+        rounds = 0
         while self.world.jobs or self.requests.leases or not all(task.done() for task in self.requests.tasks):
+            rounds += 1
+            assert rounds < 10_000, "a request does not end"
             for lease in list(self.requests.leases):
                 self.requests.end(lease)
             self.work()

@@ -295,3 +295,12 @@ def test_the_chunks_of_a_stream_make_up_a_message(http, calling, text):
         functions = [one["function"] for one in made["tool_calls"]]
         assert functions == [one["function"] for one in whole["message"].get("tool_calls", ())]
         assert last["finish_reason"] == whole["finish_reason"]
+
+
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_a_tool_that_is_required_by_its_name_is_called_once(http, calling, parallel):
+    """A client that names a tool reads one call; a model that goes on would run into `max_tokens`."""
+    text = call("time") + call("time")
+    choice = said(http, calling, text, tool_choice=NAMED, parallel_tool_calls=parallel)
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert calling.replies.asked[-1]["parallel"] is False

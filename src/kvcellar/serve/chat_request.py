@@ -46,6 +46,11 @@ class ToolChoice:
     mode: Mode = "auto"
     names: tuple[str, ...] = ()
 
+    @property
+    def named(self) -> bool:
+        """One tool is required by its name. Clients then expect one call and read the first only."""
+        return self.mode == "required" and len(self.names) == 1
+
 
 AUTO = ToolChoice()
 

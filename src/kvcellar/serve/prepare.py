@@ -89,7 +89,7 @@ def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:
     return engine.replies.reading(
         choice=request.tool_choice.mode,
         names=request.tool_choice.names,
-        parallel=request.parallel_tool_calls,
+        parallel=request.parallel_tool_calls and not request.tool_choice.named,
         deltas=request.stream,
         answer=request.constraint,
         tools=_tools(request),

@@ -27,6 +27,7 @@ from kvcellar.bench.run import (
     REPLAY,
     RESTART,
     REVERTIBLE,
+    SERVE_LOAD,
     SPECULATE,
     START,
     STRUCTURED,
@@ -83,6 +84,7 @@ ALONE = (
         DRAFTS,
         TWO_MODELS,
         STRUCTURED,
+        SERVE_LOAD,
         OTHER_KINDS,
     ),
     LINEAR,
@@ -280,6 +282,21 @@ def test_masks_are_measured_beside_a_step(capsys: pytest.CaptureFixture[str]):
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["structured"]
     assert set(found) == {"2"}
     assert all(value > 0 for value in found["2"].values())
+
+
+def test_a_server_with_many_connections_is_measured(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=SERVE_LOAD)
+    found = last["serve_load"]
+    assert [line.split()[0] for line in table] == ["event", "tokens", "/health", "throughput"]
+    assert (found["connections"], found["streams"]) == (12, 4)
+    assert found["steps"] > 0
+    assert min(found["step_cpu_ms"], found["loop_cpu_ms"], found["tokens_per_second"]) > 0
+    assert math.isclose(found["loop_share"], found["loop_cpu_ms"] / found["step_cpu_ms"])
+    assert 0 < found["delay_p50_ms"] <= found["delay_p99_ms"]
+    assert 0 <= found["delay_steps"]
+    assert 0 <= found["late"] <= 1
+    assert found["asked"] > 0
+    assert 0 < found["health_p50_ms"] <= found["health_p99_ms"]
 
 
 def test_unknown_workload_is_refused_by_name():

@@ -11,7 +11,18 @@ from types import MappingProxyType
 
 import torch
 
-from kvcellar.bench import against, attention, drafts, linear, report, speculate, start, structured, two_models
+from kvcellar.bench import (
+    against,
+    attention,
+    drafts,
+    linear,
+    report,
+    serve_load,
+    speculate,
+    start,
+    structured,
+    two_models,
+)
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.compared import run_kinds
 from kvcellar.bench.conversation import QUICK, Script, conversation
@@ -41,10 +52,11 @@ TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragment
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
 OTHER_KINDS, ATTENTION, THREADS, STRUCTURED = "kinds", "attention", "threads", "structured"
+SERVE_LOAD = "serve-load"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
     *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
-    *(THREADS, STRUCTURED, *KINDS),
+    *(THREADS, STRUCTURED, SERVE_LOAD, *KINDS),
 )
 PROFILES: Mapping[str, Callable[[Scale], Prompts]] = MappingProxyType(
     {
@@ -70,9 +82,9 @@ def run(
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
     `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` (or one of them),
-    `attention`, `structured` and `threads` are measured only if named, because they take longer or run processes.
-    `beside` is another system whose cache is counted on the traces of `replay`. `record` is a setting of the engines of
-    `RECORDING`.
+    `attention`, `structured`, `serve-load` and `threads` are measured only if named, because they take longer or run
+    processes. `beside` is another system whose cache is counted on the traces of `replay`. `record` is a setting of the
+    engines of `RECORDING`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -96,6 +108,7 @@ def run(
         TWO_MODELS: partial(run_two_models, quick=quick, threads=threads),
         LINEAR: partial(run_linear, quick=quick, threads=threads),
         STRUCTURED: partial(run_structured, quick=quick),
+        SERVE_LOAD: partial(run_serve_load, quick=quick),
         OTHER_KINDS: by_kind,
         **{name: partial(by_kind, only=name) for name in KINDS},
     }
@@ -179,6 +192,16 @@ def run_structured(*, quick: bool = False) -> None:
     about = report.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "structured": {str(n): one._asdict() for n, one in found.items()}}), flush=True)
+
+
+def run_serve_load(*, quick: bool = False) -> None:
+    """Print what a server costs beside the steps of an engine, and the same as one line of JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = serve_load.serve_load(serve_load.SMALLEST if quick else serve_load.Extent(), Path(directory))
+    _print(list(serve_load.lines(found)))
+    about = report.about(parameters=0, threads=1, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "serve_load": found._asdict()}), flush=True)
 
 
 def run_attention(*, quick: bool = False, threads: int = 1) -> None:

@@ -30,12 +30,15 @@ from kvcellar.engine.stats import (
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
+from kvcellar.serve import ollama_fields
+from kvcellar.serve.anthropic import fields as anthropic_fields
 from kvcellar.serve.embedding_fields import EmbeddingsBody
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
 from kvcellar.serve.metrics import exposition, vllm
 from kvcellar.serve.metrics.samples import COUNTERS, GAUGES
+from kvcellar.serve.ollama_options import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
@@ -104,6 +107,21 @@ model.
 """
 NEUTRAL_HEAD = """\
 Any other value is refused with 400, `"code": "unsupported_parameter"` and the name of the field.
+"""
+ANTHROPIC = """\
+Unknown fields are ignored, because agents send those of betas. [Use a client of this API](../howto/other-clients.md).
+"""
+ANTHROPIC_PARTS = {
+    "A message": anthropic_fields.AnthropicMessage,
+    "A block": anthropic_fields.Block,
+    "A tool": anthropic_fields.AnthropicTool,
+    "`tool_choice`": anthropic_fields.ToolChoice,
+    "`thinking`": anthropic_fields.Thinking,
+    "`output_config`": anthropic_fields.OutputConfig,
+    "`cache_control`": anthropic_fields.CacheControl,
+}
+OLLAMA = """\
+Unknown fields are ignored, as Ollama does. [Use a client of this API](../howto/other-clients.md).
 """
 MESSAGE_TAIL = """\
 The same holds for `cache_control` in a part of `content`, and for other keys in a tool call (such as `index`), which no
@@ -330,6 +348,12 @@ def _http() -> Iterator[str]:
     yield "Without effect, with any value:\n"
     yield _harmless(MESSAGE_NO_EFFECT)
     yield MESSAGE_TAIL
+    yield from _responses_api()
+    yield f"## Response fields beyond OpenAI's\n\n{RESPONSE_FIELDS}"
+    yield from _other_apis()
+
+
+def _responses_api() -> Iterator[str]:
     yield f"## Responses\n\n{RESPONSES}"
     yield _fields(ResponsesBody)
     yield "### `reasoning`\n"
@@ -340,7 +364,26 @@ def _http() -> Iterator[str]:
     yield _harmless({name: why for name, why in responses_fields.NO_EFFECT.items() if name not in NO_EFFECT})
     more = {name: same for name, same in responses_fields.NEUTRAL.items() if name not in NEUTRAL}
     yield _table(("field", "values"), [(f"`{n}`", ", ".join(_json(v) for v in same)) for n, same in more.items()])
-    yield f"## Response fields beyond OpenAI's\n\n{RESPONSE_FIELDS}"
+
+
+def _other_apis() -> Iterator[str]:
+    yield f"## Of Anthropic's `/v1/messages`\n\n{ANTHROPIC}"
+    yield _parts(anthropic_fields.PromptBody)
+    yield "In `/v1/messages` only:\n"
+    yield _parts(anthropic_fields.MessagesBody)
+    for name, kind in ANTHROPIC_PARTS.items():
+        yield f"### {name}\n"
+        yield _parts(kind)
+    yield f"## Of Ollama's `/api/chat` and `/api/generate`\n\n{OLLAMA}"
+    yield _parts(ollama_fields.LoadBody)
+    yield "In `/api/chat` only:\n"
+    yield _parts(ollama_fields.ChatBody)
+    yield "In `/api/generate` only:\n"
+    yield _parts(ollama_fields.GenerateBody)
+    yield "### A message of `/api/chat`\n"
+    yield _parts(ollama_fields.OllamaMessage)
+    yield "### `options`\n"
+    yield _parts(Options)
 
 
 def _fields(body: type[BaseModel]) -> str:
@@ -350,6 +393,13 @@ def _fields(body: type[BaseModel]) -> str:
         origin, _, what = text.partition(": ")
         rows.append((f"`{name}`", types[name], origin, what))
     return _table(("field", "type", "from", "what it does"), rows)
+
+
+def _parts(body: type[BaseModel]) -> str:
+    """Fields whose comments name no origin: all are of one API."""
+    types = _types(body)
+    rows = [(f"`{name}`", types[name], text.removeprefix("Anthropic: ")) for name, text in described(body).items()]
+    return _table(("field", "type", "what it does"), rows)
 
 
 def _harmless(table: Mapping[str, str]) -> str:

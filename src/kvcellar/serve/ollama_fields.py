@@ -46,7 +46,7 @@ class LoadBody(NamedBody):
 
 
 class GenerateBody(LoadBody):
-    prompt: str | None = None
+    prompt: str | None = None  # a message of the user; empty: the model is loaded, or unloaded
     system: str | None = None  # in place of the system prompt of the model
     raw: bool | None = None  # `true`: the prompt is not a message of the user, but the text to be continued
     suffix: str | None = Field(default=None, max_length=0)  # only empty: no model has a form for filling in
@@ -66,8 +66,8 @@ class OllamaCall(OllamaBody):
 
 
 class OllamaMessage(OllamaBody):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    role: Literal["system", "user", "assistant", "tool"]  # required
+    content: str | None = None  # may be left out
     thinking: str | None = None  # of the assistant
     tool_calls: list[OllamaCall] | None = Field(default=None, max_length=512)  # of the assistant
     tool_name: str | None = None  # of a result
@@ -76,6 +76,7 @@ class OllamaMessage(OllamaBody):
 
 
 class ChatBody(LoadBody):
+    # described below; empty: the model is loaded, or unloaded
     messages: Annotated[list[OllamaMessage] | None, FailFast()] = Field(default=None, max_length=MAX_MESSAGES)
     tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None  # in the form of OpenAI's chat API
     truncate: bool | None = None  # `false`: a prompt that is too long is refused; else the oldest turns are omitted

@@ -21,17 +21,17 @@ MOST_NAMED = 8  # unknown options in one line of the log
 
 class Options(OllamaBody):
     num_predict: int | None = None  # most new tokens; below 0: up to the end of the context
-    temperature: float | None = None
+    temperature: float | None = None  # sampling
     top_k: int | None = None  # 0: all
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = None
+    top_p: float | None = None  # sampling
+    min_p: float | None = None  # sampling
+    typical_p: float | None = None  # sampling
+    seed: int | None = None  # makes sampling reproducible
+    stop: str | list[str] | None = None  # strings that end the answer
+    repeat_penalty: float | None = None  # sampling
     repeat_last_n: int | None = None  # penalties read this many of the last tokens; 0: none, -1: all
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: float | None = None  # sampling
+    frequency_penalty: float | None = None  # sampling
     num_keep: int | None = None  # with `shift`, first tokens that are never dropped
     num_ctx: int | None = Field(default=None, ge=1)  # no effect: the context is set when the server starts
 

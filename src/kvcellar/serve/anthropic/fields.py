@@ -21,7 +21,7 @@ class AnthropicModel(BaseModel):
 class CacheControl(AnthropicModel):
     """A breakpoint: later requests may resume here."""
 
-    type: Literal["ephemeral"]
+    type: Literal["ephemeral"]  # required
     # Anthropic: what the request uses and computes is deleted when it was not used for so long
     ttl: Literal["5m", "1h"] | None = None
 
@@ -39,7 +39,7 @@ class Block(AnthropicModel):
     tool_use_id: str | None = None  # of `tool_result`: the id of a `tool_use` in an earlier message
     content: Any = None  # of `tool_result`: a string, or blocks of the type `text`
     is_error: bool | None = None  # of `tool_result`: the text of the result begins with "Error: "
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = None  # a breakpoint behind the message of the block
 
 
 def _as_blocks(value: object) -> object:
@@ -58,15 +58,15 @@ class AnthropicTool(AnthropicModel):
     """A tool of the client."""
 
     type: str | None = None  # Anthropic: `custom`, or left out; the tools that Anthropic runs itself are refused
-    name: str
-    description: str | None = None
+    name: str  # required; up to 64 letters, digits, hyphens and underscores
+    description: str | None = None  # is part of the prompt
     input_schema: dict[str, Any] | None = None  # a JSON schema of an object
     strict: bool | None = None  # Anthropic: calls have arguments that are valid by the schema
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = None  # a breakpoint behind the system prompt
 
 
 class ToolChoice(AnthropicModel):
-    type: Literal["auto", "any", "tool", "none"]
+    type: Literal["auto", "any", "tool", "none"]  # the model decides, must call one, must call `name`, or calls none
     name: str | None = None  # of `tool`
     disable_parallel_tool_use: bool | None = None  # at most one call
 
@@ -95,12 +95,14 @@ class PromptBody(AnthropicModel):
     """What is a part of the prompt, in both routes."""
 
     model: str | None = None  # Anthropic: may be left out; otherwise a name in `/v1/models`
+    # Anthropic: required; described below
     messages: Annotated[list[AnthropicMessage], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     # Anthropic: a string, or a list of `text` blocks
     system: Annotated[
         list[Block] | None, FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block] | None)
     ] = None
-    tools: Annotated[list[AnthropicTool] | None, FailFast()] = Field(default=None, max_length=512)  # Anthropic
+    # Anthropic: functions of the client that the model may call
+    tools: Annotated[list[AnthropicTool] | None, FailFast()] = Field(default=None, max_length=512)
     tool_choice: ToolChoice | None = None  # Anthropic: whether and which tools are called
     thinking: Thinking | None = None  # Anthropic: whether the model reasons before it answers
     output_config: OutputConfig | None = None  # Anthropic: JSON that is valid by a schema, and effort
@@ -111,11 +113,11 @@ class PromptBody(AnthropicModel):
 class MessagesBody(PromptBody):
     max_tokens: int = Field(ge=1, le=2**31 - 1)  # Anthropic: required
     stream: bool | None = None  # Anthropic: server-sent events
-    stop_sequences: Annotated[list[str] | None, FailFast()] = None  # Anthropic
+    stop_sequences: Annotated[list[str] | None, FailFast()] = None  # Anthropic: strings that end the answer
     temperature: float | None = None  # Anthropic: sampling
     top_k: int | None = None  # Anthropic: sampling
     top_p: float | None = None  # Anthropic: sampling
-    metadata: Metadata | None = None  # Anthropic
+    metadata: Metadata | None = None  # Anthropic: `user_id`: the request shares memory only with those of the same user
     cache_control: CacheControl | None = None  # Anthropic: a breakpoint behind the last message
     seed: int | None = None  # kvcellar: makes sampling reproducible
     conversation: str | None = None  # kvcellar: name of a [conversation](../howto/conversations.md) to continue

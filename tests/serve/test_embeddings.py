@@ -103,6 +103,13 @@ def test_ollamas_routes_return_unit_vectors_and_the_older_one_what_was_pooled(se
     assert post(server, "/api/embeddings", model=name, prompt="").json() == {"embedding": []}
 
 
+def test_ollamas_bodies_name_the_model_by_the_field_that_chooses_it(server, engine):
+    for path, given in (("/api/embed", {"input": "a"}), ("/api/embeddings", {"prompt": "a"})):
+        for name in ({}, {"name": engine.model.name}):
+            answer = post(server, path, **given, **name)
+            assert (answer.status_code, answer.json()) == (400, {"error": "model is required"})
+
+
 def test_ollama_truncates_unless_told_not_to(server, engine):
     text = "a " * 400
     found = post(server, "/api/embed", model=engine.model.name, input=text)

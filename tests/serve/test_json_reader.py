@@ -159,6 +159,14 @@ def test_an_iterator_is_encoded_as_a_list_in_chunks(count: int) -> None:
     assert max(map(len, pieces)) < 64 * 5
 
 
+def test_vectors_are_encoded_one_at_a_time() -> None:
+    vectors = [tuple(map(float, range(at, at + 65))) for at in range(5)]
+    for items in (vectors, [{"index": at, "embedding": list(vector)} for at, vector in enumerate(vectors)]):
+        pieces = list(json_chunks(iter(items)))
+        assert b"".join(pieces) == to_json(items)
+        assert max(map(len, pieces)) < 2 * len(to_json(items[-1]))
+
+
 def test_other_tasks_run_while_a_long_response_is_encoded() -> None:
     turns, sent = 0, list[bytes]()
     entries = [{"token": "x" * 20, "top": list(range(20))} for _ in range(6400)]

@@ -251,6 +251,7 @@ ALLOWED = {"type": "allowed_tools", "tools": [NAMED_TOOL]}
 TOOL_CHOICES: list[tuple[object, str]] = [
     ("any", 'tool_choice must be "none", "auto", "required", the name of a function, or allowed_tools'),
     ({"type": "function"}, "tool_choice must have the name of a function"),
+    (ALLOWED | {"tools": [NAMED_TOOL] * 513}, "tool_choice.tools may have 512 functions"),
     (ALLOWED | {"allowed_tools": 1}, "tool_choice.allowed_tools must be an object with mode and tools"),
     (ALLOWED | {"tools": []}, "tool_choice.tools must be a list of functions that is not empty"),
     (ALLOWED | {"mode": "none"}, 'tool_choice.mode must be "auto" or "required"'),

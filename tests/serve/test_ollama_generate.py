@@ -138,6 +138,7 @@ def test_calls_and_results_are_rendered(client: ollama.Client) -> None:
             "images must have at most 0 items",
         ),
         ("chat", {"format": "xml"}, 'format must be "json" or a JSON schema'),
+        ("chat", {"format": {"x-guidance": {}}}, "format: a schema cannot have x-guidance; remove it"),
         ("chat", {"think": "perhaps"}, "think must be true, false, or one of none, minimal"),
         ("chat", {"options": {"temperature": -1.0}}, "temperature"),
         ("chat", {"options": {"top_k": "5"}}, "top_k must be an integer"),

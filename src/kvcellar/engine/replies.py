@@ -21,7 +21,6 @@ from kvcellar.text.template import OpeningOptions, checked_options
 if TYPE_CHECKING:
     from kvcellar.engine.intake import TextCodec
 
-_ANY_OBJECT = '{"type":"object"}'
 CHOICES = ("auto", "none", "required")
 
 
@@ -136,9 +135,10 @@ class Replies:
         if tools is not None and choice == "required":
             return Constraint("grammar", grammar.required(thinking=thinking, parallel=parallel), param="tools")
         reasons = self.reasons
-        if answer is not None and answer.kind in ("json_schema", "json_object") and (reasons or tools is not None):
-            schema = json.loads(answer.source or _ANY_OBJECT)
-            source = grammar.answer(schema, thinking=thinking, calls=tools is not None, parallel=parallel)
+        if answer is not None and answer.kind != "grammar" and (reasons or tools is not None):
+            source = grammar.answer(
+                answer.kind, answer.source, thinking=thinking, calls=tools is not None, parallel=parallel
+            )
             return Constraint("grammar", source, param=answer.param)
         if answer is None and tools is not None and any(tool.strict for tool in tools.every):
             source = grammar.strict(parallel=parallel)
@@ -150,7 +150,9 @@ def _closed(tools: Tools) -> Tools:
     """The same, where the objects of strict schemas have no properties but those that are named. Raises `BadRequest`
     for schemas that are too large."""
     every = (
-        replace(tool, schema=json.loads(Constraint.json_schema(dict(tool.schema), strict=tool.strict).source))
+        replace(
+            tool, schema=json.loads(Constraint.json_schema(dict(tool.schema), strict=tool.strict, param="tools").source)
+        )
         for tool in tools.every
     )
     return Tools(tuple(every))

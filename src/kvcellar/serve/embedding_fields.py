@@ -4,7 +4,7 @@ import base64
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from kvcellar.serve.parsing import Fields, validated
 MAX_INPUTS = 2048  # as OpenAI allows
 Json = dict[str, object]
 Vector = tuple[float, ...]
+Named = TypeVar("Named", bound=NamedBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,12 @@ def parse_embeddings(sent: Fields) -> EmbeddingRequest:
 
 def parse_embed(sent: Fields) -> EmbeddingRequest:
     """A body of Ollama's `/api/embed`: vectors of length 1, of texts that are truncated unless `truncate` is false."""
-    body = validated(EmbedBody, sent)
+    body = _named(validated(EmbedBody, sent))
     inputs = [] if body.input in (None, "") else _inputs(body.input, empty=True)
 
     def write(found: Embedded) -> Json:
         return {
-            "model": body.named,
+            "model": body.model,
             "embeddings": iter(found.vectors),
             "total_duration": int(1e9 * found.seconds),
             "load_duration": 0,
@@ -103,13 +104,20 @@ def parse_embed(sent: Fields) -> EmbeddingRequest:
 
 def parse_embedding(sent: Fields) -> EmbeddingRequest:
     """A body of Ollama's older `/api/embeddings`: one vector, as it was pooled."""
-    body = validated(EmbeddingBody, sent)
+    body = _named(validated(EmbeddingBody, sent))
     inputs = [body.prompt] if body.prompt else []
 
     def write(found: Embedded) -> Json:
         return {"embedding": found.vectors[0] if found.vectors else []}
 
     return EmbeddingRequest(inputs=inputs, write=write, truncate=True, normalised=False)
+
+
+def _named(body: Named) -> Named:
+    """A body of Ollama's, which must say which model embeds: vectors of another one are of no use."""
+    if not body.model:
+        raise ApiError(400, "model is required", "model", "missing_required_parameter")
+    return body
 
 
 def _inputs(value: object, *, empty: bool) -> list[Any]:

@@ -5,6 +5,7 @@ They are served by models whose directory says how hidden states are pooled; oth
 are submitted in groups, so that one request does not fill the queue of the engine.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -101,6 +102,7 @@ class EmbeddingHandler:
             vectors: list[Vector] = []
             for start in range(0, len(prepared.prompts), GROUP):
                 for pooled in await self._pooled(engine, prepared, start, log):
+                    await asyncio.sleep(0)  # each takes up to a millisecond
                     vectors.append(engine.embeddings.vector(pooled, request.dimensions, normalised=request.normalised))
             cached = sum(one.usage.cached_tokens for one in log.done.values())
             tokens = sum(map(len, prepared.prompts))

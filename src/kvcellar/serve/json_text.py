@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 
-CHUNK_ITEMS = 64  # of a list
+CHUNK_ITEMS = 64  # of a list; fewer if they are lists themselves
 
 
 def to_json(value: object) -> bytes:
@@ -13,7 +13,8 @@ def to_json(value: object) -> bytes:
 
 
 def json_chunks(value: object) -> Iterator[bytes]:
-    """The bytes of `to_json(value)` in chunks. An iterator is written as a list, of `CHUNK_ITEMS` items per chunk."""
+    """The bytes of `to_json(value)` in chunks. An iterator is written as a list, of up to `CHUNK_ITEMS` items per
+    chunk."""
     if isinstance(value, dict):
         yield b"{"
         for number, (key, item) in enumerate(value.items()):
@@ -34,10 +35,19 @@ def json_chunks(value: object) -> Iterator[bytes]:
 def _list_chunks(items: Iterator[object]) -> Iterator[bytes]:
     yield b"["
     separator = b""
-    while some := list(islice(items, CHUNK_ITEMS)):
+    while some := list(_few(items)):
         yield separator + to_json(some)[1:-1]
         separator = b","
     yield b"]"
+
+
+def _few(items: Iterator[object]) -> Iterator[object]:
+    """The next items: `CHUNK_ITEMS` of them, or up to one that has a longer list, such as a vector."""
+    for item in islice(items, CHUNK_ITEMS):
+        yield item
+        values = item.values() if isinstance(item, dict) else (item,)
+        if any(isinstance(value, list | tuple) and len(value) > CHUNK_ITEMS for value in values):
+            return
 
 
 def _listed(value: object) -> object:

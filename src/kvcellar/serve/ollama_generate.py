@@ -70,9 +70,9 @@ def _constraint(body: LoadBody) -> Constraint | None:
         case None | "":
             return None
         case "json":
-            return Constraint.json_object()
+            return Constraint("json_object", param="format")
         case dict():
-            return Constraint.json_schema(body.format)
+            return Constraint.json_schema(body.format, param="format")
         case _:
             raise ApiError(400, 'format must be "json" or a JSON schema', "format", "invalid_value")
 

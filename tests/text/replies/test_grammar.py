@@ -169,11 +169,33 @@ def test_a_strict_call_is_constrained_after_free_text(words, name):
 
 def test_an_answer_that_is_json_may_come_after_reasoning(words):
     form, made = known(TEMPLATES["hermes"]), words[0]
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
     for calls in (False, True):
-        grammar = Grammar(form, TOOLS, words[2]).answer(schema, thinking=None, calls=calls, parallel=True)
+        grammar = Grammar(form, TOOLS, words[2]).answer(
+            "json_schema", schema, thinking=None, calls=calls, parallel=True
+        )
         for text, fits in (("<think>\nso\n</think>\n\n" + '{"a": 5}', True), ('{"a": "x"}', False), (call, calls)):
             ids = made.encode(text, add_special_tokens=False).ids
             found = matcher(words, grammar)
             assert (found.try_consume_tokens(ids) == len(ids) and found.is_accepting()) == fits, text
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "right", "wrong"),
+    [
+        ("regex", r"a/b\\[0-9]\/\n?", "a/b\\7/", "a/b"),
+        ("choice", '["yes \\"or\\" no", "Köln\\n", "</think>x"]', 'yes "or" no', "yes"),
+        ("json_object", "", '{"b": [1]}', "[1]"),
+    ],
+)
+def test_an_answer_of_any_kind_may_come_after_reasoning(words, kind, source, right, wrong):
+    """Else the constraint would hold for the reasoning that the prompt has opened, and there would be no content."""
+    form, made = known(TEMPLATES["hermes"]), words[0]
+    for thinking, opening in ((None, ""), (None, "<think>\nso\n</think>\n\n"), ("<think>", "so\n</think>\n\n")):
+        grammar = Grammar(form, TOOLS, words[2]).answer(kind, source, thinking=thinking, calls=False, parallel=True)
+        for text, fits in ((right, True), (wrong, False)):
+            ids = made.encode(opening + text, add_special_tokens=False).ids
+            found = matcher(words, grammar)
+            assert not found.get_error(), (grammar, found.get_error())
+            assert (found.try_consume_tokens(ids) == len(ids) and found.is_accepting()) == fits, (grammar, text)

@@ -84,4 +84,5 @@ def _constraint(body: PromptBody) -> Constraint | None:
     """Of the answer. Raises `BadRequest`."""
     if body.output_config is None or body.output_config.format is None:
         return None
-    return Constraint.json_schema(body.output_config.format.schema_, strict=True)
+    schema = body.output_config.format.schema_
+    return Constraint.json_schema(schema, strict=True, param="output_config.format.schema")

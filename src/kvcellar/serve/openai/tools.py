@@ -6,6 +6,7 @@ from typing import Any, cast
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import AUTO, Mode, ToolChoice
 from kvcellar.serve.json_text import printable
+from kvcellar.text.replies.tools import MOST_TOOLS
 
 FORMS = '"none", "auto", "required", the name of a function, or allowed_tools'
 
@@ -34,6 +35,8 @@ def _allowed(value: Mapping[str, Any]) -> ToolChoice:
     tools: object = allowed.get("tools")
     if not isinstance(tools, list) or not tools:
         raise _invalid(f"{where}.tools", f"{where}.tools must be a list of functions that is not empty")
+    if len(cast("Sequence[object]", tools)) > MOST_TOOLS:
+        raise _invalid(f"{where}.tools", f"{where}.tools may have {MOST_TOOLS} functions")
     names = tuple(_name(tool, f"{where}.tools[{at}]") for at, tool in enumerate(cast("Sequence[object]", tools)))
     match allowed.get("mode", "auto"):
         case "auto" | "required" as mode:

@@ -7,6 +7,7 @@ mark that ends it.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from kvcellar.text.replies.tools import Tool, Tools
 from kvcellar.text.replies.values import schema_types
 
 JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
+_ANY_OBJECT = '{"type":"object"}'
 _DEFINED = ("$defs", "definitions")
 _LOOSE = """\
 loose: loose_text | loose_word | "[" (loose ("," loose)*)? "]" | "{" (KEY ":" loose ("," KEY ":" loose)*)? "}"
@@ -38,11 +40,12 @@ class Grammar:
         calls = self._calls(parallel=parallel)
         return self._with(f"{self._thoughts(thinking)} {calls}")
 
-    def answer(self, schema: Mapping[str, Any], *, thinking: str | None, calls: bool, parallel: bool) -> str:
-        """Reasoning if the model wants it, then JSON that fits a schema; or, with `calls`, these."""
+    def answer(self, kind: str, source: str, *, thinking: str | None, calls: bool, parallel: bool) -> str:
+        """Reasoning if the model wants it, then what matches a `Constraint` of this kind, which is no grammar, and
+        source; or, with `calls`, these."""
         channels = self._form.channels
         head = self._literal("<|channel|>final<|message|>") if channels is not None else ""
-        answer = f"{head} {self._rule('answer', self._schema(schema))}"
+        answer = f"{head} {self._rule('answer', self._wanted(kind, source))}"
         other = f" | {self._calls(parallel=parallel)}" if calls else ""
         return self._with(f"{self._thoughts(thinking)} ({answer}{other})")
 
@@ -62,6 +65,16 @@ class Grammar:
         return self._with(f"(head space {call})* free" if parallel else f"head space {call} | free")
 
     # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _wanted(self, kind: str, source: str) -> str:
+        """The rule of an answer that matches a constraint."""
+        match kind:
+            case "regex":
+                return f"/{_between_slashes(source)}/"
+            case "choice":
+                return " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(source))
+            case _:
+                return self._schema(json.loads(source or _ANY_OBJECT))
 
     def _with(self, start: str) -> str:
         rules = "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
@@ -243,6 +256,12 @@ def _words(schema: Mapping[str, Any]) -> Sequence[str]:
     found = cast("list[Any]", listed) if isinstance(listed, list) else []
     words = [one for one in found if isinstance(one, str)]
     return words if len(words) == len(found) else []
+
+
+def _between_slashes(pattern: str) -> str:
+    """A regular expression as Lark writes it: between slashes, and on one line."""
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
+    return escaped.replace("\\\n", "\\n").replace("\n", "\\n")
 
 
 def _pattern(text: str) -> str:

@@ -45,10 +45,11 @@ class Tools:
 
     def only(self, names: Sequence[str]) -> "Tools":
         """Those with these names; all for none. Raises `BadRequest` for a name without a tool."""
+        known, wanted = self.names, frozenset(names)
         for name in names:
-            if name not in self.names:
+            if name not in known:
                 raise BadRequest(f"tool_choice names {_shown(name)}, and no tool has that name", "tool_choice")
-        return Tools(tuple(tool for tool in self.every if tool.name in names)) if names else self
+        return Tools(tuple(tool for tool in self.every if tool.name in wanted)) if names else self
 
 
 def checked(tools: Any) -> Tools:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar import BadRequest
+from kvcellar.sample import matcher as module
 from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.matcher import Matcher
+from kvcellar.sample.matcher import SLOWEST, Matcher
 from tests.sample.languages import END, LANGUAGES, WORDS, Language, agrees, allowed, by_looking, grammars, regex
 
 SCHEMAS = [
@@ -110,3 +112,17 @@ def test_a_token_that_does_not_match_is_an_error_that_stays_and_allows_nothing()
     assert "satisfy the grammar" in matcher.error
     assert allowed(matcher) == allowed(matcher.copy()) == set()
     assert not matcher.allows((), END)
+
+
+def test_a_mask_that_takes_too_long_ends_the_request_and_is_refused_if_it_is_the_first(monkeypatch) -> None:
+    matcher = grammars().matcher(Constraint.regex("a[bc]{5}"))
+    matcher.accept(WORDS.index("a"))
+    slow = itertools.count(0, SLOWEST * 1.5)
+    monkeypatch.setattr(module.time, "thread_time", lambda: next(slow))
+    assert not allowed(matcher)
+    assert matcher.error is not None
+    with pytest.raises(BadRequest, match="no answer can begin: it takes more than"):
+        grammars().matcher(Constraint.regex("b[ac]{7}"))
+    monkeypatch.undo()
+    assert not allowed(matcher), "an error stays"
+    assert allowed(grammars().matcher(Constraint.regex("b[ac]{7}"))), "nothing of the refused one is kept"

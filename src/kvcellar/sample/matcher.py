@@ -3,9 +3,10 @@
 Always true:
   * the library's matcher has consumed the tokens of the completion, and after them `_tried`: the first of its drafts;
   * once `error` is set it stays, no token may be drawn, and the request fails: the library's own mask would then end
-    the answer as if it were complete.
+    the answer as if it were complete. So is a mask that took longer than `SLOWEST`: all requests wait.
 """
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 WORD_BITS = 32  # of a mask
+SLOWEST = 0.5  # seconds of CPU of one mask: most take milliseconds, and the limits on a parser do not bound them
 
 
 class Matcher:
@@ -59,7 +61,10 @@ class Matcher:
         if self.error is None and not self._try(drafts):
             mask.fill(-1)
         elif self.error is None:
+            begun = time.thread_time()
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if time.thread_time() - begun > SLOWEST:
+                self.error = f"it takes more than {SLOWEST} s to find which tokens may follow; make it less ambiguous"
             if self._loose and not self._matcher.is_accepting():
                 for token in self._loose:
                     mask.view(np.uint32)[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)

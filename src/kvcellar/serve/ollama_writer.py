@@ -43,7 +43,8 @@ class ChatShape:
 
 class GenerateShape:
     def text(self, content: str, thinking: str, calls: Sequence[Json]) -> Json:
-        return {"response": content} | ({"thinking": thinking} if thinking else {})
+        found: Json = {"response": content}
+        return found | {"thinking": thinking} if thinking else found
 
 
 class OllamaWriter:

@@ -3,6 +3,9 @@
 import asyncio
 import threading
 
+import pytest
+
+from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
 from kvcellar.serve.reader_threads import ReaderThreads
 from tests.serve.fake_engine import PATIENCE
 
@@ -32,3 +35,24 @@ def test_a_second_end_is_run_as_well() -> None:
     for number in range(2):
         threads.end_upload(lambda number=number: ended.append(number))
     assert ended == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "pool"),
+    [
+        (b'{"input": "hi"}', "kvcellar-read"),
+        (b'{"conversation": "a"}', "kvcellar-conversation"),
+        (b'{"previous_response_id": "resp_1"}', "kvcellar-conversation"),
+        (b'{"previous\\u005fresponse_id": "resp_1"}', "kvcellar-conversation"),
+        (b'{"input": "' + b"a" * SHORT_BODY + b'", "previous_response_id": "resp_1"}', "kvcellar-read-long"),
+    ],
+)
+def test_what_continues_stored_text_keeps_no_short_body_waiting(body: bytes, pool: str) -> None:
+    threads, found = ReaderThreads(), RequestBody(BodyBudget(10**9))
+    found.add(body)
+    try:
+        name = asyncio.run(threads.run(found, lambda: threading.current_thread().name))
+    finally:
+        found.release()
+        threads.close()
+    assert name.rpartition("_")[0] == pool

@@ -4,7 +4,7 @@ that the event loop is not blocked.
 Always true:
   * short bodies wait neither for long ones nor for the files of conversations and models: each kind has its own pool;
   * at most `LONG` long bodies are parsed or tokenized, and at most `CONVERSATIONS` requests read or write a named
-    conversation, at the same time. A long body that continues a conversation is a long one.
+    conversation, or continue a stored response, at the same time. A long body that continues one is a long one.
 """
 
 import asyncio
@@ -16,8 +16,9 @@ from typing import TypeVar
 from kvcellar.serve.body import SHORT_BODY, RequestBody
 
 SHORT, LONG, CONVERSATIONS, LISTING = 4, 2, 4, 2  # threads
-# A field may be `conversation` only where this matches: JSON has no other escapes of its letters.
-_CONVERSATION = re.compile(rb'"conversation"|\\u00[67]')
+# A field may be `conversation` or `previous_response_id` only where this matches: JSON has no other escapes of these
+# characters. Such a body is short, but what it continues may be long.
+_CONTINUES = re.compile(rb'"conversation"|"previous_response_id"|\\u00[567]')
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class ReaderThreads:
         `work` ends."""
         if len(body.data) > SHORT_BODY:
             return await self._run(self._long, body, work)
-        return await self._run(self._conversations if _CONVERSATION.search(body.data) else self._short, body, work)
+        return await self._run(self._conversations if _CONTINUES.search(body.data) else self._short, body, work)
 
     async def for_conversation(self, body: RequestBody, work: Callable[[], T]) -> T:
         """As `run`, for work that reads or writes a named conversation: it may wait for a file."""

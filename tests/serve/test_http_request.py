@@ -102,6 +102,26 @@ def test_a_timeout_returns_an_empty_batch():
     run(play)
 
 
+def test_each_wait_has_its_own_limit_though_they_share_a_timer():
+    async def play(request, engine):
+        for limit in (60, 0.001, None):  # a shorter one after a longer one; then one without a limit
+            if limit == 0.001:
+                assert await request.next_batch(limit) == []
+                continue
+            waiting = asyncio.create_task(request.next_batch(limit))
+            await settle()
+            engine.deliver[0](piece(1))
+            assert await waiting == [(0, piece(1))]
+            request.check()
+        waiting = asyncio.create_task(request.next_batch(60))
+        await settle()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert await request.next_batch(0.001) == []
+
+    run(play)
+
+
 def test_leaving_the_context_cancels_open_prompts_only():
     async def play(request, engine):
         engine.deliver[0](DONE)

@@ -48,7 +48,7 @@ class Extent:
     connections: int = 200
     streams: int = 64
     asking: int = 16  # connections that ask /health in turn, every `pause` seconds; the rest is idle
-    pause: float = 0.05
+    pause: float = 0.2
     prompt: int = 32
     tokens: int = 96  # of each stream
     cache_bytes: int = 1 << 30

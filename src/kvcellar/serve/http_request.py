@@ -4,7 +4,8 @@ Always true, on the event loop:
   * a prompt is open until its `Done` or `Failed` has arrived; when the HTTP request has ended, every prompt has ended
     or was cancelled, and one that is just being submitted is cancelled as soon as that returns;
   * while the server waits for the client, at most `limit` events are added to the queue;
-  * after a failure no event is added, and the failure is raised after all earlier events were returned.
+  * after a failure no event is added, and the failure is raised after all earlier events were returned;
+  * while `next_batch` waits, nothing is there to return; a request has one timer at most, however many times it waits.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from kvcellar.text.replies.reading import ReplyReading
 
 Batch = list[tuple[int, Event]]  # number of the prompt, event
 
+NEVER = float("inf")
 BATCH = 64  # events returned at once; then other tasks of the event loop run
 
 
@@ -39,7 +41,9 @@ class HttpRequest:
         self._open: set[int] = set()  # prompts
         self._events: deque[tuple[int, Event]] = deque()
         self._failure: Exception | None = None
-        self._available = asyncio.Event()
+        self._waiter: asyncio.Future[bool] | None = None  # of `next_batch`: True when there is something to return
+        self._deadline = NEVER  # of the loop's clock, when the wait ends
+        self._timer: asyncio.TimerHandle | None = None
         self._waiting_from: int | None = None  # queued events when the server began to wait for the client
         self._cancelled = False  # nothing is submitted any more
         self._ended = False
@@ -92,18 +96,52 @@ class HttpRequest:
 
         Raises the error of the first prompt that failed, after the events before it.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                await asyncio.sleep(0)  # other tasks run even if events are always available
-                await self._available.wait()
-        except TimeoutError:
+        if self._ready:
+            await asyncio.sleep(0)  # other tasks run even if events are always available
+        elif not await self._wait(timeout):
             return []
         if self._failure is not None and not self._events:
             raise self._failure
-        batch = [self._events.popleft() for _ in range(min(BATCH, len(self._events)))]
-        if not self._events and self._failure is None:
-            self._available.clear()
-        return batch
+        return [self._events.popleft() for _ in range(min(BATCH, len(self._events)))]
+
+    @property
+    def _ready(self) -> bool:
+        return bool(self._events) or self._failure is not None
+
+    async def _wait(self, timeout: float | None) -> bool:
+        """Until there is something to return. False after `timeout` seconds.
+
+        The timer goes on from one wait to the next, and is set again only when it expires: one for each token would
+        cost the event loop more than the token's JSON.
+        """
+        self._waiter = self._loop.create_future()
+        self._deadline = NEVER if timeout is None else self._loop.time() + timeout
+        if self._timer is not None and self._deadline < self._timer.when():
+            self._stop_timer()
+        if self._timer is None and timeout is not None:
+            self._timer = self._loop.call_at(self._deadline, self._expire)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._deadline == NEVER:
+            return  # the next wait with a limit sets the timer
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._expire)
+        else:
+            self._wake(False)
+
+    def _wake(self, ready: bool) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(ready)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     @contextmanager
     def waiting_for_client(self) -> Iterator[None]:
@@ -119,12 +157,14 @@ class HttpRequest:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._ended = True
+        self._stop_timer()
         self._cancel()
         self.check()
 
     def check(self) -> None:
         assert self._waiting_from is None or len(self._events) <= self._waiting_from + self._limit
-        assert self._available.is_set() == bool(self._events or self._failure)
+        assert self._waiter is None or self._waiter.done() or not self._ready
+        assert not self._ended or self._timer is None
         assert not self._ended or not self._open, "a prompt was not cancelled"
 
     def refuse_if_queued(self) -> None:
@@ -161,9 +201,9 @@ class HttpRequest:
                 if isinstance(event, Done):
                     self._open.discard(number)
                 self._events.append((number, event))
-                self._available.set()
+                self._wake(True)
 
     def _fail(self, error: Exception) -> None:
         self._failure = error
-        self._available.set()
+        self._wake(True)
         self._cancel()

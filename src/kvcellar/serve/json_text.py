@@ -9,7 +9,7 @@ CHUNK_ITEMS = 64  # of a list; fewer if they are lists themselves
 
 def to_json(value: object) -> bytes:
     """ASCII only, on one line: some clients treat U+2028 and U+0085 as the end of a line of a stream."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"), default=_listed).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 def json_chunks(value: object) -> Iterator[bytes]:
@@ -55,6 +55,9 @@ def _listed(value: object) -> object:
     if isinstance(value, Iterator):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"), default=_listed)  # `dumps` would make one each time
 
 
 def printable(text: str, limit: int = 200) -> str:

@@ -266,6 +266,7 @@ INPUTS: list[tuple[dict[str, object], str]] = [
     ({"input": 5}, "input must be a string, or a list of items that is not empty"),
     ({"input": [USER] * 4097}, "input has 4097 items; at most 4096 are allowed"),
     ({"input": ["hi"]}, "input[0] must be an object"),
+    ({"input": [{"type": "reasoning"}]}, "input must have an item that is not reasoning without a text"),
     (
         {"input": [{"type": "x"}]},
         "input[0].type is 'x', which is not supported; message, function_call, function_call_output and reasoning are",

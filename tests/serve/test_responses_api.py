@@ -307,6 +307,7 @@ def test_reasoning_without_a_text_says_nothing():
         (None, "input"),
         ([], "input"),
         (5, "input"),
+        ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}], "input"),
         (["hi"], "input[0]"),
         ([USER] * 4097, "input"),
         ([USER, {"role": "tool", "content": "x"}], "input[1].role"),

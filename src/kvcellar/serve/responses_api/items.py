@@ -33,6 +33,8 @@ def messages_of(given: object) -> list[Json]:
         if not isinstance(item, Mapping):
             raise _invalid(f"input[{at}]", f"input[{at}] must be an object")
         _add(merged, cast("Mapping[str, Any]", item), f"input[{at}]")
+    if not merged.messages:  # reasoning that another server has encrypted, and nothing else
+        raise _invalid("input", "input must have an item that is not reasoning without a text")
     return merged.messages
 
 

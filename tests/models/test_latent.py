@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvcellar import Engine
 from kvcellar.attention.choose import backends, named
 from kvcellar.attention.cpu import Cpu
 from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnLinear
+from kvcellar.models import build_guest as build
 from kvcellar.models.adapter_test import check_adapted
 from kvcellar.models.adapters import read_adapter
 from kvcellar.models.build_guest import build_guest
@@ -236,6 +238,25 @@ def test_without_a_compiler_it_expands() -> None:
     guest = guest_of(ARCHS["minicpm3"].build())
     with pytest.raises(NotLinear, match="compiler"):
         with_latents(guest, {"PATH": "", "HOME": "/nonexistent"})
+
+
+def test_what_one_form_has_stored_is_not_restored_by_the_other(tmp_path, monkeypatch) -> None:
+    """Their bits differ, and a warm answer is to be the cold one. A store may be shared by unequal machines."""
+    ARCHS["deepseek-v3"].build().save_pretrained(tmp_path / "model")
+
+    def cached() -> int:
+        with Engine(tmp_path / "model", store=str(tmp_path / "store"), cache_bytes=16_000_000, threads=1) as engine:
+            return engine.generate([*range(5, 95)], max_tokens=2).usage.cached_tokens
+
+    def refuse(guest: Guest) -> None:
+        raise NotLinear("is not tried")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "with_latents", refuse)
+        assert cached() == 0
+        assert cached() > 0
+    assert cached() == 0
+    assert cached() > 0
 
 
 def test_other_types_expand() -> None:

@@ -158,7 +158,9 @@ def _assembled(
     adapters.loop = loop
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
-        loop.manager.store = store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share)
+        latents = any(binding.latent is not None for binding in guest.shape.bindings.values())
+        store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share, latents=latents)
+        loop.manager.store = store
         if drafts is not None and cache is not None:
             cache.store = open_draft_store(cache, drafts.source, settings, loop.post, share=share)
     except BaseException:

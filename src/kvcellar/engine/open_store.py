@@ -56,8 +56,9 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A memory that may have tiers; `paths`, `role` and `weights` are those of its `Source`. It has this `share` of the
-    bytes that are set for tiers, but for a directory, whose cap holds for all that use it."""
+    """A memory that may have tiers; `paths`, `role` and `weights` are those of its `Source`, `attends` says what is
+    attended to, if not keys and values. It has this `share` of the bytes that are set for tiers, but for a directory,
+    whose cap holds for all that use it."""
 
     memory: Memory
     prefixes: Prefixes
@@ -67,6 +68,7 @@ class Owner:
     role: str = ""
     events: KvEvents | None = None
     weights: str = ""
+    attends: str = ""
 
     def part(self, size: int) -> int:
         return int(self.share * size)
@@ -79,19 +81,21 @@ def open_store(
     post: Callable[[Callable[[], None]], None],
     *,
     share: float = 1.0,
+    latents: bool = False,
 ) -> Store | None:
     """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
     engine runs without: it can be lost at any later time, too. Raises `BadRequest` for settings that cannot be met.
 
-    `share` is the part of the tiers' bytes that is not for the memory of drafts."""
+    `share` is the part of the tiers' bytes that is not for the memory of drafts. `latents`: the model attends to them
+    as they are stored, which gives later layers other bits than expanding them."""
     outside = settings.store is not None or settings.store_remote is not None
     if outside and loaded.path is None:
         raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
     paths = (loaded.path,) if loaded.path is not None else ()
     evict = partial(manager.evict, restores=False)
-    owner = Owner(
-        manager.memory, manager.prefixes, evict, paths, share, events=manager.events, weights=loaded.multiplied
-    )
+    parts, attends = (paths, share), "latents" if latents else ""
+    memory, prefixes, weights = manager.memory, manager.prefixes, loaded.multiplied
+    owner = Owner(memory, prefixes, evict, *parts, events=manager.events, weights=weights, attends=attends)
     return _opened(owner, settings, post)
 
 
@@ -184,7 +188,7 @@ def _identity(owner: Owner) -> bytes:
         directory = cache(os.environ)
     digests, paths, memory = FileDigests(directory), owner.paths, owner.memory
     texts = [path / name for path in paths for name in TEXT_FILES if (path / name).is_file()]
-    more = {"role": owner.role, "multiplied": owner.weights}
+    more = {"role": owner.role, "multiplied": owner.weights, "attends": owner.attends}
     return identity(
         {
             "format": FORMAT,

@@ -131,7 +131,7 @@ class Served(FakeEngine):
 def one_request(monkeypatch, path: str) -> Iterator[None]:
     """`kvcellar serve` with a fake engine; it ends after one completion and one GET of `path`."""
 
-    def run(host, settings, *, library, tools, listener, ready, signalled):
+    def run(host, settings, *, listener, ready, **others):
         with Server(host, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
             ready(server.url)
             body = {"model": host.default.model.name, "prompt": "my secret prompt", "max_tokens": 4}
@@ -148,10 +148,10 @@ def test_each_request_has_a_line(monkeypatch):
         log = kvcellar("serve", "--port", "0").err
     assert "secret" not in log
     refused, served = sorted((line for line in log.splitlines() if HEAD.match(line)), key=lambda line: "POST" in line)
-    expected = "mine-1: POST /v1/completions 200 ok model=embedded prompt_tokens=16 cached_tokens=0 "
+    expected = "mine-1: POST /v1/completions 200 ok key=- model=embedded prompt_tokens=16 cached_tokens=0 "
     expected += "recall=- completion_tokens=4 "
     assert f"{expected}draft_tokens=- accepted_tokens=- ms=" in served
-    assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found model=- prompt_tokens=- " in refused
+    assert ": GET /nowhere%0A%1B%5B31m%20200%20ok 404 not_found key=- model=- prompt_tokens=- " in refused
 
 
 def test_as_json_each_line_is_an_object(monkeypatch):
@@ -160,7 +160,9 @@ def test_as_json_each_line_is_an_object(monkeypatch):
     *opening, one, other = map(json.loads, ran.err.splitlines())
     healthy, served = sorted((one, other), key=lambda line: line["route"])  # a line follows its response
     assert ran.code == 0
-    assert [line["message"].partition(" ")[0] for line in opening] == ["cellar/fake-1:", "Serving"]
+    assert [line["message"].partition(" ")[0] for line in opening] == [
+        *("cellar/fake-1:", "Serving", "OpenAI:", "See", "Memory:", "Keys:")
+    ]
     assert served.pop("ms") > 0
     assert HEAD.match(f"{served.pop('time')} INFO x: ")
     assert served == {
@@ -171,6 +173,7 @@ def test_as_json_each_line_is_an_object(monkeypatch):
         "route": "/v1/completions",
         "status": 200,
         "outcome": "ok",
+        "key": None,
         "model": "embedded",
         "prompt_tokens": 16,
         "cached_tokens": 0,

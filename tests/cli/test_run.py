@@ -63,7 +63,7 @@ def test_json_output_with_logprobs(engine):
     ran = kvcellar("run", "embedded", "import os", "--json", "--logprobs", "2", "--max-tokens", "3", *GREEDY)
     own = engine.chat(user("import os"), max_tokens=3, temperature=0.0, logprobs=2)
     assert json.loads(ran.out)["logprobs"] == [
-        {"token_id": one.token_id, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
+        {"token_id": one.token_id, "logprob": one.logprob, "top": [list(pair) for pair in one.top], "rank": 0}
         for one in own.logprobs
     ]
 

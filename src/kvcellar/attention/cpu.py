@@ -225,13 +225,10 @@ class Cpu:
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Prepared:
         return prepared(plan.layout, plan.segments, tables)
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
-        return self._attend(q, history, scoring, latent=False)
-
     def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
-        return self._attend(q, history, scoring, latent=True)
+        return self.attend(q, history, scoring, latent=True)
 
-    def _attend(self, q: Tensor, history: History, scoring: Scoring, *, latent: bool) -> Tensor:
+    def attend(self, q: Tensor, history: History, scoring: Scoring, *, latent: bool = False) -> Tensor:
         kernel, planes = self._kernel or self._compiled(), history.planes
         bound = self._bound.get(history)
         same = bound is not None and bound.keys() is planes["k"] and bound.values() is planes["v"]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from kvcellar.cli.models import size
-from kvcellar.inspector.routes import PAGE
+from kvcellar.inspector.page import PAGE
 from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import Keys, Names
 from kvcellar.serve.settings import ServeSettings

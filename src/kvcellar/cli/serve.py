@@ -13,7 +13,6 @@ import click
 from kvcellar.cli.banner import banner
 from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.hosting import hosted
-from kvcellar.cli.inspecting import inspector
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
 from kvcellar.cli.pinned import pin_all, read_pinned
@@ -168,7 +167,8 @@ def command(
                 for line in banner(url, host, settings, keys):
                     announce(line)
 
-            from kvcellar.models.create_tools import CreateTools  # imports torch, so not at the top
+            from kvcellar.cli.inspecting import inspector  # imports torch, so not at the top
+            from kvcellar.models.create_tools import CreateTools
 
             run(
                 host,

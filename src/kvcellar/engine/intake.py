@@ -17,7 +17,6 @@ from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event, Rewrite
 from kvcellar.layout import Layout
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.sample.grammars import Grammars
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import ADAPTED
@@ -34,6 +33,7 @@ from kvcellar.text.tokens import TextTokenizer, longest_text
 if TYPE_CHECKING:  # imports transformers
     from kvcellar.engine.adapters import Adapters
     from kvcellar.models.text_assets import TextAssets
+    from kvcellar.sample.grammars import Grammars  # imports NumPy
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
 TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
@@ -57,7 +57,7 @@ class Intake:
     most_completions: int  # that can run at once
     max_sequences: int  # as set; more than `most_completions` where state rows are fewer
     adapters: "Adapters"
-    grammars: Grammars
+    grammars: "Grammars"
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from starlette.requests import Request
 from starlette.responses import Response
 
+PAGE, ICON = "/inspector", "/favicon.ico"  # paths
 SCRIPT, STYLE, IMAGE = "text/javascript; charset=utf-8", "text/css; charset=utf-8", "image/svg+xml"
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 FILES: Mapping[str, str] = MappingProxyType(  # media types by name

@@ -28,11 +28,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.survey import Picture
 from kvcellar.errors import BadRequest, Overloaded
-from kvcellar.inspector.page import HEADERS, File, read_files
+from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
 from kvcellar.inspector.snapshot import Beginnings, Json, snapshot, way_fields
 from kvcellar.inspector.source import Looked, Source, Viewer
 
-PAGE, ICON = "/inspector", "/favicon.ico"
 API = f"{PAGE}/api/"
 EVERY = 1.0  # seconds between two pictures
 PING = 15.0  # seconds after which a stream without data sends a comment

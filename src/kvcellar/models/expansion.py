@@ -73,9 +73,10 @@ def _chosen(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Latents and tails [n,size] in the type of those that a layer stores: each row of two identity matrices, beside
     zeros; a zero; random ones, whose elements differ in size as those of real latents do."""
     rank, size = k.shape[3], v.shape[3]
-    draw = torch.Generator().manual_seed(0)
-    random = torch.randn(RANDOM, rank + size, generator=draw) * torch.randn(RANDOM, rank + size, generator=draw).exp()
-    rows = torch.cat([torch.eye(rank + size), torch.zeros(1, rank + size), random])
+    draw = torch.Generator("cpu").manual_seed(0)
+    one, other = (torch.randn(RANDOM, rank + size, generator=draw, device="cpu") for _ in range(2))
+    known = torch.eye(rank + size + 1, rank + size, device="cpu")  # the last row is zero
+    rows = torch.cat([known, one * other.exp()])
     return rows[:, :rank].to(k), rows[:, rank:].to(v)
 
 

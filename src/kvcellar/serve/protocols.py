@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.replies import ServedReplies
 from kvcellar.engine.stats import EngineStats
-from kvcellar.engine.survey import Survey
 from kvcellar.events import Event
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.template import RenderOptions
+
+if TYPE_CHECKING:
+    from kvcellar.engine.survey import Survey  # imports torch
 
 
 class ServedModel(Protocol):
@@ -60,7 +62,7 @@ class ServedCache(Protocol):
     @property
     def disk(self) -> ServedDisk | None: ...
     @property
-    def survey(self) -> Survey: ...
+    def survey(self) -> "Survey": ...
     def namespaces(self) -> Sequence[Any]: ...
     def stored_totals(self) -> list[dict[str, object]]: ...
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]: ...

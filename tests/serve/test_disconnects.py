@@ -48,20 +48,20 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(request: pytest.F
     """After 300 of them (`--long`: 10 000), the server answers, no request runs, and when it has ended none of
     its threads is left, and as many files are open as after a server with ten of them."""
     chance = random.Random(14)
+    others = set(threading.enumerate())  # of the server that tests share
     left_by(chance, 10)
-    join_threads()
+    join_threads(others)
     files = open_files()
     left_by(chance, 10_000 if request.config.getoption("--long") else 300)
-    join_threads()
+    join_threads(others)
     assert open_files() == files
 
 
-def join_threads() -> None:
-    """Wait until the threads that read bodies have ended: a server that stops does not wait for them."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("kvcellar-"):
-            thread.join(PATIENCE)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("kvcellar-", "fake-engine"))]
+def join_threads(others: set[threading.Thread]) -> None:
+    """Wait until all threads but these have ended: a server that stops does not wait for those that read bodies."""
+    for thread in set(threading.enumerate()) - others:
+        thread.join(PATIENCE)
+    assert set(threading.enumerate()) <= others
 
 
 def left_by(chance: random.Random, count: int) -> None:

@@ -5,6 +5,7 @@ import random
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -125,7 +126,7 @@ def test_outcomes_are_counted_by_code_and_names_that_clients_choose_are_no_label
     with engine.scripted(gate=threading.Event()), connected(server) as wire:
         wire.sendall(request(COMPLETIONS, completion()))
         while not engine.running:
-            pass
+            time.sleep(0.001)  # else the thread of the engine may not get its lock
     found = ended(server.url, 2 + 1)
     assert value(found, "kvcellar_requests_total", outcome="internal_error") == 1
     assert value(found, "kvcellar_requests_total", outcome="client_gone") == 1

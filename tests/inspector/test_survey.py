@@ -112,7 +112,6 @@ def test_steps_add_up_to_the_tokens_of_the_requests(engine):
     assert {one.modules for one in steps} == {engine.stats().recording.refused}
 
 
-@pytest.mark.usefixtures("recorded_steps")
 def test_recorded_steps_and_drafts_are_told_apart():
     with Engine(ARCHS["llama"].build(), record="auto", draft="ngram", **SMALL) as engine:
         engine.generate([5, 6, 7, 8] * 8, max_tokens=24, temperature=0, ignore_eos=True)

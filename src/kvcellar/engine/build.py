@@ -158,8 +158,7 @@ def _assembled(
     adapters.loop = loop
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
-        latents = any(binding.latent is not None for binding in guest.shape.bindings.values())
-        store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share, latents=latents)
+        store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share, latents=_latents(guest))
         loop.manager.store = store
         if drafts is not None and cache is not None:
             cache.store = open_draft_store(cache, drafts.source, settings, loop.post, share=share)
@@ -171,6 +170,11 @@ def _assembled(
         intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
     found = (settings, opened.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
     return Built(*found, drafts=drafts, draft_capacity=own, draft_memory=cache)
+
+
+def _latents(guest: Guest) -> bool:
+    """Whether layers attend to latents, whose results have other bits than those of expanded keys."""
+    return any(binding.latent is not None for binding in guest.shape.bindings.values())
 
 
 def _storing(guest: Guest, settings: Settings) -> Guest:

@@ -12,10 +12,9 @@ from torch import Tensor
 from kvcellar.events import Speculation
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
-from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.chain import Chain, Key, verify
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.speculator import Speculator
-from kvcellar.speculate.verify import verify
 
 VOCAB = 64
 PHRASES = [list(range(start, start + 12)) for start in range(0, 48, 12)]

@@ -14,7 +14,7 @@ from kvcellar.engine.request import Completion
 from kvcellar.errors import NoToken, WrongStage
 from kvcellar.events import Delta, Finished
 from kvcellar.sample.params import SamplingParams
-from kvcellar.speculate import verify
+from kvcellar.speculate import chain
 from tests.engine.mixes import Ear, assert_at_rest, small_engine
 from tests.engine.test_limits import held
 from tests.zoo import ARCHS
@@ -470,7 +470,7 @@ def test_a_step_is_drawn_while_it_is_open_and_delivered_when_it_is_kept(monkeypa
 
             monkeypatch.setattr(owner, name, watched)
 
-        watch(verify, "draw")
+        watch(chain, "draw")
         watch(Completion, "accept")
         watch(memory, "commit")
         engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True)

@@ -15,7 +15,8 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import Backend
 from kvcellar.engine import allocate, reserve
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
+from kvcellar.engine.peak import peak, uncollected
+from kvcellar.engine.reserve import ROWS, _draw, continued, prove, scratch
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest

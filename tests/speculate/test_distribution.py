@@ -12,8 +12,7 @@ import torch
 from kvcellar.sample import draw as drawing
 from kvcellar.sample.draw import edit, weights_of
 from kvcellar.sample.sampler import Sampler
-from kvcellar.speculate.chain import Chain, extend
-from kvcellar.speculate.verify import verify
+from kvcellar.speculate.chain import Chain, extend, verify
 from tests.speculate.chains import VOCAB, Model, sampler
 
 LENGTH = 3  # tokens of a continuation

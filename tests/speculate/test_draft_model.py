@@ -9,9 +9,8 @@ from torch import Tensor
 
 from kvcellar import Batch, Feed, Memory, Plan, Span
 from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.chain import Chain, verify
 from kvcellar.speculate.draft_model import Forward, ModelDrafter
-from kvcellar.speculate.verify import verify
 from tests.examples.test_examples import example
 from tests.speculate.chains import chain, sampler
 

@@ -19,10 +19,9 @@ from kvcellar.plan import Batch, Feed
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 from kvcellar.speculate import head as module
-from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.chain import Chain, verify
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.head import HeadDrafter
-from kvcellar.speculate.verify import verify
 from tests.models.mtp import head_and_reference
 from tests.models.timeline import small_memory
 from tests.speculate.chains import sampler

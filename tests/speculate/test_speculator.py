@@ -6,12 +6,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.chain import Chain, Key, verify
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.parking import IDLE, SHORTEST
 from kvcellar.speculate.report import Tally
 from kvcellar.speculate.speculator import FAILURES, Speculator
-from kvcellar.speculate.verify import verify
 from tests.speculate.chains import Model, chain, sampler
 
 TARGET = Model(1)

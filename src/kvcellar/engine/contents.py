@@ -11,7 +11,7 @@ from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache.record import positions
-from kvcellar.engine.intake import tokens
+from kvcellar.engine.arguments import tokens
 from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
 from kvcellar.engine.survey import Survey

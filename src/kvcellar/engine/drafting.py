@@ -13,10 +13,9 @@ from typing import TypeVar
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.request import Completion
 from kvcellar.events import Speculation
-from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.chain import Chain, Key, Verified
 from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.speculator import Speculator
-from kvcellar.speculate.verify import Verified
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.engine")

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
-from kvcellar.engine import intake
+from kvcellar.engine import arguments
 from kvcellar.engine.batches import together
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
@@ -22,15 +22,14 @@ from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
 from kvcellar.engine.replies import Replies
-from kvcellar.engine.request import HowOptions, Request, RequestOptions, SubmitOptions, fresh_seed, how_of, sampling_of
+from kvcellar.engine.request import HowOptions, RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
-from kvcellar.engine.settings import EngineOptions, Settings
+from kvcellar.engine.settings import EngineOptions, settings_of
 from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event, Usage
-from kvcellar.models.placement import ONE_DEVICE, PARALLEL
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
@@ -74,7 +73,7 @@ class Engine:
         thread: "DeviceThread | None" = None,
         **settings: Unpack[EngineOptions],
     ) -> None:
-        checked = _settings(settings)
+        checked = settings_of(settings)
         with listening(progress):
             import_needed()
             from kvcellar.engine.build import build  # imports torch, so not at the top
@@ -124,11 +123,11 @@ class Engine:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids. Raises `BadRequest` for ids that this model does not have."""
-        return self._built.intake.codec.decode(intake.tokens(ids, self.model.vocab_size, "ids"))
+        return self._built.intake.codec.decode(arguments.tokens(ids, self.model.vocab_size, "ids"))
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._built.intake.codec.token_bytes(intake.token(token, self.model.vocab_size, "ids"))
+        return self._built.intake.codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -176,34 +175,30 @@ class Engine:
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
-        params, deliver = intake.parameters(params), intake.receiver(deliver)
-        session = intake.session_number(session)
+        params, deliver = arguments.parameters(params), arguments.receiver(deliver)
+        session = arguments.session_number(session)
         prompt = self._built.intake.prompt(prompt_ids, params)
         positions = self._built.intake.borders(prompt)
         if checkpoint_positions is not None:
-            positions = intake.positions(checkpoint_positions, len(prompt))
+            positions = arguments.positions(checkpoint_positions, len(prompt))
         if breakpoints:
-            positions = tuple(sorted({*positions, *intake.positions(breakpoints, len(prompt))}))
-        namespace, kept = intake.namespace_name(namespace), intake.retention_options(how.get("retention"))
+            positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
+        namespace, kept = arguments.namespace_name(namespace), arguments.retention_options(how.get("retention"))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
-        seed = params.seed if params.seed is not None else fresh_seed()
-        rewrite = self._built.intake.rewrite(namespace, prompt)
-        prompts, named = self._built.intake.prompts, (how.get("adapter"), self.adapters.default) != (None, None)
-        scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        size, use = prompts.take(len(prompt), params.n, scores), None
-        try:
-            use = self.adapters.take(how.get("adapter")) if named else None
-            pooling, reply = how.get("pooling"), how.get("reading")
-            owned = (session, positions, namespace, kept, rewrite, use, pooling, reply)
-            request = Request(prompt, params, deliver, *owned)
-            completion = self._built.intake.completion(request, seed)
-            request.on_done = partial(self._built.intake.ended, request, size)
-            self._loop.submit(request, completion)
-        except BaseException:
-            prompts.give(size)
-            self.adapters.give(use)
-            raise
+        request = self._built.intake.submit(
+            prompt,
+            params,
+            deliver,
+            self._loop.submit,
+            session=session,
+            positions=positions,
+            namespace=namespace,
+            retention=kept,
+            adapter=how.get("adapter"),
+            pooling=how.get("pooling"),
+            reply=how.get("reading"),
+        )
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
     @overload
@@ -295,9 +290,9 @@ class Engine:
 
         None is ignored for a field that cannot be None.
         """
-        unknown = sorted(set(sampling) - intake.FIELDS)
+        unknown = sorted(set(sampling) - arguments.FIELDS)
         if unknown:
-            names = sorted(intake.FIELDS)
+            names = sorted(arguments.FIELDS)
             raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
         return merged(self.model.default_sampling, given)
@@ -352,7 +347,7 @@ class Engine:
         return collector, submit(checkpoint_positions=checkpoint_positions, **how)
 
     def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
-        return Session(self, self._loop, self._sessions, dialogue, intake.retention_options(retention))
+        return Session(self, self._loop, self._sessions, dialogue, arguments.retention_options(retention))
 
     def _wait(self, ids: Sequence[int], params: SamplingParams, how: HowOptions) -> Result:
         collector, ticket = self.start(ids, params, **how)
@@ -366,7 +361,7 @@ class Engine:
             if not prompt:
                 raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
             return self.encode(prompt, limit=self.model.context)
-        return intake.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
+        return arguments.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
 
 
 def import_needed() -> None:
@@ -375,16 +370,6 @@ def import_needed() -> None:
         if name not in sys.modules:
             report(f"importing {name}")
         import_module(module)
-
-
-def _settings(given: Mapping[str, Any]) -> Settings:
-    known = {field.name for field in fields(Settings)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        if unknown[0] in PARALLEL:
-            raise BadRequest(f"{unknown[0]} is no engine setting: {ONE_DEVICE}", unknown[0])
-        raise BadRequest(f"there is no engine setting {shown(unknown[0])}; there are {sorted(known)}", unknown[0])
-    return Settings(**given)
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -1,26 +1,26 @@
-"""intake: from what a caller passes to a request that the engine's thread can trust. No torch.
+"""intake: from checked arguments (`arguments.py`) to a request that this model can serve, and the memory that it holds
+until it is over. No torch.
 
-Always true of what is returned: plain ints, floats and strings in range, in tuples of its own. A later change of an
-argument, or code of its type (an int with an `__eq__` of its own), never reaches the engine's thread. `deliver` is the
-only object of the caller's that does, and what it raises is caught there.
+Always true: bytes of `PromptMemory` and the use of an adapter are taken before a request reaches the engine's thread,
+and given back once: when it is over, or at once if it could not be submitted.
 """
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
-from itertools import islice
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvcellar.engine.request import Completion, Request
-from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
+from kvcellar.engine.arguments import namespace_name, prompt_ids
+from kvcellar.engine.prompt_reading import PoolingMode
+from kvcellar.engine.request import Completion, Request, fresh_seed
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
 from kvcellar.events import Event, Rewrite
 from kvcellar.layout import Layout
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
-from kvcellar.snapshot import ADAPTED
-from kvcellar.spans import whole
 from kvcellar.text.meter import caps_for
 from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
@@ -35,10 +35,8 @@ if TYPE_CHECKING:  # imports transformers
     from kvcellar.models.text_assets import TextAssets
     from kvcellar.sample.grammars import Grammars  # imports NumPy
 
-FIELDS = frozenset(field.name for field in fields(SamplingParams))
 TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
 FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
-MOST_NAMESPACE = 256  # characters
 COPY_BYTES = 8  # of a token id in the list of one completion
 SCORE_BYTES = 144  # of a token id with its log-probability
 
@@ -69,6 +67,39 @@ class Intake:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
         self._check_fits(len(found))
         return found
+
+    def submit(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        deliver: Callable[[Event], None],
+        take_in: Callable[[Request, Completion], None],
+        *,
+        session: int | None,
+        positions: tuple[int, ...],
+        namespace: str,
+        retention: RetentionOptions,
+        adapter: str | None,
+        pooling: PoolingMode | None,
+        reply: ReplyReading | None,
+    ) -> Request:
+        """Make a request of checked arguments, take the memory that it holds until it is over, and pass it to `take_in`
+        with its first completion. After an error, which is raised, it holds nothing."""
+        scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
+        size, use = self.prompts.take(len(prompt), params.n, scores), None
+        try:
+            if (adapter, self.adapters.default) != (None, None):
+                use = self.adapters.take(adapter)
+            rewrite = self.rewrite(namespace, prompt)
+            owned = (session, positions, namespace, retention, rewrite, use, pooling, reply)
+            request = Request(prompt, params, deliver, *owned)
+            request.on_done = partial(self.ended, request, size)
+            take_in(request, self.completion(request, fresh_seed() if params.seed is None else params.seed))
+        except BaseException:
+            self.prompts.give(size)
+            self.adapters.give(use)
+            raise
+        return request
 
     def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Where messages of a chat begin in a prompt: at tokens that are no text. The first, where a system prompt
@@ -293,106 +324,3 @@ class PromptMemory:
         with self._lock:
             self.taken -= size
             assert self.taken >= 0, "a prompt was given back twice"
-
-
-def parameters(params: Any) -> SamplingParams:
-    """A copy, checked again: a frozen record can be changed (`object.__setattr__`)."""
-    if not isinstance(params, SamplingParams):
-        raise BadRequest(f"params is SamplingParams(...), not {shown(params)}", "params")
-    return SamplingParams(**{name: getattr(params, name) for name in FIELDS})
-
-
-def receiver(deliver: Callable[[Event], None]) -> Callable[[Event], None]:
-    if not callable(deliver):
-        raise BadRequest(f"deliver is called with every event, and {shown(deliver)} cannot be", "deliver")
-    return deliver
-
-
-def session_number(session: Any) -> int | None:
-    if session is None:
-        return None
-    if isinstance(session, bool):
-        raise BadRequest(f"a session is named by its number, not by {session}", "session")
-    return whole(session, "a session", "session")
-
-
-def namespace_name(namespace: Any) -> str:
-    if isinstance(namespace, str) and namespace.startswith(ADAPTED):
-        raise BadRequest(f"a namespace cannot begin with {ADAPTED!r}: such names are for what adapters compute")
-    if not isinstance(namespace, str) or len(namespace) > MOST_NAMESPACE:
-        raise BadRequest(f"a namespace is a text of up to {MOST_NAMESPACE} characters, not {shown(namespace)}")
-    return str.__str__(namespace)
-
-
-def retention_options(retention: Any) -> RetentionOptions:
-    """A copy, checked again: a frozen record can be changed (`object.__setattr__`)."""
-    if retention is None:
-        return NO_OPTIONS
-    if not isinstance(retention, RetentionOptions):
-        raise BadRequest(f"retention is RetentionOptions(...), not {shown(retention)}", "retention")
-    return replace(retention)
-
-
-def token(value: Any, vocab_size: int, param: str) -> int:
-    """A token id as a plain int. Any integer is accepted, numpy's too."""
-    number = _index(value)
-    if not 0 <= number < vocab_size:
-        ids = f"whose ids are 0 to {vocab_size - 1}"
-        raise BadRequest(f"{param}: {shown(value)} is not a token id of this model, {ids}", param)
-    return number
-
-
-def tokens(ids: Any, vocab_size: int, param: str) -> tuple[int, ...]:
-    """Token ids as plain ints. Lists of plain ints are checked by few calls that run in C, as they may be long."""
-    found = tuple(items(ids, "a list of token ids is needed", param))
-    if set(map(type, found)) == {int} and min(found) >= 0 and max(found) < vocab_size:
-        return found
-    return tuple(token(one, vocab_size, param) for one in found)
-
-
-def prompt_ids(prompt: Any, *, vocab_size: int, context: int) -> tuple[int, ...]:
-    """A prompt of 1 to `context` tokens. A longer one is refused before it is copied."""
-    length = len(_sequence(prompt, "a prompt is text or a list of token ids", "prompt"))
-    if not length:
-        raise BadRequest("the prompt is empty; at least one token is needed", "prompt")
-    if length > context:
-        raise PromptTooLong(length, context, "the model's context")
-    ids = tokens(prompt, vocab_size, "prompt")
-    if len(ids) != length:
-        raise BadRequest(f"the prompt has a length of {length}, and {len(ids)} tokens", "prompt")
-    return ids
-
-
-def items(values: Any, what: str, param: str) -> list[Any]:
-    """The elements of a sequence other than text or bytes, as many as its length says."""
-    values = _sequence(values, what, param)
-    return list(islice(values, len(values)))
-
-
-def _sequence(values: Any, what: str, param: str) -> Sequence[Any]:
-    import numpy as np  # not at the top: imported only where there are values
-
-    if isinstance(values, np.ndarray) and values.ndim == 1:
-        return values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str | bytes | bytearray | memoryview):
-        raise BadRequest(f"{what}, not {shown(values)}", param)
-    return values
-
-
-def positions(given: Any, end: int) -> tuple[int, ...]:
-    """`checkpoint_positions` of a prompt that ends at `end`, in order, each once."""
-    name = "checkpoint_positions"
-    found = [_index(pos) for pos in items(given, f"{name} are a list of positions", name)]
-    if found != sorted(found) or any(not 0 <= pos <= end for pos in found):
-        raise BadRequest(f"{name} are positions 0 to {end}, in order, not {shown(given)}", name)
-    return tuple(dict.fromkeys(found))
-
-
-def _index(value: Any) -> int:
-    """A whole number as a plain int; -1 for anything else, and for a bool."""
-    if isinstance(value, bool):
-        return -1
-    try:
-        return whole(value, "it")
-    except BadRequest:
-        return -1

@@ -4,7 +4,7 @@ Other threads put callables into its inbox, which it runs between steps; it retu
 `deliver`, and through futures.
 
 An unexpected exception ends only the request that it belongs to, with `EngineFailed`. Memory and the scheduler are made
-consistent with the other completions, whose missing tokens are recomputed (`_recover`). The engine ends only if that
+consistent with the other completions, whose missing tokens are recomputed (`failures.py`). The engine ends only if that
 fails, or if an error that belongs to no request occurs again before the next step.
 
 Always true between steps:
@@ -31,6 +31,7 @@ from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.context_shift import shift
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.ending import Ending
+from kvcellar.engine.failures import Failures
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.result import LastRequests
@@ -54,9 +55,8 @@ class Loop:
         self._context, self._device = context, device
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._requests: dict[int, Request] = {}
-        self._failures: list[tuple[Request | None, EngineFailed]] = []  # since the last `_recover`
+        self._failures = Failures(manager, scheduler)
         self.last = LastRequests()
-        self._failed_at = -1  # number of steps at the last error that belongs to no request
         self._arrivals = count()
         self._stalled = False  # all waiting completions wait for what is read back
         self._paused = False  # the last turn returned after how many seconds such a wait may end
@@ -104,7 +104,7 @@ class Loop:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised by `result` below
                 ours = isinstance(error, KvcellarError) or not changes
-                future.set_exception(error if ours else self._record(changes, None, error))
+                future.set_exception(error if ours else self._failures.record(changes, None, error))
 
         self.check_caller()
         self.post(run)
@@ -211,7 +211,7 @@ class Loop:
         try:
             return (self.manager.store is not None and self.manager.store.pump()) or more
         except Exception as error:  # noqa: BLE001 - logged
-            self._record("reading memory for the store", None, error)
+            self._failures.record("reading memory for the store", None, error)
             self._recover()
             return False
 
@@ -220,7 +220,7 @@ class Loop:
         try:
             return bool(self.compaction.compact_some())
         except Exception as error:  # noqa: BLE001 - logged
-            self._record("compacting memory", None, error)
+            self._failures.record("compacting memory", None, error)
             self._recover()
             return False
 
@@ -235,16 +235,11 @@ class Loop:
             self.scheduler.current = None
             for completion in stuck:
                 self.end(completion, "length")
-            self._stalled = not (scheduled or stuck or self._failures)
-            if scheduled and not self._failures:
+            self._stalled = not (scheduled or stuck or self._failures.pending)
+            if scheduled and not self._failures.pending:
                 self._forward(scheduled)
-        except Exception as error:
-            at = self.scheduler.current
-            if at is None and self._failed_at == self.steps:
-                raise
-            if at is None:
-                self._failed_at = self.steps
-            self._record("a step", at.request if at is not None else None, error)
+        except Exception as error:  # noqa: BLE001 - recorded, or raised again
+            self._failures.record_step(error, self.steps)
         for request in [completion.request for completion in self.scheduler.running if completion.request.unreachable]:
             self._cancel(request)
         self._recover()
@@ -281,44 +276,11 @@ class Loop:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - logged, and given to its request
-            self._record(what, request, error)
-
-    def _record(self, what: str, request: Request | None, error: Exception) -> EngineFailed:
-        """Record that `what` raised `error`, and mark the completions of `request`, if any, as done. `_recover`
-        does the rest later, because a step may still be between its forward and its draw."""
-        log.error("%s failed", what, exc_info=error)
-        failure = EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
-        self._failures.append((request, failure))
-        for completion in request.completions if request is not None else ():
-            completion.status = Status.DONE  # from any status
-        return failure
+            self._failures.record(what, request, error)
 
     def _recover(self) -> None:
-        """After errors: make memory consistent with the completions, and fail the requests that the errors belong to.
-
-        Raises the error of `check` if memory is still inconsistent. The time is linear in the cells in use.
-        """
-        if not self._failures:
-            return
-        failures, self._failures = self._failures, []
-        try:
-            completions = [
-                one
-                for request in self._requests.values()
-                for one in request.completions
-                if one.status is not Status.DONE
-            ]
-            self.manager.recover(completions)
-            self.scheduler.reset(completions)
-            self.scheduler.check()
-            self.manager.check(self.scheduler.running)
-        finally:
-            for request, failure in failures:
-                if request is not None:
-                    for completion in request.completions:
-                        self.manager.drafting.close(completion)
-                    request.fail(failure)
-                    self._remove_if_done(request)
+        if self._failures.pending:
+            self._failures.recover(self._requests, self._remove_if_done)
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory."""
@@ -326,6 +288,7 @@ class Loop:
         self.manager.check(self.scheduler.running)
         self.manager.drafting.check()
         self.last.check()
+        self._failures.check()
 
     def _remove_if_done(self, request: Request) -> None:
         if request.done:
@@ -378,7 +341,7 @@ class Loop:
             self._run_remaining()
             for request in [
                 *self._requests.values(),
-                *(request for request, _ in self._failures if request is not None),
+                *(request for request, _ in self._failures.pending if request is not None),
             ]:
                 request.fail(reason)
             self._requests.clear()

@@ -6,17 +6,12 @@ are run, and their bytes are extrapolated linearly to the full size, in rows and
 blocks or windows this is an upper bound. The measurements are saved for the next start (`measures.py`).
 """
 
-import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
-from weakref import finalize
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.attention.blocks import PARTIAL_BYTES, SPLIT
 from kvcellar.attention.buckets import GATHERED
@@ -26,6 +21,7 @@ from kvcellar.cache.history import SMALLEST
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
+from kvcellar.engine.peak import peak, uncollected
 from kvcellar.engine.scheduler import ROUND
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.kernels.packed import with_padding
@@ -37,7 +33,7 @@ from kvcellar.sample.draw import MAX_VOCAB, draw
 from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
-from kvcellar.speculate.verify import PART
+from kvcellar.speculate.chain import PART
 
 ROWS = (136, 160)  # of a prompt: both larger than the blocks of rows in which a backend computes scores
 SCANNED = (258, 514)  # the same with recurrent layers: one row of its own, the others one more than chunks of a scan
@@ -242,18 +238,6 @@ def _draw(logits: Tensor) -> None:
         draw(part, [sampler] * len(part), [0] * len(part))
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector within the block, so that equal steps take equal bytes."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 def continued(
     measure: Callable[[int, int], int], full: tuple[int, int], small: tuple[tuple[int, int], tuple[int, int]]
 ) -> int:
@@ -324,77 +308,3 @@ def check_room(capacity: Capacity, device: torch.device, free: int) -> None:
             f"step takes {capacity.scratch} more, an edit {capacity.staging}, and {free} are free. Lower cache_bytes; "
             f"or lower step_tokens, max_sequences or context, which makes a step smaller."
         )
-
-
-# -- meters ------------------------------------------------------------------------------------------------------------
-
-
-class Meter:
-    """`bytes` is the peak of allocated bytes, minus those allocated before."""
-
-    bytes: int = 0
-
-
-def peak(device: torch.device) -> AbstractContextManager[Meter]:
-    """Measures the peak bytes of tensors on `device` within the block."""
-    return _Cuda(device) if device.type == "cuda" else _Counted()
-
-
-class _Cuda(Meter):
-    """Uses the statistics of the CUDA allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> "_Cuda":
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.synchronize(self._device)
-        self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-
-
-class _Counted(TorchDispatchMode, Meter):
-    """Counts the results of every operation from creation until they are freed. Temporary memory inside an operation is
-    not counted; on a CPU it is small."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors(
-            (args, tuple(kwargs.values()) if kwargs else ())
-        ):  # arguments existed before, also if they are written in place, so they do not count
-            self._see(tensor, ours=False)
-        out = func(*args, **(kwargs or {}))
-        for tensor in _tensors((out,)):
-            self._see(tensor, ours=True)
-        return out
-
-    def _see(self, tensor: Tensor, *, ours: bool) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            nbytes = storage.nbytes() if ours else 0
-            self._known.add(storage._cdata)
-            self._now += nbytes
-            self.bytes = max(self.bytes, self._now)
-            finalize(storage, self._gone, storage._cdata, nbytes)
-
-    def _gone(self, storage: int, nbytes: int) -> None:
-        self._known.discard(storage)
-        self._now -= nbytes
-
-
-def _tensors(found: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments, except packed weights, whose storage cannot be accessed."""
-    for part in found:
-        if isinstance(part, Tensor):
-            if not part.is_mkldnn:
-                yield part
-        elif isinstance(part, list | tuple):
-            yield from _tensors(part)

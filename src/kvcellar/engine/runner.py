@@ -1,7 +1,7 @@
 """runner: runs a step: begin, forward, draw, commit, emit.
 
 A completion in decode computes its last token and the drafts behind it. Each of these rows draws a token; the drafts
-that were drawn are kept (`speculate/verify.py`), up to one that ends the completion.
+that were drawn are kept (`speculate/chain.py`), up to one that ends the completion.
 
 Always true:
   * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
@@ -30,9 +30,8 @@ from kvcellar.events import FinishReason
 from kvcellar.kernels.uploads import uploaded
 from kvcellar.models.guest import Guest
 from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.speculate.chain import Chain
+from kvcellar.speculate.chain import Chain, Verified, verify
 from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.verify import Verified, verify
 
 log = logging.getLogger("kvcellar.engine")
 

@@ -16,7 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from kvcellar.engine import intake
+from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue, Prompt
 from kvcellar.engine.request import HowOptions
@@ -164,7 +164,7 @@ class Session:
             return self._engine.encode(text, special=special, limit=model.context)
         if self.tokens and isinstance(text, Sequence) and not len(text):
             return []  # continue the last completion
-        return intake.prompt_ids(text, vocab_size=model.vocab_size, context=model.context)
+        return prompt_ids(text, vocab_size=model.vocab_size, context=model.context)
 
     def _text_tokens(self, answer: Result) -> Sequence[int]:
         """The tokens of a completion's text. After a stop string, `token_ids` are longer, so the text is tokenized."""

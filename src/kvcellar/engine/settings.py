@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from kvcellar.engine.machine import PER_CPU, most_threads
 from kvcellar.errors import BadRequest, shown
-from kvcellar.models.placement import why_not_on
+from kvcellar.models.placement import ONE_DEVICE, PARALLEL, why_not_on
 from kvcellar.models.quantize.kinds import WEIGHTS
 from kvcellar.places import state
 from kvcellar.shapes import StoredAs
@@ -253,3 +253,14 @@ def text_bytes_of(settings: Settings, context: int) -> int:
     if settings.text_bytes is not None:
         return settings.text_bytes
     return min(MOST_TEXT_BYTES, 2 * bytes_for(max(USUAL_TEXT, BYTES_PER_TOKEN * context)))
+
+
+def settings_of(given: Mapping[str, Any]) -> Settings:
+    """The settings with these names. Raises `BadRequest` for a name that there is not."""
+    known = {field.name for field in fields(Settings)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        if unknown[0] in PARALLEL:
+            raise BadRequest(f"{unknown[0]} is no engine setting: {ONE_DEVICE}", unknown[0])
+        raise BadRequest(f"there is no engine setting {shown(unknown[0])}; there are {sorted(known)}", unknown[0])
+    return Settings(**given)

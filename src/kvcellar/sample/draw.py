@@ -37,8 +37,7 @@ R rows, V vocabulary, W width of the logits.
 """
 
 import math
-from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +45,9 @@ from torch import Tensor
 
 from kvcellar.errors import ConstraintFailed, NoToken
 from kvcellar.events import TokenLogprob
-from kvcellar.kernels.uploads import sent, uploaded
+from kvcellar.kernels.uploads import uploaded
 from kvcellar.sample.couple import WEIGHT_BITS, Draft, keeps, residual
+from kvcellar.sample.edits import boost_ends, joined, penalise, places
 from kvcellar.sample.masks import forbid_unmatched
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
@@ -233,57 +233,17 @@ def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
         return raw
     scores = raw.to(torch.float32, copy=True)
     if biased:
-        at = _places([*biased], [ids for ids, _ in biased.values()], scores.device)
-        scores[at] += _joined([values for _, values in biased.values()], torch.float64, scores.device).float()
+        at = places([*biased], [ids for ids, _ in biased.values()], scores.device)
+        scores[at] += joined([values for _, values in biased.values()], torch.float64, scores.device).float()
     if penalised:
-        _penalise(scores, penalised, [samplers[row] for row in penalised])
+        penalise(scores, penalised, [samplers[row] for row in penalised])
     if ending:
-        _boost(scores, ending, [samplers[row].end_array for row in ending])
+        boost_ends(scores, ending, [samplers[row].end_array for row in ending])
     if forbidden:
-        scores[_places([*forbidden], [*forbidden.values()], scores.device)] = -torch.inf
+        scores[places([*forbidden], [*forbidden.values()], scores.device)] = -torch.inf
     if constrained:
         forbid_unmatched(scores, samplers)
     return scores
-
-
-def _boost(scores: Tensor, boosts: Mapping[int, float], ends: list["array[int]"]) -> None:
-    """Add its absolute value times `boosts[row]` to the score of each end, in place: negative scores rise too."""
-    at = _places([*boosts], ends, scores.device)
-    each = torch.tensor([*boosts.values()], device="cpu", dtype=torch.float32)
-    each = sent(each.repeat_interleave(torch.tensor([len(ids) for ids in ends], device="cpu")), scores.device)  # [K]
-    there = scores[at]
-    scores[at] = torch.where(there.isfinite(), there + there.abs() * each, there)
-
-
-def _penalise(scores: Tensor, rows: list[int], samplers: list[Sampler]) -> None:
-    """Repetition, then frequency and presence, in place. Costs the tokens seen, not the vocabulary."""
-    at = _places(rows, [one.seen_ids for one in samplers], scores.device)
-    counts = _joined([one.seen_counts for one in samplers], torch.int64, scores.device).float()  # [K]
-    penalties = torch.tensor(
-        [
-            (one.params.repetition_penalty, one.params.frequency_penalty, one.params.presence_penalty)
-            for one in samplers
-        ],
-        dtype=torch.float32,
-        device="cpu",
-    )
-    sizes = torch.tensor([len(one.seen_ids) for one in samplers], device="cpu")
-    repetition, frequency, presence = sent(penalties.repeat_interleave(sizes, 0), scores.device).unbind(1)  # [K] each
-    seen = scores[at]
-    seen = torch.where(seen < 0, seen * repetition, seen / repetition)
-    scores[at] = seen - counts * frequency - (counts > 0) * presence
-
-
-def _places(rows: list[int], ids: list["array[int]"], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Index (rows [K], ids [K]) of `ids[i]` in row `rows[i]`, for all i."""
-    sizes = torch.tensor([len(row) for row in ids], device="cpu")
-    of_rows = torch.tensor(rows, device="cpu").repeat_interleave(sizes)
-    return sent(of_rows, device), _joined(ids, torch.int64, device)
-
-
-def _joined(arrays: "list[array[int]] | list[array[float]]", dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The arrays concatenated, copied. None of them is empty."""
-    return sent(torch.cat([torch.frombuffer(values, dtype=dtype) for values in arrays]), device)
 
 
 def weigh(scores: Tensor, best: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from kvcellar.events import Speculation
-from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.chain import Chain, Key, Verified
 from kvcellar.speculate.depth import DepthController, Limit, Outcome
 from kvcellar.speculate.drafter import Committed, Drafter
 from kvcellar.speculate.parking import Parking
 from kvcellar.speculate.report import Tally, Totals
-from kvcellar.speculate.verify import Verified
 
 log = logging.getLogger("kvcellar.speculate")
 

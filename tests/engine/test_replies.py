@@ -101,6 +101,108 @@ def test_a_required_call_is_one_at_any_temperature(engine):
             assert set(given) == {"days", "unit"}
 
 
+OPENS = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{%- for t in tools or [] %}{{ t | tojson }}<tool_call>{"name": "", "arguments": {}}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}"""
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+KINDS = {
+    "json_schema": (Constraint.json_schema(SCHEMA), '{"a": 5}', '{"b"'),
+    "json_object": (Constraint.json_object(), "{}", "[1]"),
+    "regex": (Constraint.regex("[0-9]+"), "55", "a"),
+    "choice": (Constraint.choice(["yes", "no"]), "no", "or"),
+    "grammar": (Constraint.grammar('start: "a" | /b+/'), "bb", "c"),
+    "gbnf": (Constraint.grammar('root ::= "x" [0-9]'), "x1", "1"),
+    "required": (None, CALL, "Sure"),
+    "strict": (None, CALL, '<tool_call>\n{"name": "other"'),
+}
+
+
+@pytest.fixture(scope="module")
+def opening(tmp_path_factory):
+    """The embedded model, with a chat template whose prompt opens reasoning."""
+    path = tmp_path_factory.mktemp("models") / "opening"
+    shutil.copytree(Path(embedded.__file__).parent, path, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (path / "chat_template.jinja").write_text(OPENS)
+    engines = {draft: Engine(path, threads=1, draft=draft) for draft in ("none", "mtp")}
+    yield engines
+    for one in engines.values():
+        one.close()
+
+
+def reading_of(engine, name):
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    if name == "required":
+        return engine.replies.reading(tools=TOOLS, choice="required")
+    return engine.replies.reading(answer=KINDS[name][0], tools=tools if name == "strict" else None)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_constraint_begins_where_the_reasoning_ends_that_the_prompt_has_opened(opening, name):
+    """The reasoning is what it is without a constraint: with drafts, with several completions, by their seed."""
+    plain = opening["none"]
+    prompt = plain.render(ASKED, tools=TOOLS)
+    for engine in opening.values():
+        constraint = reading_of(engine, name).constraint
+        for how in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3, "n": 2}):
+            free = plain.generate(prompt, max_tokens=10, **how)
+            bound = engine.generate(prompt, max_tokens=10, constraint=constraint, **how)
+            for one, other in zip(free.choices, bound.choices, strict=True):
+                assert one.token_ids == other.token_ids, "no end of the reasoning is among these"
+        _, right, wrong = KINDS[name]
+        for text, fits in ((f"hm {{}} so\n</think>\n\n{right}", True), (f"hm\n</think>\n\n{wrong}", False)):
+            matcher = engine._built.intake.grammars.matcher(constraint)
+            assert matcher_takes(matcher, engine.encode(text, special=False)) == fits, text
+
+
+def matcher_takes(matcher, tokens):
+    for token in tokens:
+        if not matcher.allows((), token):
+            return False
+        matcher.accept(token)
+    return True
+
+
+def test_compact_json_is_compact_behind_reasoning(opening):
+    engine = opening["none"]
+    constraint = engine.replies.reading(answer=Constraint.json_schema(SCHEMA, compact=True)).constraint
+    for text, fits in (('hm</think>{"a":5}', True), ('hm</think>{"a": 5}', False)):
+        matcher = engine._built.intake.grammars.matcher(constraint)
+        assert matcher_takes(matcher, engine.encode(text, special=False)) == fits
+
+
+def test_a_schema_that_binds_nothing_is_not_checked_as_a_constraint(engine):
+    """Within the bounds on all tools, any schema may describe what the model writes on its own."""
+    many = {"type": "object", "properties": {f"p{n}": {} for n in range(2100)}}
+    odd = {"x-guidance": {}, "properties": {"a": {"not": {}, "unknown": 5}}}
+    for schema in (many, odd):
+        tools = [{"type": "function", "function": {"name": "free", "parameters": schema}}]
+        assert engine.replies.reading(tools=tools).constraint is None
+        answer = engine.replies.reading(tools=tools, answer=Constraint.json_object()).constraint
+        strict = engine.replies.reading(
+            tools=[*tools, {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+        ).constraint
+        for constraint in (answer, strict):
+            matcher = engine._built.intake.grammars.matcher(constraint)
+            call = '<tool_call>\n{"name": "free", "arguments": {"b": [1]}}\n</tool_call>'
+            assert matcher_takes(matcher, engine.encode(call, special=False))
+        with pytest.raises(BadRequest, match=r"2100 properties|cannot have x-guidance"):
+            engine.replies.reading(tools=tools, choice="required")
+        strictly = [{"type": "function", "function": {**tools[0]["function"], "strict": True}}]
+        with pytest.raises(BadRequest, match=r"2100 properties|cannot have x-guidance"):
+            engine.replies.reading(tools=strictly)
+    for schema, said in (({"a": "x" * 300_000}, "at most 262144"), (nested(70), "nested more than 64")):
+        with pytest.raises(BadRequest, match=said):
+            engine.replies.reading(tools=[{"type": "function", "function": {"name": "free", "parameters": schema}}])
+
+
+def nested(levels):
+    return {} if not levels else {"a": nested(levels - 1)}
+
+
 def test_tools_are_in_the_prompt(engine):
     with_tools = engine.decode(engine.render(ASKED, tools=TOOLS))
     assert "weather" in with_tools

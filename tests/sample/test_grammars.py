@@ -107,7 +107,7 @@ def test_few_are_compiled_at_once_some_wait_and_others_are_refused(monkeypatch: 
     made, lock, gate = grammars(), threading.Lock(), threading.Event()
     made.matcher(Constraint.regex("a"))  # the tokenizer is read
     running, most = 0, 0
-    real = module._grammar
+    real = module.as_read
 
     def slow(constraint: Constraint) -> str:
         nonlocal running, most
@@ -118,7 +118,7 @@ def test_few_are_compiled_at_once_some_wait_and_others_are_refused(monkeypatch: 
             running -= 1
         return real(constraint)
 
-    monkeypatch.setattr(module, "_grammar", slow)
+    monkeypatch.setattr(module, "as_read", slow)
     with ThreadPoolExecutor(COMPILING + WAITING) as threads:
         asked = [threads.submit(made.matcher, Constraint.regex("a" * n)) for n in range(2, 2 + COMPILING + WAITING)]
         while made._waiting < COMPILING + WAITING:

@@ -15,7 +15,7 @@ from kvcellar.text.replies.grammar import Grammar
 from kvcellar.text.replies.outline import Outline
 from kvcellar.text.replies.probing import probed
 from kvcellar.text.replies.reading import DeltaReader, OpenedReading, ReplyReading
-from kvcellar.text.replies.tools import Tools, checked
+from kvcellar.text.replies.tools import Tool, Tools, checked
 from kvcellar.text.template import OpeningOptions, checked_options
 
 if TYPE_CHECKING:
@@ -131,31 +131,31 @@ class Replies:
         self, thinking: str | None, tools: Tools | None, choice: str, answer: Constraint | None, *, parallel: bool
     ) -> Constraint | None:
         """What an answer has to match: calls that are required or strict, and `answer` behind the reasoning."""
-        grammar = Grammar(self._form, _closed(tools or Tools(())), self._codec.added)
         if tools is not None and choice == "required":
+            grammar = Grammar(self._form, _closed(tools, every=True), self._codec.added)
             return Constraint("grammar", grammar.required(thinking=thinking, parallel=parallel), param="tools")
-        reasons = self.reasons
-        if answer is not None and answer.kind != "grammar" and (reasons or tools is not None):
-            source = grammar.answer(
-                answer.kind, answer.source, thinking=thinking, calls=tools is not None, parallel=parallel
-            )
-            return Constraint("grammar", source, param=answer.param)
-        if answer is None and tools is not None and any(tool.strict for tool in tools.every):
-            source = grammar.strict(parallel=parallel)
-            return None if source is None else Constraint("grammar", source, param="tools")
-        return answer
+        free = tools is None or not any(tool.strict for tool in tools.every)
+        if answer is None and free:
+            return None
+        if answer is not None and tools is None and not self.reasons:
+            return answer
+        grammar = Grammar(self._form, _closed(tools or Tools(()), every=False), self._codec.added, binds=False)
+        if answer is None:
+            return Constraint("grammar", grammar.strict(thinking=thinking, parallel=parallel), param="tools")
+        return replace(answer, around=grammar.answer(thinking=thinking, calls=tools is not None, parallel=parallel))
 
 
-def _closed(tools: Tools) -> Tools:
+def _closed(tools: Tools, *, every: bool) -> Tools:
     """The same, where the objects of strict schemas have no properties but those that are named. Raises `BadRequest`
-    for schemas that are too large."""
-    every = (
-        replace(
-            tool, schema=json.loads(Constraint.json_schema(dict(tool.schema), strict=tool.strict, param="tools").source)
-        )
-        for tool in tools.every
-    )
-    return Tools(tuple(every))
+    for schemas that cannot be constraints, of strict tools or of every one: others bind nothing."""
+
+    def closed(tool: Tool) -> Tool:
+        if not (every or tool.strict):
+            return tool
+        constraint = Constraint.json_schema(dict(tool.schema), strict=tool.strict, param="tools")
+        return replace(tool, schema=json.loads(constraint.source))
+
+    return Tools(tuple(map(closed, tools.every)))
 
 
 def _found(codec: "TextCodec") -> tuple[ReplyForm, str | None]:

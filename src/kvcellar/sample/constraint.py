@@ -30,12 +30,14 @@ class Constraint:
 
     `source` is, by kind: a JSON Schema as JSON; "" (`json_object`: any object); a regular expression that matches the
     whole answer; a JSON list of strings; a grammar in Lark's or llama.cpp's notation. With `compact`, JSON has no
-    whitespace between its parts; else a space, or a new line and its indentation.
+    whitespace between its parts; else a space, or a new line and its indentation. `around` is a grammar in Lark's
+    notation in which `@answer` stands for all this: reasoning and calls of tools may come before it, or in its place.
     """
 
     kind: Kind
     source: str = ""
     compact: bool = False
+    around: str = ""  # "": the whole text has to match
     param: str = field(default=PARAM, compare=False)  # the field of the request that it comes from, for messages
 
     def __post_init__(self) -> None:
@@ -46,6 +48,10 @@ class Constraint:
             raise _bad(f"the {self.kind} of a constraint is text, not {shown(self.source)}", param)
         if not isinstance(self.compact, bool):
             raise _bad(f"compact is True or False, not {shown(self.compact)}", param)
+        if not isinstance(self.around, str):
+            raise _bad(f"what is around a constraint is text, not {shown(self.around)}", param)
+        _check_text("tool part", self.around, param)
+        object.__setattr__(self, "around", str.__str__(self.around))
         object.__setattr__(self, "kind", str.__str__(self.kind))
         object.__setattr__(self, "source", _checked(self.kind, str.__str__(self.source), param))
 
@@ -59,7 +65,7 @@ class Constraint:
         if strict:
             _check_text("json_schema", text, param)
             text = _dumped(_closed(_loaded(text, param), joined=False), param)
-        return Constraint("json_schema", text, compact, param)
+        return Constraint("json_schema", text, compact, param=param)
 
     @staticmethod
     def json_object(*, compact: bool = False) -> "Constraint":

@@ -30,6 +30,7 @@ MAX_ROW = 10_000  # items of a parser in one place: an object of 2,000 propertie
 MAX_GBNF_BYTES, MAX_GBNF_RULES = 2**16, 400  # converting one takes up to rules times its length
 WHITESPACE = r" |\n[ \t]{0,32}"  # else a weak model may write whitespace for ever
 ANY_OBJECT = '{"type":"object"}'
+ANSWER = "answer"  # its name in the grammar around it
 
 
 class ReadTokenizer(Protocol):
@@ -94,7 +95,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Matcher:
         tokenizer = self._read(constraint)
         limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_ROW, verbose_errors=False)
-        found = LLMatcher(tokenizer, _grammar(constraint), log_level=0, limits=limits)
+        found = LLMatcher(tokenizer, as_read(constraint), log_level=0, limits=limits)
         if found.is_error():
             raise _refused(constraint, one_line(found.get_error()))
         first = Matcher(found.deep_copy(), self._ends, self._loose)
@@ -138,8 +139,16 @@ def _refused(constraint: Constraint, reason: str) -> BadRequest:
     return BadRequest(f"{constraint.param}: this {constraint.kind} cannot be honoured: {reason}", constraint.param)
 
 
-def _grammar(constraint: Constraint) -> str:
-    """The constraint as the library reads it."""
+def as_read(constraint: Constraint) -> str:
+    """The constraint as the library reads it, with what is around it."""
+    found = _inner(constraint)
+    if not constraint.around:
+        return found
+    (inner,) = [{"lark_grammar": found}] if constraint.kind == "grammar" else json.loads(found)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": constraint.around}, {**inner, "name": ANSWER}]})
+
+
+def _inner(constraint: Constraint) -> str:
     match constraint.kind:
         case "regex":
             return LLMatcher.grammar_from_regex(constraint.source)

@@ -7,6 +7,9 @@ from jsonschema import validate
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
+from kvcellar.errors import BadRequest
+from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.grammars import as_read
 from kvcellar.text.replies.families import known
 from kvcellar.text.replies.grammar import Grammar
 from kvcellar.text.replies.tools import checked
@@ -157,14 +160,115 @@ def test_reasoning_is_free_in_front_of_a_required_call(words, name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_strict_call_is_constrained_after_free_text(words, name):
     form, made = known(TEMPLATES[name]), words[0]
-    grammar = Grammar(form, TOOLS, words[2]).strict(parallel=True)
-    if form.channels is not None or form.sections[0].bare:
-        assert grammar is None
+    if form.channels is not None and "<|start|>" not in words[2]:
+        with pytest.raises(BadRequest, match="strict tools cannot be used with this model: "):
+            Grammar(form, TOOLS, words[2]).strict(thinking=None, parallel=True)
         return
-    begin = form.sections[0].begin[0].strip()
-    for text, fits in (("Sure, why not.", True), (f"Sure.\n{begin}nothing of that kind at all", False)):
+    grammar = Grammar(form, TOOLS, words[2]).strict(thinking=None, parallel=True)
+    section = form.sections[0] if form.sections else None
+    before, begin = "Sure.\n", section.begin[0].strip() if section is not None else ""
+    free, wrong = "Sure, why not.", " nothing of that kind at all"
+    if section is not None and section.bare:
+        before = ""
+        wrong = "get-time(x=1)" if name.startswith("pythonic") else '"name": "other", "parameters": {}}'
+    elif section is None:
+        before, begin, wrong = "<|channel|>commentary ", "to=functions.", "other<|message|>{}"
+        free = "<|channel|>final<|message|>Sure."
+    for text, fits in ((free, True), (f"{before}{begin}{wrong}", False)):
         ids = made.encode(text, add_special_tokens=False).ids
         assert (matcher(words, grammar).try_consume_tokens(ids) == len(ids)) == fits, (text, grammar)
+
+
+FREE = checked(
+    [
+        {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}},
+        {"type": "function", "function": {"name": "get-time", "parameters": {"x-guidance": {}, "allOf": 5}}},
+    ]
+)
+
+
+def nudged(words, grammar: str, texts: list[str], seed: int) -> list[int]:
+    """Random tokens that the grammar allows, and texts of what may be calls, as far as it allows them, up to where it
+    may end."""
+    made, _, _, end = words
+    found, tokens, chance = matcher(words, grammar), list[int](), random.Random(seed)
+    for _ in range(400):
+        if chance.random() < 0.3:
+            ids = made.encode(chance.choice(texts), add_special_tokens=False).ids
+            for token in ids:
+                if found.try_consume_tokens([token]) == 0:
+                    break
+                tokens.append(token)
+        mask = found.compute_bitmask()
+        allowed = [n for n in range(made.get_vocab_size()) if mask[n // 8] >> (n % 8) & 1]
+        assert allowed, found.get_error()
+        if end in allowed and (len(allowed) == 1 or chance.random() < 0.1):
+            break
+        tokens.append(chance.choice([one for one in allowed if one != end]))
+        assert found.consume_token(tokens[-1]), found.get_error()
+    return tokens
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_every_strict_call_that_is_read_fits_its_schema(words, name):
+    """Where the model decides whether it calls, too: random tokens, the beginnings of calls, wrong calls, and marks
+    that are spelled in other tokens than their own. A tool that is not strict may be called in any way."""
+    form, made = known(TEMPLATES[name]), words[0]
+    if form.channels is not None and "<|start|>" not in words[2]:
+        return
+    grammar = Grammar(form, FREE, words[2], binds=False).strict(thinking=None, parallel=True)
+    whole = [
+        Grammar(form, FREE.only([tool]), words[2], binds=False).required(thinking=None, parallel=False)
+        for tool in ("weather", "get-time")
+    ]
+    marks = [mark.strip() for section in form.sections for mark in section.begin] or ["<|channel|>x to=functions."]
+    good = 'weather{"days": 1, "unit": "C"}'
+    tries = [*marks, "\n", " ", '"', "weather", '{"name": "weather", "parameters": {"a": 1}}', "[weather(a=1)]", good]
+    tries += ["<think>", "</think>", "<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final", "{", "["]
+    opening = "<|start|>assistant" if name == "harmony" else ""
+    found = {"weather": 0, "get-time": 0}
+    for seed in range(60):
+        ids = nudged(words, grammar, tries, seed) if seed % 3 == 2 else sampled(words, whole[seed % 3], seed)
+        if ids is None or matcher(words, grammar).try_consume_tokens(ids) < len(ids):
+            continue
+        parts, special = texts(made, ids)
+        seen = read(pieces_of(form, parts, tools=FREE, special=special, opening=opening))
+        for called, given in seen.calls:
+            found[called] += 1
+            if called == "weather" and (name != "gemma4" or "where" not in given):
+                validate(given if "city" not in given else {**given, "city": "x"}, SCHEMA)
+    assert found["weather"] > 0
+    assert found["get-time"] > 0
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_mark_that_is_spelled_in_other_tokens_is_no_way_around_a_strict_schema(words, name):
+    """A reader finds it, so no text may have it."""
+    form, made = known(TEMPLATES[name]), words[0]
+    if not form.sections or not words[2]:
+        return
+    grammar = Grammar(form, TOOLS, words[2]).strict(thinking=None, parallel=True)
+    for section in form.sections:
+        mark = section.begin[0].strip()
+        if section.bare or not any(mark.startswith(one) for one in words[2]):
+            continue
+        spelled = [token for char in mark for token in vocabulary(False).encode(char, add_special_tokens=False).ids]
+        same = [made.token_to_id(vocabulary(False).id_to_token(token)) for token in spelled]
+        assert matcher(words, grammar).try_consume_tokens(same) < len(same), mark
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_strict_call_is_not_one_in_the_reasoning(words, opened):
+    form, made = known(TEMPLATES["hermes"]), words[0]
+    grammar = Grammar(form, TOOLS, words[2]).strict(thinking="<think>" if opened else None, parallel=True)
+    thought = ("" if opened else "<think>") + "so I write <tool_call>like this</tool_call>"
+    for text, fits in ((f"{thought}</think>\nYes.", True), (f"{thought}</think>\n<tool_call>like this", False)):
+        ids = made.encode(text, add_special_tokens=False).ids
+        assert (matcher(words, grammar).try_consume_tokens(ids) == len(ids)) == fits, text
+
+
+def composed(words, constraint: Constraint) -> LLMatcher:
+    return matcher(words, as_read(constraint))
 
 
 def test_an_answer_that_is_json_may_come_after_reasoning(words):
@@ -172,13 +276,15 @@ def test_an_answer_that_is_json_may_come_after_reasoning(words):
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     call = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
     for calls in (False, True):
-        grammar = Grammar(form, TOOLS, words[2]).answer(
-            "json_schema", schema, thinking=None, calls=calls, parallel=True
-        )
+        around = Grammar(form, TOOLS, words[2]).answer(thinking=None, calls=calls, parallel=True)
+        constraint = Constraint("json_schema", schema, around=around)
         for text, fits in (("<think>\nso\n</think>\n\n" + '{"a": 5}', True), ('{"a": "x"}', False), (call, calls)):
             ids = made.encode(text, add_special_tokens=False).ids
-            found = matcher(words, grammar)
+            found = composed(words, constraint)
             assert (found.try_consume_tokens(ids) == len(ids) and found.is_accepting()) == fits, text
+
+
+LARK = 'start: "a" "}" tail\ntail: "b" | /c{2}/ // } start: "x"\n%ignore / /\n'
 
 
 @pytest.mark.parametrize(
@@ -187,15 +293,16 @@ def test_an_answer_that_is_json_may_come_after_reasoning(words):
         ("regex", r"a/b\\[0-9]\/\n?", "a/b\\7/", "a/b"),
         ("choice", '["yes \\"or\\" no", "Köln\\n", "</think>x"]', 'yes "or" no', "yes"),
         ("json_object", "", '{"b": [1]}', "[1]"),
+        ("grammar", LARK, "a } cc", "a}"),
+        ("grammar", 'root ::= "a" [0-9]+', "a12", "12"),
     ],
 )
 def test_an_answer_of_any_kind_may_come_after_reasoning(words, kind, source, right, wrong):
     """Else the constraint would hold for the reasoning that the prompt has opened, and there would be no content."""
     form, made = known(TEMPLATES["hermes"]), words[0]
     for thinking, opening in ((None, ""), (None, "<think>\nso\n</think>\n\n"), ("<think>", "so\n</think>\n\n")):
-        grammar = Grammar(form, TOOLS, words[2]).answer(kind, source, thinking=thinking, calls=False, parallel=True)
+        around = Grammar(form, TOOLS, words[2]).answer(thinking=thinking, calls=False, parallel=True)
         for text, fits in ((right, True), (wrong, False)):
             ids = made.encode(opening + text, add_special_tokens=False).ids
-            found = matcher(words, grammar)
-            assert not found.get_error(), (grammar, found.get_error())
-            assert (found.try_consume_tokens(ids) == len(ids) and found.is_accepting()) == fits, (grammar, text)
+            found = composed(words, Constraint(kind, source, around=around))
+            assert (found.try_consume_tokens(ids) == len(ids) and found.is_accepting()) == fits, (around, text)

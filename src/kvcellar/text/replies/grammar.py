@@ -1,269 +1,157 @@
 """grammar: what an answer with calls has to match, in llguidance's Lark dialect, made of the record of a form.
 
-Always true: an answer that a grammar of `required` allows is read as calls of its tools, beside reasoning.
+Always true: an answer that a grammar of `required` allows is read as calls of its tools, beside reasoning; and where
+`strict` allows an answer, each of the calls that are read from it fits its schema, if its tool binds.
 
-A mark that is a token of its own is written as that token: text never matches it there. Other text is free up to the
-mark that ends it.
+Whatever has to match comes behind the reasoning, which is free, also where the prompt has opened it.
 """
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 from kvcellar.errors import BadRequest
-from kvcellar.text.replies.form import Body, ReplyForm, Section, Tags, Thought
-from kvcellar.text.replies.tools import Tool, Tools
-from kvcellar.text.replies.values import schema_types
+from kvcellar.text.replies.call_rules import CallRules
+from kvcellar.text.replies.form import Body, Channels, ReplyForm, Section, Thought
+from kvcellar.text.replies.rules import ANY, Rules, quoted
+from kvcellar.text.replies.tools import Tools
 
-JSON_STYLE = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
-_ANY_OBJECT = '{"type":"object"}'
-_DEFINED = ("$defs", "definitions")
-_LOOSE = """\
-loose: loose_text | loose_word | "[" (loose ("," loose)*)? "]" | "{" (KEY ":" loose ("," KEY ":" loose)*)? "}"
-loose_word: "true" | "false" | "null" | NUMBER
-KEY: /[A-Za-z_][A-Za-z0-9_]*/
-NUMBER: /-?(0|[1-9][0-9]{0,30})(\\.[0-9]{1,30})?/
-"""
+ANSWER = "@answer"  # the grammar of what the content has to match
+_SPACE, _MARKS = r"[\s\x1c-\x1f]*", ("<|channel|>", "<|message|>", "<|start|>")
+# Text that a reader takes for content, where a call without a mark could begin the answer.
+_NO_BRACE = rf"/{_SPACE}([^\s\x1c-\x1f{{]{ANY}*)?/"
+_NO_LIST = rf"/{_SPACE}([^\s\x1c-\x1f\[]{ANY}*)?/"
+_OTHER_OBJECT = (
+    rf'(/{_SPACE}\{{[ \t\r\n]*("[^"\\]*"|[^" \t\r\n]){ANY}*/'
+    rf' & ~/{_SPACE}\{{[ \t\r\n]*"(name|id|type|index|arguments|parameters)"{ANY}*/)'
+)
+_OTHER_LIST = rf"(/{_SPACE}\[{ANY}*/ & ~/{_SPACE}\[{_SPACE}[A-Za-z_][A-Za-z0-9_.\-]*{_SPACE}\({ANY}*/)"
 
 
 class Grammar:
-    """Rules for the calls of one request. `tokens` are texts that are one token each, with their ids."""
+    """Of one request. `tokens` are texts that are one token each, with their ids. With `binds`, the schemas of all
+    tools bind; else those of strict ones."""
 
-    def __init__(self, form: ReplyForm, tools: Tools, tokens: Mapping[str, int]) -> None:
-        self._form, self._tools, self._tokens = form, tools, tokens
-        self._rules: dict[str, str] = {}
-        self._extra = ""
+    def __init__(self, form: ReplyForm, tools: Tools, tokens: Mapping[str, int], *, binds: bool = True) -> None:
+        self._form, self._tools = form, tools
+        self._rules = Rules(tokens)
+        self._calls = CallRules(form, tools, self._rules, binds=binds)
 
     def required(self, *, thinking: str | None, parallel: bool) -> str:
         """Reasoning if the model wants it, then calls. `thinking`: the mark of the reasoning that the prompt opened."""
-        calls = self._calls(parallel=parallel)
-        return self._with(f"{self._thoughts(thinking)} {calls}")
+        return self._rules.grammar(f"{self._thoughts(thinking)} {self._calls.calls(parallel=parallel)}")
 
-    def answer(self, kind: str, source: str, *, thinking: str | None, calls: bool, parallel: bool) -> str:
-        """Reasoning if the model wants it, then what matches a `Constraint` of this kind, which is no grammar, and
-        source; or, with `calls`, these."""
+    def answer(self, *, thinking: str | None, calls: bool, parallel: bool) -> str:
+        """Reasoning if the model wants it, then what `ANSWER` matches; or, with `calls`, these."""
         channels = self._form.channels
-        head = self._literal("<|channel|>final<|message|>") if channels is not None else ""
-        answer = f"{head} {self._rule('answer', self._wanted(kind, source))}"
-        other = f" | {self._calls(parallel=parallel)}" if calls else ""
-        return self._with(f"{self._thoughts(thinking)} ({answer}{other})")
+        head = self._rules.literal("<|channel|>final<|message|>") if channels is not None else ""
+        other = f" | {self._calls.calls(parallel=parallel)}" if calls else ""
+        return self._rules.grammar(f"{self._thoughts(thinking)} ({head} {ANSWER}{other})")
 
-    def strict(self, *, parallel: bool) -> str | None:
-        """Any text, and calls that are as they must be. None for calls that no mark announces."""
-        if self._form.channels is not None or any(section.bare for section in self._form.sections):
-            return None
-        section = self._form.sections[0]
-        call = self._rule("called", self._section(section, begun=True, parallel=parallel))
-        mark = section.begin[0].strip()
-        self._free()
-        self._rules["space"] = r"/[ \n]{0,8}/"
-        if any(mark.startswith(token) for token in self._tokens):
-            called = f"{self._literal(mark)} space {call}"
-            return self._with(f"(free {called})* free" if parallel else f"free ({called})?")
-        self._rules["head[lazy]"] = f"/(\\n|.)*({'|'.join(_pattern(one.strip()) for one in section.begin)})/"
-        return self._with(f"(head space {call})* free" if parallel else f"head space {call} | free")
+    def strict(self, *, thinking: str | None, parallel: bool) -> str:
+        """Any text, and calls that are as they must be. Raises `BadRequest` where that cannot be."""
+        if self._form.channels is not None:
+            return self._rules.grammar(self._messages(self._form.channels, parallel=parallel))
+        opened = self._thoughts(thinking) if thinking is not None else ""
+        bare = next((section for section in self._form.sections if section.bare), None)
+        if bare is not None:
+            return self._rules.grammar(f"{opened} {self._unmarked(bare, parallel=parallel)}")
+        text = self._rules.text("TEXT", self._marks)
+        calls = [self._marked(number, one, parallel=parallel) for number, one in enumerate(self._form.sections)]
+        thoughts = [self._thought(number, one) for number, one in enumerate(self._form.thoughts)]
+        if parallel:
+            return self._rules.grammar(f"{opened} ({' | '.join([*calls, *thoughts])})* {text}?")
+        before = f"({' | '.join(thoughts)})*" if thoughts else ""
+        return self._rules.grammar(f"{opened} {before} ({text}? | {' | '.join(calls)})")
 
-    # -- parts ------------------------------------------------------------------------------------------------------
-
-    def _wanted(self, kind: str, source: str) -> str:
-        """The rule of an answer that matches a constraint."""
-        match kind:
-            case "regex":
-                return f"/{_between_slashes(source)}/"
-            case "choice":
-                return " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(source))
-            case _:
-                return self._schema(json.loads(source or _ANY_OBJECT))
-
-    def _with(self, start: str) -> str:
-        rules = "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
-        return f"start: {start}\n{rules}\n{self._extra}"
-
-    def _rule(self, name: str, rule: str) -> str:
-        self._rules[name] = rule
-        return name
-
-    def _free(self) -> str:
-        """Any text, with the marks of reasoning."""
-        marks = [text.strip() for one in self._form.thoughts for text in (one.open, one.close)]
-        tokens = [self._token(mark) for mark in marks if mark in self._tokens]
-        self._rules["TEXT"] = r"/(\n|.)+/"
-        between = f"({' | '.join(tokens)})" if tokens else ""
-        return self._rule("free", f"TEXT? ({between} TEXT?)*" if tokens else "TEXT?")
+    # -- reasoning ----------------------------------------------------------------------------------------------------
 
     def _thoughts(self, thinking: str | None) -> str:
         """What may come before a call."""
-        channels = self._form.channels
+        rules, channels = self._rules, self._form.channels
         if channels is not None:
-            head = self._literal("<|channel|>analysis<|message|>")
-            rest, again = self._until("analysis", "<|end|>"), self._literal("<|start|>assistant")
+            head = rules.literal("<|channel|>analysis<|message|>")
+            rest, again = rules.until("analysis", "<|end|>"), rules.literal("<|start|>assistant")
             return f"({head} {rest} {again})*"
         parts: list[str] = []
         for number, thought in enumerate(self._form.thoughts):
-            rest = self._thought(f"thought_{number}", thought)
+            rest = self._reasoning(number, thought)
             if thought.open == thinking:
-                return f"{rest} space"
-            parts.append(f"{self._literal(thought.open.strip())} {rest} space")
+                return f"{rest} {rules.space()}"
+            parts.append(f"{rules.literal(thought.open.strip())} {rest} {rules.space()}")
         return f"({' | '.join(parts)})?" if parts else ""
 
-    def _thought(self, name: str, thought: Thought) -> str:
-        self._rules["space"] = r"/[ \n]{0,8}/"
-        return self._until(name, thought.close.strip())
+    def _reasoning(self, number: int, thought: Thought) -> str:
+        """The rest of it. The marks of calls are text there, also those that are tokens."""
+        marks = [mark for text in _texts(self._form) for mark in self._rules.within(text)]
+        return self._rules.until(f"thought_{number}", thought.close.strip(), marks)
 
-    def _until(self, name: str, mark: str) -> str:
+    def _thought(self, number: int, thought: Thought) -> str:
+        """Reasoning with any text in front of it."""
+        rest = self._reasoning(number, thought)
+        return f"{self._up_to(f'think_{number}', thought.open.strip())} {rest}"
+
+    # -- calls behind text --------------------------------------------------------------------------------------------
+
+    @property
+    def _marks(self) -> Sequence[str]:
+        """What a reader finds in the content."""
+        marked = [text for section in self._form.sections if not section.bare for text in section.begin]
+        return [text.strip() for text in (*marked, *(thought.open for thought in self._form.thoughts))]
+
+    def _up_to(self, name: str, mark: str) -> str:
         """Any text up to a mark, and the mark."""
-        if mark in self._tokens:
-            return self._rule(name, f"/(\\n|.)*/ {self._token(mark)}")
-        return self._rule(f"{name}[suffix={json.dumps(mark)}]", r"/(\n|.)*/") and name
+        if self._rules.begins_with_token(mark):
+            return f"TEXT? {self._rules.literal(mark)}"
+        return self._rules.head(name, mark, self._marks)
 
-    def _token(self, mark: str) -> str:
-        return f"<[{self._tokens[mark]}]>"
+    def _marked(self, number: int, section: Section, *, parallel: bool) -> str:
+        """The calls of a section with any text in front of them."""
+        called = self._calls.section(section, begun=True, parallel=parallel, name=f"call_{number}")
+        return f"{self._up_to(f'head_{number}', section.begin[0].strip())} {self._rules.space()} {called}"
 
-    def _literal(self, text: str) -> str:
-        """A text, in which tokens are tokens."""
-        parts: list[str] = []
-        plain = at = 0
-        while at < len(text):
-            mark = max((one for one in self._tokens if text.startswith(one, at)), key=len, default="")
-            if not mark:
-                at += 1
-                continue
-            parts += [json.dumps(text[plain:at], ensure_ascii=False)] if at > plain else []
-            parts.append(self._token(mark))
-            at += len(mark)
-            plain = at
-        parts += [json.dumps(text[plain:], ensure_ascii=False)] if plain < len(text) else []
-        return " ".join(parts)
-
-    # -- calls ------------------------------------------------------------------------------------------------------
-
-    def _calls(self, *, parallel: bool) -> str:
-        channels = self._form.channels
-        if channels is not None:
-            heads = [(self._literal(channels.written.replace("NAME", tool.name)), tool) for tool in self._tools.every]
-            return self._rule("call", " | ".join(f"{head} {self._json(tool)}" for head, tool in heads))
-        section = self._form.sections[0]
-        one = self._rule("section", self._section(section, begun=False, parallel=parallel))
-        if section.body is Body.PYTHON or (section.between is not None and not section.bare):
-            return one
-        return f"{one} ({self._literal(section.apart)} {one})*" if parallel else one
-
-    def _section(self, section: Section, *, begun: bool, parallel: bool = True) -> str:
-        call = self._rule("call", " | ".join(self._call(section, tool) for tool in self._tools.every))
-        between = self._literal(section.between or "") if section.between is not None and not section.bare else None
-        if section.body is Body.PYTHON:
-            between = '", "'
-        more = f"({between} {call})*" if between is not None and parallel else ""
-        begin = "" if begun or section.bare else self._literal(section.begin[0])
-        opened, closed = ('"["', '"]"') if section.body is Body.PYTHON else ("", "")
-        return f"{begin} {opened} {call} {more} {closed} {self._literal(section.finish[0])}"
-
-    def _call(self, section: Section, tool: Tool) -> str:
-        match section.body:
-            case Body.OBJECT:
-                head = f'{{"name": {json.dumps(tool.name)}, "{section.arguments}": '
-                return f'{self._literal(head)} {self._json(tool)} "}}"'
-            case Body.PYTHON:
-                return f'{json.dumps(tool.name + "(")} {self._pairs(tool, "=", ", ")} ")"'
-            case Body.LOOSE:
-                head, tail = self._literal(f"{section.lead[0]}{tool.name}"), self._literal(section.tail[0])
-                return f'{head} "{{" {self._pairs(tool, ":", ",", section.quote)} "}}" {tail}'
-            case Body.TAGS if section.tags is not None:
-                head, tail = self._named(section, tool), self._literal(section.tail[0])
-                return f"{head} {self._tagged(tool, section.tags)} {tail}"
-            case _:
-                return f"{self._named(section, tool)} {self._json(tool)} {self._literal(section.tail[0])}"
-
-    def _named(self, section: Section, tool: Tool) -> str:
-        lead, after = self._literal(section.lead[0]), self._literal(section.after_name[0])
-        if self._form.ids.name == "WRITTEN":
-            return f"{lead} {json.dumps(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {after}"
-        return f"{lead} {json.dumps(tool.name)} {after}"
-
-    def _number(self, tool: Tool) -> int:
-        return self._tools.every.index(tool)
-
-    def _json(self, tool: Tool) -> str:
-        """The arguments of a call, as JSON."""
-        return self._rule(f"arguments_{self._number(tool)}", self._schema({"type": "object", **tool.schema}))
-
-    def _schema(self, schema: Mapping[str, Any]) -> str:
-        return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE}, ensure_ascii=False)}"
-
-    def _properties(self, tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
-        """The arguments of a tool that has them one by one: name, schema, and whether each is required."""
-        if any(name in tool.schema for name in ("anyOf", "oneOf", "allOf", "$ref", "patternProperties")):
-            why = "its schema is not an object with properties, and this model writes arguments one by one"
-            raise BadRequest(f"calls of the tool {tool.name} cannot be constrained: {why}", "tools")
-        shared = {name: tool.schema[name] for name in _DEFINED if name in tool.schema}
-        required: Any = tool.schema.get("required")
-        needed = cast("list[Any]", required) if isinstance(required, list) else []
-        return [
-            (key, {**shared, **cast("dict[str, Any]", schema)} if isinstance(schema, Mapping) else {}, key in needed)
-            for key, schema in tool.properties.items()
+    def _unmarked(self, bare: Section, *, parallel: bool) -> str:
+        """Calls that begin the answer, or text that is none of them. Behind text, calls have a mark."""
+        rules = self._rules
+        plain = (_NO_LIST, _OTHER_LIST) if bare.body is Body.PYTHON else (_NO_BRACE, _OTHER_OBJECT)
+        first = rules.text("FIRST", self._marks, " | ".join(plain))
+        text = rules.text("TEXT", self._marks)
+        calls = [
+            f"{rules.literal(section.begin[0].strip())} {rules.space()} "
+            + self._calls.section(section, begun=True, parallel=parallel, name=f"call_{number}")
+            for number, section in enumerate(self._form.sections)
+            if not section.bare and rules.begins_with_token(section.begin[0])
         ]
+        tagged = f"({' | '.join(calls)})" if calls else ""
+        again = f"{tagged} ({text}? {tagged})* {text}?" if parallel else tagged
+        later = f"{first}? ({again})?" if calls else f"{first}?"
+        return f"{self._thoughts(None)} ({self._calls.calls(parallel=parallel)} | {later})"
 
-    def _tagged(self, tool: Tool, tags: Tags) -> str:
-        parts: list[str] = []
-        for number, (key, schema, needed) in enumerate(self._properties(tool)):
-            name = f"value_{self._number(tool)}_{number}"
-            line = "\n" if tags.lines else ""
-            types, choices = schema_types(schema), _words(schema)
-            text = not types or "string" in types
-            middle = tags.middle[0] if text or not tags.kinds else tags.middle[1]
-            head, close = self._literal(f"{tags.open}{key}{middle}{line}"), f"{line}{tags.close}"
-            if choices:
-                value = f"({' | '.join(json.dumps(one, ensure_ascii=False) for one in choices)}) {self._literal(close)}"
-            elif text:
-                value = self._until(name, close)
-            else:
-                value = f"{self._rule(name, self._schema(schema))} {self._literal(close)}"
-            part = f"{head} {value} {self._literal(tags.between)}"
-            parts.append(part if needed else f"({part})?")
-        return " ".join(parts)
+    def _messages(self, channels: Channels, *, parallel: bool) -> str:
+        """Messages of any kind, where a header that names a function has its name, and its arguments behind it."""
+        rules = self._rules
+        if not all(map(rules.is_token, _MARKS)):
+            why = f"{', '.join(_MARKS)} are no tokens of its vocabulary"
+            raise BadRequest(f"strict tools cannot be used with this model: {why}; leave strict out", "tools")
+        start, channel, message = (rules.literal(mark) for mark in ("<|start|>", "<|channel|>", "<|message|>"))
+        marks = [mark for mark in ("<|constrain|>",) if rules.is_token(mark)]
+        inner = f"({' | '.join([channel, *map(rules.literal, marks)])})"
+        header = rules.text("HEADER", (channels.call, *_MARKS))
+        text = rules.text("TEXT", _MARKS)
+        head = rules.add("head", f"{header}? ({inner} {header}?)*")
+        to = rules.head("to", channels.call, _MARKS)
+        names = [f"{quoted(tool.name)} rest {message} {self._calls.arguments(tool)}" for tool in self._tools.every]
+        rules.add("rest", f'(" " | {inner}) {head} | ""')
+        call = rules.add("call", f"({header}? {inner})* {to} ({' | '.join(names)}) {self._closing('<|call|>')}")
+        plain = rules.add("plain", f"{head} {message} {text}? {self._closing('<|end|>')}")
+        again = f"({start} | {channel})"
+        if parallel:
+            return f"({plain} | {call}) ({again} ({plain} | {call}))*"
+        return f"({plain} {again})* ({plain} | {call})"
 
-    def _pairs(self, tool: Tool, sign: str, between: str, quote: str = "") -> str:
-        """Keys with values, between brackets, in the order of the schema."""
-        rest, first = '""', '""'
-        for number, (key, schema, needed) in reversed([*enumerate(self._properties(tool))]):
-            name = f"{self._number(tool)}_{number}"
-            value = self._loose(schema, quote, name) if quote else self._rule(f"value_{name}", self._schema(schema))
-            pair = f"{json.dumps(key + sign)} {value}"
-            more = f"{json.dumps(between)} {pair} {rest}"
-            first = self._rule(f"first_{name}", f"{pair} {rest}" if needed else f"{pair} {rest} | {first}")
-            rest = self._rule(f"more_{name}", more if needed else f"{more} | {rest}")
-        return first
-
-    def _loose(self, schema: Mapping[str, Any], quote: str, name: str) -> str:
-        """A value with quotes of the model's own. What is in lists and objects is free."""
-        self._rules["loose_text"] = f"{self._literal(quote)} {self._until('loose_end', quote)}"
-        self._extra = self._extra or _LOOSE
-        types, choices = schema_types(schema), _words(schema)
-        if choices:
-            mark = self._literal(quote)
-            return f"({' | '.join(f'{mark} {json.dumps(one, ensure_ascii=False)} {mark}' for one in choices)})"
-        if types == {"string"}:
-            return "loose_text"
-        if types and types <= {"integer", "number", "boolean", "null"}:
-            return self._rule(f"value_{name}", self._schema(schema))
-        return "loose"
+    def _closing(self, mark: str) -> str:
+        return f"({self._rules.literal(mark)})?" if self._rules.is_token(mark) else ""
 
 
-def _words(schema: Mapping[str, Any]) -> Sequence[str]:
-    """The texts that a value can be, if they are listed."""
-    listed: Any = schema.get("enum")
-    found = cast("list[Any]", listed) if isinstance(listed, list) else []
-    words = [one for one in found if isinstance(one, str)]
-    return words if len(words) == len(found) else []
-
-
-def _between_slashes(pattern: str) -> str:
-    """A regular expression as Lark writes it: between slashes, and on one line."""
-    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern, flags=re.DOTALL)
-    return escaped.replace("\\\n", "\\n").replace("\n", "\\n")
-
-
-def _pattern(text: str) -> str:
-    """A text as a part of a regular expression of Lark."""
-    return "".join(f"\\{char}" if not char.isalnum() and char not in "_ <>｜▁" else char for char in text)
+def _texts(form: ReplyForm) -> Sequence[str]:
+    """The texts that are the marks of a form."""
+    marks = [text for one in form.sections for text in (*one.begin, *one.lead, *one.after_name, *one.tail, *one.finish)]
+    return [*marks, *(text for thought in form.thoughts for text in (thought.open, thought.close))]

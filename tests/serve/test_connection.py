@@ -115,20 +115,6 @@ def test_disconnect_after_the_last_token_cancels_nothing(server, engine):
     assert engine.cancels == 0
 
 
-def test_disconnects_at_random_times_leave_nothing_running(server, engine):
-    with engine.scripted(delay=0.001, output=b"x" * 500):
-        wires = []
-        for number in range(40):
-            wire = Wire(server.port)
-            wire.sendall(request(COMPLETIONS, completion(stream=number % 2 == 0, max_tokens=500, n=2)))
-            wires.append(wire)
-            if number % 4 == 3:
-                wires.pop(0).close(reset=number % 8 == 3)
-        for wire in wires:
-            wire.close()
-        assert engine.rest()
-
-
 def test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled(short_limits, engine):
     response = bytes(range(32, 127)) * 30
     body = completion(["x"] * 20, stream=True, max_tokens=len(response), logprobs=20)

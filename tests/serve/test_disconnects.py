@@ -1,81 +1,61 @@
-"""Random requests of every API whose clients leave at random moments: nothing is left over."""
+"""Random requests of every API, valid and invalid, whose clients leave at random moments: nothing is left over."""
 
-import json
-import os
-import random
-import threading
+import logging
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvcellar.serve import Server, ServeSettings
-from tests.serve.fake_engine import PATIENCE, FakeEngine
-from tests.serve.wire import MODEL, Wire, connected, read_response, request
+from tests.engine.mixes import assert_at_rest
+from tests.serve.every_api import tiny_engine
+from tests.serve.fake_engine import FakeEngine
+from tests.serve.leaving import CLIENTS, Crowd
+from tests.serve.random_requests import act
+from tests.serve.wire import MODEL
 
-ASKED = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hello", "max_tokens": 60},
-    "/v1/chat/completions": {"messages": ASKED, "max_tokens": 60},
-    "/v1/responses": {"input": "hello", "max_output_tokens": 60},
-    "/v1/messages": {"messages": ASKED, "max_tokens": 60},
-    "/api/chat": {"messages": ASKED, "options": {"num_predict": 60}},
-    "/api/generate": {"prompt": "hello", "options": {"num_predict": 60}},
-    "/tokenize": {"prompt": "hello"},
-}
+SEED = 14
+FEW, MANY = 240, 10_000  # requests; `--long`: many
+MiB = 2**20
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 
 
-def leave(wire: Wire, chance: random.Random) -> None:
-    """Send a request or a part of it, read some of what comes, and go."""
-    path = chance.choice(list(BODIES))
-    stream = {} if path == "/tokenize" else {"stream": chance.random() < 0.5}
-    sent = request(path, {"model": MODEL, **stream, **BODIES[path]}, "Connection: close")
-    part = chance.random() < 0.3
-    wire.sendall(sent[: chance.randrange(len(sent))] if part else sent)
-    if not part:
-        for _ in range(chance.randrange(4)):
-            if not wire.recv():
-                break
-    wire.close(reset=chance.random() < 0.5)
+def many_leave(crowd: Crowd, model: str, count: int, check: Callable[[], object]) -> None:
+    """The first fifth of them fills pools and caches; the others leave the server with what it had then."""
+    acts = [act(SEED, number, model=model, real=model != MODEL) for number in range(count)]
+    with crowd.serving():
+        before = crowd.send(acts[: count // 5], check=check)
+        after = crowd.send(acts[count // 5 :], check=check)
+    assert crowd.tally.requests == count
+    assert after.files == before.files
+    left = {kind: number for kind, number in (after.objects - before.objects).items() if number > CLIENTS}
+    assert not left, "a part of the requests has left objects of the server behind"
+    assert after.bytes - before.bytes < 96 * MiB  # what is kept for clients, and caches, have limits of their own
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+@pytest.fixture
+def count(request: pytest.FixtureRequest) -> int:
+    return MANY if request.config.getoption("--long") else FEW
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
-def test_clients_that_leave_at_any_moment_leave_nothing_behind(request: pytest.FixtureRequest) -> None:
-    """After 300 of them (`--long`: 10 000), the server answers, no request runs, and when it has ended none of
-    its threads is left, and as many files are open as after a server with ten of them."""
-    chance = random.Random(14)
-    others = set(threading.enumerate())  # of the server that tests share
-    left_by(chance, 10)
-    join_threads(others)
-    files = open_files()
-    left_by(chance, 10_000 if request.config.getoption("--long") else 300)
-    join_threads(others)
-    assert open_files() == files
+@pytest.mark.parametrize("kind", ["fake", "lfm2"])
+def test_clients_that_leave_at_any_moment_leave_nothing_behind(
+    kind: str, count: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of the fake engine, each moment can be met; that of a hybrid network, whose memory is too small for all prompts,
+    evicts meanwhile, and is checked again and again."""
+    caplog.set_level(logging.ERROR)
+    if kind == "fake":
+        with FakeEngine() as engine, engine.scripted(delay=0.0005):
+            many_leave(Crowd(engine, lambda: engine.running == 0), MODEL, count, lambda: None)
+    else:
+        with tiny_engine(tmp_path / "m", kind, max_sequences=4, cache_bytes=6_500_000) as engine:
 
+            def at_rest() -> bool:
+                stats, prompts = engine.stats(), engine._built.intake.prompts
+                held = stats.running, stats.waiting, stats.sequences, stats.cells_used, stats.rows_used, prompts.taken
+                return not any(held)
 
-def join_threads(others: set[threading.Thread]) -> None:
-    """Wait until all threads but these have ended: a server that stops does not wait for those that read bodies."""
-    for thread in set(threading.enumerate()) - others:
-        thread.join(PATIENCE)
-    assert set(threading.enumerate()) <= others
-
-
-def left_by(chance: random.Random, count: int) -> None:
-    """Start a server, which so many clients leave, and end it."""
-    with FakeEngine() as engine, Server(engine, ServeSettings(port=0)) as server:
-        with engine.scripted(delay=0.0005, output=b"x" * 60):
-            for _ in range(count):
-                leave(Wire(server.port), chance)
-        assert engine.rest(), "a request was left running"
-        with connected(server) as wire:
-            wire.sendall(ask_once())
-            status, body = read_response(wire)
-        assert (status, json.loads(body)["choices"][0]["text"]) == (200, "hello")
-
-
-def ask_once() -> bytes:
-    return request("/v1/completions", {"model": MODEL, "prompt": "hello"})
+            many_leave(Crowd(engine, at_rest), "m", count, engine.check)
+            assert_at_rest(engine)
+    assert not caplog.records, "the server has met an error"

@@ -1,9 +1,6 @@
 """OpenAI's package, the server, the real engine and the embedded model: completions equal those of the engine, and a
 disconnect frees all cells."""
 
-import asyncio
-import contextlib
-import random
 import time
 from collections.abc import Iterator
 
@@ -173,28 +170,6 @@ def test_disconnect_during_a_stream_frees_every_cell(client, engine):
         for _, _part in zip(range(5), stream, strict=False):
             pass
         assert engine.stats().cells_used > 0
-
-
-def test_disconnects_at_random_times_free_every_cell(server, engine):
-    chance = random.Random(0)
-
-    async def one(client: openai.AsyncOpenAI, number: int) -> None:
-        prompt = "def main():\n" * chance.randint(1, 20)
-        body = {"model": engine.model.name, "prompt": prompt, "max_tokens": chance.randint(1, 12), "n": 1 + number % 3}
-        call = client.completions.create(**body)
-        if number % 3:
-            await call
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(call, chance.random() / 5)
-
-    async def all_of_them() -> None:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE
-        ) as client:
-            await asyncio.gather(*(one(client, number) for number in range(24)))
-
-    asyncio.run(all_of_them())
 
 
 def test_a_closed_engine_is_not_healthy(engine):

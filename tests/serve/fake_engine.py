@@ -98,21 +98,26 @@ class Run:
     events: list[Event]
     cancelled: bool = False
     delivered: int = 0  # events
+    over: bool = False  # before its last event is delivered: a client that has its answer finds no request running
 
     def step(self) -> bool:
         """Deliver the next event. Returns whether it was the last."""
         if self.cancelled:
+            self.over = True
             finished = {event.choice for event in self.events[: self.delivered] if isinstance(event, Finished)}
             for choice in sorted(set(range(self.params.n)) - finished):
                 self.deliver(Finished(choice, "cancelled"))
             self.deliver(Done(Usage(len(self.prompt), 0, 0), Timings(0.0, 0.0, 0.0)))
             return True
         if self.script.fail is not None and self.delivered == self.script.fail_at:
+            self.over = True
             self.deliver(Failed(self.script.fail))
             return True
-        self.deliver(self.events[self.delivered])
+        event = self.events[self.delivered]
         self.delivered += 1
-        return self.delivered == len(self.events)
+        self.over = self.delivered == len(self.events)
+        self.deliver(event)
+        return self.over
 
 
 class FakeReading:
@@ -309,7 +314,7 @@ class FakeEngine:
     @property
     def running(self) -> int:
         with self._turn:
-            return len(self._running)
+            return sum(not run.over for run in self._running)
 
     def rest(self, seconds: float = PATIENCE) -> bool:
         """Wait until no request is running. Returns False after `seconds`."""

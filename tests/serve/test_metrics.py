@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 
 from kvcellar.engine.stats import EngineStats, PrefixStats, SpeculationStats, StoreStats, TierStats
 from kvcellar.errors import EngineClosed
+from kvcellar.events import Done, Event, Failed
+from kvcellar.sample.params import SamplingParams
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.buckets import Buckets
 from kvcellar.serve.metrics.engines import EngineCounts
@@ -71,17 +73,13 @@ def counting() -> Iterator[tuple[FakeEngine, Server]]:
 
 def ended(url: str, requests: int) -> Values:
     """The samples once so many requests of the model have ended: a line is counted after the client has read it."""
+    until = time.monotonic() + PATIENCE
     while True:
         found = scraped(url)
-        if (
-            sum(
-                v
-                for (name, labels), v in found.items()
-                if name == "kvcellar_requests_total" and ("model_name", MODEL) in labels
-            )
-            == requests
-        ):
+        counts = {at: n for at, n in found.items() if at[0] == "kvcellar_requests_total"}
+        if sum(n for (_, labels), n in counts.items() if ("model_name", MODEL) in labels) == requests:
             return found
+        assert time.monotonic() < until, f"{requests} requests of {MODEL} never ended: {counts}"
 
 
 def post(server: Server, body: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +108,17 @@ def test_counts_are_those_that_the_responses_report(counting):
     deltas = sum(one["completion_tokens"] for one in usages) - 7  # one gap less than tokens, for 7 completions
     assert value(found, "kvcellar_inter_token_seconds_count") == deltas
     assert value(found, "kvcellar_completions_finished_total", reason="length") == 2
+
+
+@pytest.mark.parametrize("script", [{}, {"fail": ValueError("a secret")}])
+def test_a_request_whose_last_event_is_delivered_does_not_run(script: dict[str, Any]) -> None:
+    """Tests wait for a request to run: an answered one is not mistaken for the next."""
+    with FakeEngine() as engine, engine.scripted(**script):
+        running: list[tuple[Event, int]] = []
+        engine.submit((5,), SamplingParams(), deliver=lambda event: running.append((event, engine.running)))
+        assert engine.rest()
+    assert isinstance(running[-1][0], Done | Failed)
+    assert running[-1][1] == 0
 
 
 def test_outcomes_are_counted_by_code_and_names_that_clients_choose_are_no_labels(counting):

@@ -129,9 +129,9 @@ def command(
     quiet: bool,
     **options: Any,
 ) -> None:
-    """Serve models with the OpenAI API: each MODEL (a directory, a name of the library or of the local Hugging Face
-    cache; without one, the embedded model), which stays loaded, and the models of the library, which are loaded when
-    requests name them. Requests without a name get the first MODEL.
+    """Serve models with the APIs of OpenAI, Anthropic and Ollama: each MODEL (a directory, a name of the library or of
+    the local Hugging Face cache; without one, the embedded model), which stays loaded, and the models of the library,
+    which are loaded when requests name them. Requests without a name get the first MODEL.
 
     SIGHUP reads the key files again; one that is wrong changes nothing. SIGTERM or SIGINT refuses requests that have
     not started, waits up to --drain-timeout for running ones, and closes the engine at most 3 seconds later. Exit

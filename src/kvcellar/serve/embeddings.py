@@ -21,7 +21,7 @@ from kvcellar.events import Embedded as Pooled
 from kvcellar.events import Event
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.body import RequestBody
 from kvcellar.serve.embedding_fields import (
     Embedded,
     EmbeddingRequest,
@@ -32,6 +32,7 @@ from kvcellar.serve.embedding_fields import (
     parse_embeddings,
 )
 from kvcellar.serve.http_request import HttpRequest
+from kvcellar.serve.model_route import answered
 from kvcellar.serve.model_use import ModelUse
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import namespace, owner
@@ -39,7 +40,7 @@ from kvcellar.serve.parsing import Fields
 from kvcellar.serve.protocols import ServedEngine, Ticket
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.retained import allowed
-from kvcellar.serve.sending import send_json, until_disconnected
+from kvcellar.serve.sending import send_json
 from kvcellar.serve.shared import Shared
 
 GROUP = 32  # inputs that are submitted at once
@@ -72,12 +73,7 @@ class EmbeddingHandler:
         self._server, self._parse = server, parse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, body = self._server, RequestBody(self._server.bodies)
-        try:
-            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            await until_disconnected(receive, self._respond(body, scope, send))
-        finally:
-            body.release()
+        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         await send_json(send, await self._answered(body, scope))

@@ -1,6 +1,6 @@
 """model_route: routes that a model answers at once, without generating: a body is received and read in a thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -26,12 +26,7 @@ class ModelRoute:
         self._server, self._answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, body = self._server, RequestBody(self._server.bodies)
-        try:
-            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            await until_disconnected(receive, self._respond(body, scope, send))
-        finally:
-            body.release()
+        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server = self._server
@@ -44,3 +39,15 @@ class ModelRoute:
 
             _, found = await server.drain.run_before(use.run(work))
         await send_json(send, found)
+
+
+async def answered(
+    server: Shared, scope: Scope, receive: Receive, respond: Callable[[RequestBody], Coroutine[None, None, None]]
+) -> None:
+    """Receive the body of a request, and `respond` to it while the client is there. Then the body is released."""
+    body = RequestBody(server.bodies)
+    try:
+        await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+        await until_disconnected(receive, respond(body))
+    finally:
+        body.release()

@@ -4,36 +4,29 @@ vLLM's and llama.cpp's bodies are taken on the same routes: `prompt` or `message
 What the tokenizer puts around a text is added by default for the former, and not for the latter, as these servers do.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
-from kvcellar.serve.model_use import ModelUse
-from kvcellar.serve.named_engine import NamedEngine
+from kvcellar.serve.model_route import ModelRoute
 from kvcellar.serve.openai.logprobs import TokenText
 from kvcellar.serve.parsing import Fields, validated
-from kvcellar.serve.request_log import RequestLog
-from kvcellar.serve.sending import send_json, until_disconnected
+from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.shared import Shared
-
-Work = Callable[[NamedEngine, Fields], Json]
+from kvcellar.serve.writer import Caller
 
 
 def tokenizing_routes(server: Shared) -> list[Route]:
     return [
-        Route("/tokenize", TokenHandler(server, tokenize), methods=["POST"]),
-        Route("/detokenize", TokenHandler(server, detokenize), methods=["POST"]),
+        Route("/tokenize", ModelRoute(server, tokenize), methods=["POST"]),
+        Route("/detokenize", ModelRoute(server, detokenize), methods=["POST"]),
         Route("/tokenizer_info", TokenizerInfo(server).get, methods=["GET"]),
     ]
 
@@ -58,7 +51,7 @@ class DetokenizeBody(StrictModel):
     tokens: Annotated[list[int], FailFast()]  # vLLM, llama.cpp: token ids
 
 
-def tokenize(engine: NamedEngine, sent: Fields) -> Json:
+def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
     """Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than twice the context."""
     body = validated(TokenizeBody, sent)
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
@@ -83,7 +76,7 @@ def tokenize(engine: NamedEngine, sent: Fields) -> Json:
     return {"count": len(ids), "max_model_len": engine.model.context, "tokens": ids, "token_strs": strings}
 
 
-def _piece(engine: NamedEngine, token: int) -> Json:
+def _piece(engine: ServedEngine, token: int) -> Json:
     """As llama.cpp: bytes that are no text are a list."""
     raw = engine.token_bytes(token)
     try:
@@ -92,33 +85,11 @@ def _piece(engine: NamedEngine, token: int) -> Json:
         return {"id": token, "piece": list(raw)}
 
 
-def detokenize(engine: NamedEngine, sent: Fields) -> Json:
+def detokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
     """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
     tokens = validated(DetokenizeBody, sent).tokens
     text = engine.decode(tokens) if tokens else ""
     return {"prompt": text, "content": text}
-
-
-class TokenHandler:
-    """Handles the requests of one route. An ASGI application."""
-
-    def __init__(self, server: Shared, work: Work) -> None:
-        self._server, self._work = server, work
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, body = self._server, RequestBody(self._server.bodies)
-        try:
-            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            await until_disconnected(receive, self._respond(body, scope, send))
-        finally:
-            body.release()
-
-    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
-        with ExitStack() as stack:
-            use = stack.enter_context(ModelUse(self._server.host, self._server.threads, body))
-            _, found = await self._server.drain.run_before(use.run(self._work))
-            RequestLog.of(scope).servable = use.servable
-        await send_json(send, found)
 
 
 class TokenizerInfo:

@@ -9,6 +9,7 @@ from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.events import Delta, Done, Failed, Finished, Timings, Usage
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.http_request import HttpRequest
 
 DONE = Done(Usage(1, 0, 1), Timings(0.0, 0.0, 0.0))
@@ -52,7 +53,7 @@ def run(play, *, prompts=1, limit=100, engine=None):
     engine = engine or Engine()
 
     async def main():
-        with HttpRequest(limit) as request:
+        with HttpRequest(limit, Arrivals()) as request:
             await asyncio.to_thread(request.submit, engine, [[1]] * prompts, SamplingParams())
             await play(request, engine)
 
@@ -213,7 +214,7 @@ def test_readers_of_long_queues_alternate():
     turns = []
 
     async def take(name, engine, together):
-        with HttpRequest(8) as request:
+        with HttpRequest(8, Arrivals()) as request:
             await asyncio.to_thread(request.submit, engine, [[1]], SamplingParams())
             for number in range(1000):
                 engine.deliver[-1](piece(number))
@@ -253,7 +254,7 @@ def test_a_prompt_being_submitted_when_the_request_ends_is_cancelled(prompts):
 
     async def main():
         async def send():
-            with HttpRequest(100) as request:
+            with HttpRequest(100, Arrivals()) as request:
                 await asyncio.to_thread(request.submit, engine, [[1]] * prompts, SamplingParams())
 
         task = asyncio.create_task(send())
@@ -281,7 +282,7 @@ def test_a_failure_during_submission_cancels_all_prompts():
     engine = Slow()
 
     async def main():
-        with HttpRequest(100) as request:
+        with HttpRequest(100, Arrivals()) as request:
             launching = asyncio.create_task(asyncio.to_thread(request.submit, engine, [[1]] * 4, SamplingParams()))
             await asyncio.to_thread(entered.wait, 10)
             engine.deliver[0](Failed(failure))

@@ -18,14 +18,15 @@ from typing import Any, cast
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvcellar.serve.api_errors import ApiError, overloaded
 from kvcellar.serve.middleware import headers_too_large
 from kvcellar.serve.parse_queue import CpuBudget, ParseQueue
 from kvcellar.serve.request_log import RequestLog, new_id
+from kvcellar.serve.sending import WRITE
 from kvcellar.serve.settings import ServeSettings
 
 READ = 2 * 2**10  # bytes
@@ -86,6 +87,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self._application: Any = self.app
+        self.app = self._run  # type: ignore[assignment]
         self._settings, self._queue = config.serve, config.parse_queue
         self._budget = CpuBudget()
         self._buffer = bytearray(READ)
@@ -129,6 +132,25 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._read_timer.stop()
         else:
             self._read_timer.start()
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, which may write parts of a stream without h11, whose state they do not change."""
+        scope["extensions"] = {WRITE: partial(self._write_part, self.cycle)}
+        await self._application(scope, receive, send)
+
+    def _write_part(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """See `WRITE`."""
+        if (
+            self.flow.write_paused
+            or cycle.disconnected
+            or cycle.response_complete
+            or self.conn.our_state is not h11.SEND_BODY
+            or self.conn.their_http_version == b"1.0"  # whose responses have no chunks
+        ):
+            return False
+        if data:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._read_timer.stop()

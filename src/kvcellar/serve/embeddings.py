@@ -110,7 +110,7 @@ class EmbeddingHandler:
         server, group = self._server, prepared.prompts[start : start + GROUP]
         found: dict[int, Vector] = {}
         with ExitStack() as stack:
-            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events))
+            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             target = cast(ServedEngine, _Submitting(engine))
             submit = partial(request.submit, target, group, PARAMS, prepared.namespace, prepared.retention)

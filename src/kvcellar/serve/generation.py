@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvcellar.serve.api_errors import api_error, shutting_down
 from kvcellar.serve.body import RequestBody, receive_json
@@ -29,7 +29,7 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies, ReplyPart
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.retained import allowed
-from kvcellar.serve.sending import send_json, send_part, until_disconnected
+from kvcellar.serve.sending import Stream, send_json, until_disconnected
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller, Generation, Parse, Writer
 
@@ -82,7 +82,7 @@ class GenerationHandler:
         caller = Caller(owner(scope), Headers(scope=scope), server.settings)
         with ExitStack() as stack:
             use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
-            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events))
+            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             turn = stack.enter_context(ConversationTurn(caller.owner))
 
@@ -111,7 +111,7 @@ class GenerationHandler:
             answer = Answer(replies, read.writer(replies), turn, log)
             log.response_id, log.namespace, log.owner = answer.writer.id, prepared.namespace, caller.owner
             if prepared.stream:
-                await self._stream(request, answer, send)
+                await self._stream(request, answer, Stream(scope, send, request.waiting_for_client))
                 return None
             return await self._whole(request, answer)
 
@@ -127,35 +127,30 @@ class GenerationHandler:
         if turn.begun:
             await self._server.threads.for_conversation(RequestBody(self._server.bodies), turn.save)
 
-    async def _stream(self, request: HttpRequest, answer: Answer, send: Send) -> None:
+    async def _stream(self, request: HttpRequest, answer: Answer, stream: Stream) -> None:
         """The status is sent with the first event, or after `ping_seconds` without one."""
-
-        async def send_to_client(message: Message) -> None:
-            with request.waiting_for_client():
-                await send(message)
-
         writer, batch = answer.writer, await request.next_batch(self._server.settings.ping_seconds)
-        await send_to_client({"type": "http.response.start", "status": 200, "headers": _headers(writer)})
+        await stream.start(_headers(writer))
         try:
-            await self._send_parts(request, answer, send_to_client, batch)
+            await self._send_parts(request, answer, stream, batch)
             await self._save(answer.turn)
             last = writer.last()
         except Exception as error:
-            await send_part(send_to_client, writer.failed(api_error(error)), more=False)
+            await stream.end(writer.failed(api_error(error)))
             raise
         except asyncio.CancelledError:  # the client has disconnected, and this is discarded; or the server shuts down
-            await send_part(send_to_client, writer.failed(shutting_down()), more=False)
+            await stream.end(writer.failed(shutting_down()))
             raise
-        await send_part(send_to_client, last, more=False)
+        await stream.end(last)
 
-    async def _send_parts(self, request: HttpRequest, answer: Answer, send: Send, batch: Batch) -> None:
+    async def _send_parts(self, request: HttpRequest, answer: Answer, stream: Stream, batch: Batch) -> None:
         writer, first = answer.writer, answer.writer.first()
         while chunks := list(islice(first, CHUNK_ITEMS)):
-            await send_part(send, b"".join(chunks))
+            await stream.part(b"".join(chunks))
         while True:
             data = b"".join(map(writer.chunk, answer.parts(batch))) if batch else writer.ping()
             if data:
-                await send_part(send, data)
+                await stream.part(data)
             if request.finished:
                 return
             batch = await request.next_batch(self._server.settings.ping_seconds)

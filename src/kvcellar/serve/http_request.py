@@ -12,7 +12,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
@@ -21,6 +21,7 @@ from kvcellar.events import Done, Event, Failed, Finished
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError, shutting_down
+from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.protocols import ServedEngine, Ticket
 from kvcellar.text.replies.reading import ReplyReading
 
@@ -33,9 +34,10 @@ BATCH = 64  # events returned at once; then other tasks of the event loop run
 class HttpRequest:
     """A context manager: leaving it, normally or by an exception, cancels every prompt that is still open."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, arrivals: Arrivals) -> None:
         self._limit = limit
         self._loop = asyncio.get_running_loop()
+        self._receive = arrivals.receiver(self._arrive)
         self._tickets: dict[int, Ticket] = {}  # by number of the prompt
         self._lock = threading.Lock()  # orders the end of this request and the return of `submit` in a thread
         self._open: set[int] = set()  # prompts
@@ -70,11 +72,10 @@ class HttpRequest:
         for number, prompt in enumerate(prompts):
             if self._cancelled:
                 return
-            deliver = partial(self._deliver, number)
             ticket = engine.submit(
                 prompt,
                 params,
-                deliver=deliver,
+                deliver=partial(self._receive, number),
                 namespace=namespace,
                 retention=retention,
                 breakpoints=breakpoints,
@@ -179,11 +180,6 @@ class HttpRequest:
         for ticket in tickets:
             ticket.cancel()
         self._open.clear()
-
-    def _deliver(self, number: int, event: Event) -> None:
-        """Called on the engine's thread. The event is dropped if the loop has been closed."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._arrive, number, event)
 
     def _arrive(self, number: int, event: Event) -> None:
         if self._ended or self._failure is not None:

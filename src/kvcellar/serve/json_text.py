@@ -1,8 +1,9 @@
 """json_text: encodes responses as JSON, whole or in chunks, and makes text from clients safe to print."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from uuid import uuid4
 
 CHUNK_ITEMS = 64  # of a list; fewer if they are lists themselves
 
@@ -12,9 +13,51 @@ def to_json(value: object) -> bytes:
     return _ENCODER.encode(value).encode("ascii")
 
 
+class JsonTemplate:
+    """What `write` returns, which contains the JSON of strings that vary: what is constant is encoded once.
+
+    `write` is called once, with a mark for each of `holes`, which it encodes as the string that it is: it must return
+    the same for the same arguments. `fill` returns what it would return, and takes whole numbers, too.
+    """
+
+    def __init__(self, write: Callable[..., bytes], *holes: str) -> None:
+        marks = {name: uuid4().hex for name in holes}
+        pattern = write(**marks).decode("ascii").replace("%", "%%")
+        for name, mark in marks.items():
+            pattern = pattern.replace(f'"{mark}"', f"%({name})s")
+        self._pattern = pattern
+
+    def fill(self, **values: str | int) -> bytes:
+        json = {name: _ENCODER.encode(one) if isinstance(one, str) else repr(one) for name, one in values.items()}
+        return (self._pattern % json).encode("ascii")
+
+
+class EncodedList:
+    """A list of values that are encoded when they are added, once, however often it is written by `json_chunks`."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Sequence[bytes] = ()) -> None:
+        """`items`: each the JSON of a value."""
+        self._items = list(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def extend(self, items: Sequence[bytes]) -> None:
+        self._items += items
+
+    def copy(self) -> "EncodedList":
+        """It does not change when more is added here."""
+        return EncodedList(self._items)
+
+    def json(self) -> bytes:
+        return b"[" + b",".join(self._items) + b"]"
+
+
 def json_chunks(value: object) -> Iterator[bytes]:
     """The bytes of `to_json(value)` in chunks. An iterator is written as a list, of up to `CHUNK_ITEMS` items per
-    chunk."""
+    chunk. An `EncodedList` may be in dictionaries, and in lists of these."""
     if isinstance(value, dict):
         yield b"{"
         for number, (key, item) in enumerate(value.items()):
@@ -26,6 +69,8 @@ def json_chunks(value: object) -> Iterator[bytes]:
             yield b"," if number else b"["
             yield from json_chunks(item)
         yield b"]"
+    elif isinstance(value, EncodedList):
+        yield value.json()
     elif isinstance(value, Iterator):
         yield from _list_chunks(value)
     else:

@@ -14,6 +14,7 @@ from uuid import uuid4
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.api_errors import OLLAMA, ApiError
 from kvcellar.serve.chat_request import Json
+from kvcellar.serve.json_text import JsonTemplate
 from kvcellar.serve.openai.logprobs import TokenText, finite
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Item, Replies, ReplyPart, WholeReply
@@ -58,6 +59,7 @@ class OllamaWriter:
         self._tokens = TokenText(engine, not engine.model.has_text)
         self._logprobs: list[TokenLogprob] = []
         self._wants_logprobs = replies.prepared.params.logprobs is not None
+        self._templates: dict[type[Content | Reasoning], JsonTemplate] = {}  # of lines with a piece and no more
         self._begun = time.perf_counter()
 
     # -- one response ---------------------------------------------------------------------------------------------
@@ -78,10 +80,23 @@ class OllamaWriter:
 
     def chunk(self, part: ReplyPart) -> bytes:
         self.add(part)
+        if len(part.pieces) == 1 and not self._wants_logprobs and isinstance(part.pieces[0], Content | Reasoning):
+            return self._template(type(part.pieces[0])).fill(time=_now(), text=part.pieces[0].text)
         lines = [line for piece in part.pieces if (line := self._piece(piece)) is not None]
         if lines:
             lines[0] |= self._new_logprobs()
         return b"".join(json_line(self._line(line) | {"done": False}) for line in lines)
+
+    def _template(self, kind: type[Content | Reasoning]) -> JsonTemplate:
+        if kind not in self._templates:
+
+            def write(time: str, text: str) -> bytes:
+                line = self._piece(kind(text))
+                assert line is not None, "each text has a line"
+                return json_line(self._line(line) | {"created_at": time, "done": False})
+
+            self._templates[kind] = JsonTemplate(write, "time", "text")
+        return self._templates[kind]
 
     def last(self) -> bytes:
         return json_line(self._line(self._shape.text("", "", ())) | self._end())
@@ -106,14 +121,14 @@ class OllamaWriter:
     # -- of both --------------------------------------------------------------------------------------------------
 
     def _line(self, fields: Json) -> Json:
-        return {"model": self._name, "created_at": datetime.now(UTC).isoformat()} | fields
+        return {"model": self._name, "created_at": _now()} | fields
 
     def _new_logprobs(self) -> Json:
-        """Those that were not sent yet."""
+        """Those that were not sent yet; an iterator, so that those of a long response are encoded in chunks."""
         if not self._wants_logprobs:
             return {}
         found, self._logprobs = self._logprobs, []
-        return {"logprobs": [self._logprob(one) for one in found]}
+        return {"logprobs": map(self._logprob, found)}
 
     def _logprob(self, entry: TokenLogprob) -> Json:
         def one(token: int, logprob: float) -> Json:
@@ -138,6 +153,10 @@ class OllamaWriter:
             "eval_count": self._replies.completion_tokens,
             "eval_duration": int(NANO * times.decoding),
         }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat()
 
 
 def _call(number: int, call: Item) -> Json:

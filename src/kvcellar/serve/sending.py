@@ -1,14 +1,18 @@
 """sending: sends responses in pieces, so that the event loop is not blocked, and stops work whose client has left."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.api_errors import ClientDisconnected
 from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks
 
 SEND_BYTES = 2**18  # of a response that are sent at once
+# An extension of the scope: writes a part of the body of a response that has begun and has no content-length. False: it
+# cannot be written at once, and nothing was; `send` waits for the client.
+WRITE = "kvcellar.write"
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
@@ -51,3 +55,31 @@ async def send_encoded(send: Send, body: bytes | bytearray) -> None:
 
 async def send_part(send: Send, data: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class Stream:
+    """Sends a response whose length is not known. Each wait for the client is within a block of `waiting`."""
+
+    def __init__(self, scope: Scope, send: Send, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        self._send, self._waiting = send, waiting
+        self._write: Callable[[bytes], bool] = scope.get("extensions", {}).get(WRITE, _not_written)
+
+    async def start(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        await self._wait_for({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def part(self, data: bytes) -> None:
+        """Without a wait while the client reads: then a part costs little more than the system's `send`."""
+        if not self._write(data):
+            await self._wait_for({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes) -> None:
+        """The last part."""
+        await self._wait_for({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _wait_for(self, message: Message) -> None:
+        with self._waiting():
+            await self._send(message)
+
+
+def _not_written(data: bytes) -> bool:
+    return False

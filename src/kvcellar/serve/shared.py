@@ -1,9 +1,10 @@
 """shared: what the handlers of one server share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
+from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.host import Host
@@ -26,3 +27,4 @@ class Shared:
     library: Library | None = None
     traces: Traces | None = None
     tools: Tools | None = None  # that create models of the library
+    arrivals: Arrivals = field(default_factory=Arrivals)

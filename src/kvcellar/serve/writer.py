@@ -102,7 +102,12 @@ def data_events(values: Iterable[Json]) -> bytes:
 
 def named_event(name: str, value: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
-    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+    return encoded_event(name, to_json(value))
+
+
+def encoded_event(name: str, value: bytes) -> bytes:
+    """A server-sent event whose value is JSON already."""
+    return b"event: " + name.encode() + b"\ndata: " + value + b"\n\n"
 
 
 def json_line(value: Json) -> bytes:

@@ -12,6 +12,7 @@ from uuid import uuid4
 from kvcellar.serve.anthropic.usage import usage
 from kvcellar.serve.api_errors import ANTHROPIC, ApiError
 from kvcellar.serve.chat_request import Json
+from kvcellar.serve.json_text import JsonTemplate
 from kvcellar.serve.replies import Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.writer import SSE, named_event
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
@@ -30,6 +31,7 @@ class MessageWriter:
         self._begun = False  # `message_start` was sent
         self._open: str | None = None  # the type of the open block
         self._blocks = 0  # that were opened
+        self._deltas: dict[str, JsonTemplate] = {}  # of the open block, by kind
 
     # -- one response ---------------------------------------------------------------------------------------------
 
@@ -92,6 +94,7 @@ class MessageWriter:
         yield from self._close()
         self._open = kind
         self._blocks += 1
+        self._deltas.clear()
         yield _event("content_block_start", index=self._blocks - 1, content_block={"type": kind} | fields)
 
     def _close(self) -> Iterator[bytes]:
@@ -103,7 +106,12 @@ class MessageWriter:
         yield _event("content_block_stop", index=self._blocks - 1)
 
     def _delta(self, kind: str, name: str, text: str) -> bytes:
-        return _event("content_block_delta", index=self._blocks - 1, delta={"type": kind, name: text})
+        if (template := self._deltas.get(kind)) is None:
+            index = self._blocks - 1
+            template = self._deltas[kind] = JsonTemplate(
+                lambda text: _event("content_block_delta", index=index, delta={"type": kind, name: text}), "text"
+            )
+        return template.fill(text=text)
 
     # -- of both --------------------------------------------------------------------------------------------------
 

@@ -12,12 +12,14 @@ counts of them, and the timings those of llama.cpp and a record of our own.
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 from uuid import uuid4
 
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import Json
+from kvcellar.serve.json_text import JsonTemplate
 from kvcellar.serve.openai.echo import Echo, prompt_logprobs
 from kvcellar.serve.openai.fields import ResponseOptions
 from kvcellar.serve.openai.logprobs import Tokens, TokenText
@@ -26,6 +28,7 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.recalls import recall_fields
 from kvcellar.serve.replies import Replies, Reply, ReplyPart, WholeReply
 from kvcellar.serve.writer import SSE, SSE_PING, data_events
+from kvcellar.text.pieces import Content, Reasoning
 
 DONE = b"data: [DONE]\n\n"
 
@@ -79,6 +82,13 @@ class ResponseWriter:
         for reply, tokens in zip(replies.replies, self._tokens, strict=True):
             if echo is not None:
                 tokens.put_in_front(echo.text(replies.prompt_of(reply)))
+        self._of_each_token = (  # whether a chunk has more than the text of its part
+            echo is not None
+            or replies.prepared.params.logprobs is not None
+            or wanted.token_ids
+            or (wanted.include_usage and wanted.continuous_usage)
+        )
+        self._templates: dict[tuple[int, type[Content | Reasoning]], JsonTemplate] = {}  # by choice and kind of piece
         self.id = form.id_prefix + uuid4().hex
         self._head: Json = {
             "id": self.id,
@@ -133,6 +143,18 @@ class ResponseWriter:
 
     def chunk(self, part: ReplyPart) -> bytes:
         """No chunk for an empty text, unless it has logprobs or token ids, which are in the last chunk of a part."""
+        if self._of_each_token or part.end is not None or len(part.pieces) != 1:
+            return self._chunks(part)
+        piece = part.pieces[0]
+        if not isinstance(piece, Content | Reasoning):
+            return self._chunks(part)
+        kind = type(piece)
+        if (template := self._templates.get((part.reply.index, kind))) is None:
+            template = JsonTemplate(lambda text: self._chunks(replace(part, pieces=[kind(text)])), "text")
+            self._templates[part.reply.index, kind] = template
+        return template.fill(text=piece.text)
+
+    def _chunks(self, part: ReplyPart) -> bytes:
         reply, bodies = part.reply, self._format.deltas(part)
         if part.delta is not None and (more := self._of_tokens(part)):
             bodies = bodies or [self._format.empty()]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
 
+from kvcellar.serve.json_text import EncodedList
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 
 Json = dict[str, Any]
@@ -23,7 +24,7 @@ class OutputItem:
     id: str
     status: Literal["in_progress", "completed", "incomplete"] = "in_progress"
     texts: list[str] = field(default_factory=list[str])
-    logprobs: list[Json] = field(default_factory=list[Json])  # of a message
+    logprobs: EncodedList = field(default_factory=EncodedList)  # of a message
     call_id: str = ""
     name: str = ""
 
@@ -32,7 +33,7 @@ class OutputItem:
         text = "".join(self.texts)
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self.logprobs)}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs.copy()}
 
     def as_json(self, *, empty: bool = False) -> Json:
         """With `empty`, without the part that is not there before its own event."""
@@ -50,13 +51,14 @@ class Output:
 
     def __init__(self) -> None:
         self.items: list[OutputItem] = []
-        self._logprobs: list[Json] = []  # of tokens whose text has not come yet
+        self._logprobs: list[bytes] = []  # JSON, of tokens whose text has not come yet
 
     def as_json(self) -> list[Json]:
         return [item.as_json() for item in self.items]
 
-    def add(self, pieces: Sequence[Piece], logprobs: Sequence[Json] = ()) -> list[Json]:
-        """`logprobs` are of the tokens from which the pieces were read; a message has those of its own tokens."""
+    def add(self, pieces: Sequence[Piece], logprobs: Sequence[bytes] = ()) -> list[Json]:
+        """`logprobs`, each as JSON, are of the tokens from which the pieces were read; a message has those of its own
+        tokens."""
         self._logprobs += logprobs
         events: list[Json] = []
         for piece in pieces:
@@ -92,8 +94,9 @@ class Output:
         if kind == "reasoning":
             return [*events, self._event("response.reasoning_text.delta", content_index=0, delta=text)]
         logprobs, self._logprobs = self._logprobs, []
-        self.items[-1].logprobs += logprobs
-        event = self._event("response.output_text.delta", content_index=0, delta=text, logprobs=logprobs)
+        self.items[-1].logprobs.extend(logprobs)
+        encoded = EncodedList(logprobs)
+        event = self._event("response.output_text.delta", content_index=0, delta=text, logprobs=encoded)
         return [*events, event]
 
     def _opened(self, kind: Kind, call_id: str = "", name: str = "") -> list[Json]:
@@ -117,7 +120,7 @@ class Output:
             about: Json = {"content_index": 0, "text": text}
             part = self._event("response.content_part.done", content_index=0, part=item.part())
             if item.kind == "message":
-                about["logprobs"] = list(item.logprobs)
+                about["logprobs"] = item.logprobs.copy()
             kind = "response.output_text.done" if item.kind == "message" else "response.reasoning_text.done"
             done = [self._event(kind, **about), part]
         item.status = status

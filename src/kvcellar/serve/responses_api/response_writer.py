@@ -16,13 +16,13 @@ from uuid import uuid4
 
 from kvcellar.events import Delta
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.json_text import to_json
+from kvcellar.serve.json_text import JsonTemplate, json_chunks, to_json
 from kvcellar.serve.openai.logprobs import TokenText, finite
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.responses_api.output import Output
 from kvcellar.serve.responses_api.store import Kept, ResponseStore
-from kvcellar.serve.writer import SSE, SSE_PING, named_event
+from kvcellar.serve.writer import SSE, SSE_PING, encoded_event
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"  # a value of `include`
@@ -51,6 +51,7 @@ class ResponsesWriter:
         self._text = TokenText(engine, as_ids=not engine.model.has_text)
         self._output, self._whole = Output(), WholeReply()
         self._sequence = 0
+        self._deltas: dict[str, JsonTemplate] = {}  # events with a delta and no log-probabilities, by item
         self.id = f"resp_{uuid4().hex}"
         params = replies.prepared.params
         self._head: Json = {
@@ -102,7 +103,8 @@ class ResponsesWriter:
             events += self._output.end(complete=part.end.reason == "stop")
         return events
 
-    def _logprobs(self, delta: Delta) -> Sequence[Json]:
+    def _logprobs(self, delta: Delta) -> Sequence[bytes]:
+        """Of each token, as JSON: it is encoded once, and written in up to five places."""
         if not self._echo.logprobs:
             return ()
 
@@ -110,12 +112,22 @@ class ResponsesWriter:
             return {"token": self._text.text(token), "logprob": finite(logprob), "bytes": self._text.utf8(token) or []}
 
         return [
-            one(e.token_id, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]} for e in delta.logprobs or ()
+            to_json(one(e.token_id, e.logprob) | {"top_logprobs": [one(*top) for top in e.top]})
+            for e in delta.logprobs or ()
         ]
 
     def _event(self, event: Json) -> bytes:
         number, self._sequence = self._sequence, self._sequence + 1
-        return named_event(event["type"], event | {"sequence_number": number})
+        if "delta" not in event or event.get("logprobs"):
+            return _named(event | {"sequence_number": number})
+        item = event["item_id"]
+        if (template := self._deltas.get(item)) is None:  # all deltas of an item are of one type
+
+            def write(delta: str, number: str) -> bytes:
+                return _named(event | {"delta": delta, "sequence_number": number})
+
+            template = self._deltas[item] = JsonTemplate(write, "delta", "number")
+        return template.fill(delta=event["delta"], number=number)
 
     def _record(self, status: str, output: list[Json]) -> Json:
         return self._head | {
@@ -157,5 +169,9 @@ class ResponsesWriter:
         if echo.store is not None:
             omitted = max(0, self._replies.prepared.omitted - echo.system)
             reply = json.dumps(self._whole.message()).encode()
-            echo.store.add(echo.owner, self.id, Kept(to_json(response), echo.messages, reply, omitted))
+            echo.store.add(echo.owner, self.id, Kept(b"".join(json_chunks(response)), echo.messages, reply, omitted))
         return response
+
+
+def _named(event: Json) -> bytes:
+    return encoded_event(event["type"], b"".join(json_chunks(event)))

@@ -1,9 +1,8 @@
 """Write docs/reference/ from the code: `python -m scripts.reference`.
 
-The description of a setting or field is the comment on its line, or the comment lines directly above it.
+The description of a setting or field is its comment (`kvcellar.serve.openapi.comments`).
 """
 
-import ast
 import inspect
 import json
 import textwrap
@@ -15,6 +14,7 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
+from kvcellar.cli.inspecting import OPERATIONS
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
@@ -38,11 +38,14 @@ from kvcellar.serve.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
 from kvcellar.serve.metrics import exposition, vllm
 from kvcellar.serve.metrics.samples import COUNTERS, GAUGES
-from kvcellar.serve.ollama_options import Options
+from kvcellar.serve.ollama_fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
 from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
+from kvcellar.serve.openapi.comments import Comments
+from kvcellar.serve.openapi.errors import EVERY, MEANINGS
+from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
 from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS
 from kvcellar.serve.responses_api import fields as responses_fields
@@ -51,6 +54,7 @@ from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.speculations import SPECULATION
 from kvcellar.serve.tokenizing import DetokenizeBody, TokenizeBody
 
+COMMENTS = Comments()
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "*Generated from the code by `make docs`; a test compares the two.*"
 
@@ -105,6 +109,17 @@ strict: `"5"` is not a number and `true` is not 1.
 Sampling fields are described [on a page of their own](sampling.md). Defaults come from the generation config of the
 model.
 """
+ROUTES = """\
+What a server has. Bodies and answers, with all their fields, are in its OpenAPI document, `/openapi.json`, from which
+clients can be generated; [what it does with fields that it does not know](http-fields.md) depends on the API. Every
+request may also get one of these statuses:
+
+{every}
+
+and one with a body 400, 408 (it did not arrive in time), 413 (it is too long) or 415 (it is no JSON). The shape of an
+error is that of the API: OpenAI's `{{"error": {{"message", "type", "param", "code"}}}}`, Anthropic's below
+`/v1/messages`, and `{{"error": "text"}}` below `/api/`.
+"""
 NEUTRAL_HEAD = """\
 Any other value is refused with 400, `"code": "unsupported_parameter"` and the name of the field.
 """
@@ -153,6 +168,7 @@ def pages() -> dict[str, str]:
             "Command line", COMMAND_LINE, _group_options(), *map(_command, COMMANDS), _environment()
         ),
         "http-fields.md": _page("Fields of HTTP requests", FIELDS, *_http()),
+        "http-routes.md": _page("Routes", ROUTES.format(every=_every()), *_routes()),
     }
 
 
@@ -160,29 +176,9 @@ def _page(title: str, *parts: str) -> str:
     return "\n".join([f"# {title}\n", f"{NOTE}\n", *parts])
 
 
-def described(cls: type) -> dict[str, str]:
+def described(cls: type) -> Mapping[str, str]:
     """The comment of each field that the body of `cls` declares, empty where there is none."""
-    lines = textwrap.dedent(inspect.getsource(cls)).split("\n")
-    found: dict[str, str] = {}
-    (body,) = (node.body for node in ast.parse("\n".join(lines)).body if isinstance(node, ast.ClassDef))
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found[node.target.id] = " ".join([*_above(lines, node.lineno - 1), *_beside(lines[node.end_lineno - 1 :])])
-    return found
-
-
-def _above(lines: list[str], at: int) -> list[str]:
-    found: list[str] = []
-    while lines[at - 1].strip().startswith("# "):
-        at -= 1
-        found.insert(0, lines[at].strip().removeprefix("# "))
-    return found
-
-
-def _beside(rest: list[str]) -> Iterator[str]:
-    _, found, comment = rest[0].partition("  # ")
-    if found:
-        yield comment
+    return COMMENTS.of(cls)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -320,6 +316,21 @@ def _environment() -> str:
     return "\n".join(["## Environment variables\n", _table(("name", "meaning"), rows)])
 
 
+def _every() -> str:
+    return "\n".join(f"- {status}: {MEANINGS[status]}" for status in sorted((401, *EVERY)))
+
+
+def _routes() -> Iterator[str]:
+    for api, about in ABOUT.items():
+        rows = [
+            (f"`{method}`", f"`{path}`", one.about, ", ".join(map(str, (*one.statuses, *sorted(one.errors)))))
+            for (method, path), one in {**TABLE, **OPERATIONS}.items()
+            if one.api == api
+        ]
+        yield f"## {api}\n\n{about}\n"
+        yield _table(("method", "path", "what it does", "statuses of its own"), rows)
+
+
 def _http() -> Iterator[str]:
     yield "## Implemented in both routes\n"
     yield _fields(CommonBody)
@@ -377,7 +388,7 @@ def _other_apis() -> Iterator[str]:
     yield f"## Of Ollama's `/api/chat` and `/api/generate`\n\n{OLLAMA}"
     yield _parts(ollama_fields.LoadBody)
     yield "In `/api/chat` only:\n"
-    yield _parts(ollama_fields.ChatBody)
+    yield _parts(ollama_fields.OllamaChatBody)
     yield "In `/api/generate` only:\n"
     yield _parts(ollama_fields.GenerateBody)
     yield "### A message of `/api/chat`\n"
@@ -423,7 +434,8 @@ def _json_type(schema: dict[str, Any]) -> str:
         case {"$ref": _}:
             return "object"
         case {"anyOf": list(kinds)}:
-            return " or ".join(kind for one in kinds if (kind := _json_type(one)) != "null") or "null"
+            found = dict.fromkeys(kind for one in kinds if (kind := _json_type(one)) != "null")
+            return " or ".join(found) or "null"
         case {"const": value}:
             return _json(value)
         case {"enum": list(values)}:

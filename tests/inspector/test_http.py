@@ -18,6 +18,7 @@ from kvcellar.inspector.snapshot import VERSION
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.settings import key_digest
 from tests.engine.mixes import PATIENCE
+from tests.serve.declared import DeclaredClient
 
 MINE, YOURS, ADMIN = "sk-key-of-mine", "sk-key-of-yours", "sk-key-of-the-operator"
 KEYS: dict[str, Any] = {"key_digests": (key_digest(MINE), key_digest(YOURS)), "admin_digests": (key_digest(ADMIN),)}
@@ -35,7 +36,7 @@ def engine() -> Iterator[Engine]:
 def served(engine: Engine, key: str | None = None, **settings: Any) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {key}"} if key is not None else {}
     with Server(engine, ServeSettings(port=0, **settings), mount=inspector) as server:
-        with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE) as client:
+        with DeclaredClient(base_url=server.url, headers=headers, timeout=PATIENCE) as client:
             yield client
 
 

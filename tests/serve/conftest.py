@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from kvcellar.serve import Server, ServeSettings
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine, Script
 
 
@@ -35,7 +36,7 @@ def engine(shared_engine: FakeEngine) -> Iterator[FakeEngine]:
 
 @pytest.fixture(scope="session")
 def shared_http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

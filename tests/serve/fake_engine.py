@@ -14,12 +14,13 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
+from kvcellar.engine.intake import prompt_ids, tokens
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.text.conversation import checked
 from kvcellar.text.meter import Caps
 from kvcellar.text.pieces import Content, Piece
@@ -32,6 +33,7 @@ from kvcellar.tiers.archive import MemoryArchive
 
 VOCABULARY = 256
 CONTEXT = 20_000
+MOST_COMPLETIONS = 256  # of one request
 PATIENCE = 120.0  # seconds; only a test that fails waits so long
 
 
@@ -246,10 +248,10 @@ class FakeEngine:
         return [1] * (special is True) + list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        return bytes(tokens(ids, VOCABULARY, "ids")).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        return bytes([token])
+        return bytes(tokens([token], VOCABULARY, "ids"))
 
     def render(
         self,
@@ -265,11 +267,12 @@ class FakeEngine:
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
-        if messages[0]["role"] == "assistant":
+        found = checked(messages, Caps())
+        if found[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
         self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
         self.tools = tools
-        return self.encode("".join(map(_turn, checked(messages, Caps()))), limit=limit)
+        return self.encode("".join(map(_turn, found)), limit=limit)
 
     def submit(
         self,
@@ -291,7 +294,7 @@ class FakeEngine:
         if self._closed:
             raise EngineClosed("the engine has been closed")
         self._admit(prompt_ids, params)
-        events = plan(tuple(prompt_ids), params, script)
+        events = plan(tuple(prompt_ids), params, script, self.model.context)
         if reading is not None:
             events = reading.read(events)
         run = Run(tuple(prompt_ids), params, script, deliver, list(events))
@@ -348,17 +351,11 @@ class FakeEngine:
         self.close()
 
     def _admit(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise BadRequest("the prompt is empty", "prompt")
-        for token in prompt:
-            if not 0 <= token < self.model.vocab_size:
-                message = f"token id {token} is not in the vocabulary of {self.model.vocab_size}"
-                raise BadRequest(message, "prompt")
-        if len(prompt) >= self.model.context:
-            raise PromptTooLong(len(prompt), self.model.context - 1, "the model's context")
-        for token in params.logit_bias:
-            if token >= self.model.vocab_size:
-                raise BadRequest(f"token id {token} is not in the vocabulary", "logit_bias")
+        prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context - 1)
+        check_ids(params, self.model.vocab_size)
+        if params.n > MOST_COMPLETIONS:
+            message = f"n is {params.n}; at most {MOST_COMPLETIONS} answers to one request are generated at once"
+            raise BadRequest(message, "n")
 
     def _work(self) -> None:
         while True:
@@ -390,9 +387,9 @@ def _turn(message: dict[str, Any]) -> str:
     return f"<{message['role']}>{text}" + (json.dumps(rest) if rest else "")
 
 
-def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Iterator[Event]:
+def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script, context: int) -> Iterator[Event]:
     """All events of a request, with the choices interleaved token by token."""
-    lines = [list(_line(prompt, params, script, choice)) for choice in range(params.n)]
+    lines = [list(_line(prompt, params, script, choice, context)) for choice in range(params.n)]
     for at in range(max(map(len, lines))):
         for line in lines:
             yield from line[at : at + 1]
@@ -401,11 +398,13 @@ def plan(prompt: tuple[int, ...], params: SamplingParams, script: Script) -> Ite
     yield Done(Usage(len(prompt), script.cached, written), timings, speculation=script.speculation)
 
 
-def _line(prompt: tuple[int, ...], params: SamplingParams, script: Script, choice: int) -> Iterator[Event]:
+def _line(
+    prompt: tuple[int, ...], params: SamplingParams, script: Script, choice: int, context: int
+) -> Iterator[Event]:
     output = list(script.output if script.output is not None else prompt)
     turn = choice % len(output) if output else 0
     output = output[turn:] + output[:turn]
-    most = params.max_tokens or CONTEXT
+    most = min(params.max_tokens or context, max(1, context - len(prompt)))
     if params.ignore_eos:
         output = (output * (most // len(output) + 1))[:most]
     met = _first_stop(bytes(output[:most]), params.stop)

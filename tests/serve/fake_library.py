@@ -15,7 +15,7 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable, as_it_is
 from tests.library.made import FakeTools, model
-from tests.serve.fake_engine import FakeEngine, FakeModel
+from tests.serve.fake_engine import CONTEXT, FakeEngine, FakeModel
 
 CONFIG = {"model_type": "llama", "max_position_embeddings": 512, "hidden_size": 8, "num_hidden_layers": 2}
 
@@ -23,12 +23,13 @@ CONFIG = {"model_type": "llama", "max_position_embeddings": 512, "hidden_size": 
 class World:
     """A server whose engines are fakes and whose models are files of the library."""
 
-    def __init__(self, root: Path, tools: Any = None, **settings: Any) -> None:
+    def __init__(self, root: Path, tools: Any = None, *, context: int = CONTEXT, **settings: Any) -> None:
         self.library, self.loaded, self.tools = Library(root), list[str](), tools or FakeTools()
         self.limits = Limits(10**9, max_models=3)
         self.catalogue = LibraryModels(self.library, self.make, self.variant, Caches(10**9, 0.3, 1000))
         self.host = Host(self.catalogue, self.limits, unload=FakeEngine.close, free=lambda: None)
-        self.host.open(Servable("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(FakeModel("fake"))))
+        fake = FakeModel("fake", context=context)
+        self.host.open(Servable("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(fake)))
         self.settings = ServeSettings(port=0, **settings)
 
     def make(self, name: str, cache: int, going_on: Callable[[], None]) -> FakeEngine:

@@ -15,6 +15,7 @@ from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.records import MOST, MOST_PROMPTS, Records
 from kvcellar.serve.request_log import RequestLog
 from tests.engine.mixes import small_engine, tokens
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import error_of
 
@@ -33,7 +34,7 @@ def served(engine: Engine | FakeEngine, *, api: bool = True, admin: bool = True)
         key_digests=(key_digest(API),) if api else (),
         admin_digests=(key_digest(ADMIN),) if admin else (),
     )
-    with Server(engine, settings) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+    with Server(engine, settings) as server, DeclaredClient(base_url=server.url, timeout=PATIENCE) as http:
         yield http
 
 

@@ -19,6 +19,7 @@ from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.upkeep import exported
 from tests.engine.mixes import small_engine, tokens
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
 from tests.serve.wire import error_of
 from tests.zoo import ARCHS
@@ -32,7 +33,7 @@ def served(engine: Engine, **more: float) -> Iterator[httpx.Client]:
     settings = ServeSettings(port=0, admin_digests=(key_digest(ADMIN),), **more)
     headers = {"authorization": f"Bearer {ADMIN}"}
     with Server(engine, settings) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE, headers=headers) as http:
+        with DeclaredClient(base_url=server.url, timeout=PATIENCE, headers=headers) as http:
             yield http
 
 

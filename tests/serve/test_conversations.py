@@ -18,6 +18,7 @@ from kvcellar.errors import ConversationNotSaved
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.tiers.archive import file_of
 from tests.engine.mixes import made, tokens
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, error_of
 from tests.zoo import ARCHS
@@ -182,7 +183,7 @@ def test_a_conversation_is_busy_with_one_turn_at_a_time(http, engine, chat) -> N
 @contextmanager
 def served(engine: Engine, *keys: str) -> Iterator[httpx.Client]:
     with Server(engine, ServeSettings(port=0, key_digests=tuple(map(key_digest, keys)))) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
             yield client
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.engine.mixes import assert_at_rest
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
 
 ASKED = [{"role": "user", "content": "Write a function that adds two numbers."}]
@@ -36,7 +37,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

@@ -13,6 +13,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.engine.chatting import chat_engine
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
 
 ADMIN = "an-admin-key-of-the-server"
@@ -113,7 +114,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def http(engine: Engine) -> Iterator[httpx.Client]:
     settings = ServeSettings(port=0, admin_digests=(key_digest(ADMIN),))
-    with Server(engine, settings) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with Server(engine, settings) as server, DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.shared import Shared
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import MODEL, error_of
 
@@ -28,7 +29,7 @@ def locked(shared_engine: FakeEngine, engine: FakeEngine):
         port=0, key_digests=(key_digest("a-good-key"),), admin_digests=(key_digest("an-admin-key"),)
     )
     with Server(shared_engine, settings) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
             yield client
 
 

@@ -15,6 +15,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.keys import named_keys, read_keys
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_to_end, read_until, request
 
@@ -163,7 +164,7 @@ def test_every_request_is_checked_with_one_reading_of_the_keys(serving, files):
     rng, stop, wrong = random.Random(4), threading.Event(), list[int]()
 
     def client() -> None:
-        with httpx.Client(base_url=serving.url, timeout=PATIENCE) as http:
+        with DeclaredClient(base_url=serving.url, timeout=PATIENCE) as http:
             while not stop.is_set():
                 kept = http.get("/v1/models", headers={"x-api-key": "sk-alice-1"}).status_code
                 never = http.get("/v1/models", headers={"x-api-key": "sk-never-1"}).status_code

@@ -35,6 +35,7 @@ from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import BodyBudget
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer, TokenizingLimit
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_response, request
 from tests.text.made import byte_level
@@ -375,7 +376,7 @@ def real() -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def client(real: Engine) -> Iterator[httpx.Client]:
     settings = ServeSettings(port=0, max_body_bytes=MOST)
-    with Server(real, settings) as server, httpx.Client(base_url=server.url, timeout=240) as client:
+    with Server(real, settings) as server, DeclaredClient(base_url=server.url, timeout=240) as client:
         yield client
 
 

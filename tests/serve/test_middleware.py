@@ -3,10 +3,10 @@
 import logging
 import time
 
-import httpx
 import pytest
 
 from kvcellar.serve import Server, ServeSettings, key_digest
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, completion, connected, error_of, read_response, request
 
@@ -19,7 +19,7 @@ ROUTES += [("OPTIONS", COMPLETIONS), ("HEAD", "/v1/models"), ("DELETE", "/v1/mod
 def locked(shared_engine: FakeEngine):
     digests = (key_digest(GOOD), key_digest("sk-two"))
     with Server(shared_engine, ServeSettings(port=0, key_digests=digests)) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
             yield client
 
 

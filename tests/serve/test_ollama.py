@@ -28,6 +28,7 @@ from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.server import bind
 from kvcellar.short_switches import SHORT
 from tests.library.made import FakeTools, made
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.fake_library import World, source_in
 
@@ -70,7 +71,7 @@ def client(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 
@@ -391,7 +392,7 @@ def test_a_model_that_stays_and_is_removed_is_listed_with_its_size(tmp_path: Pat
         world.host.open(replace(world.catalogue.find(name), load=lambda *_, name=name: FakeEngine(FakeModel(name))))
     world.library.remove("one")
     damage(world, "two")
-    with world.serving() as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+    with world.serving() as server, DeclaredClient(base_url=server.url, timeout=PATIENCE) as http:
         tags = {one["name"]: one for one in http.get("/api/tags").json()["models"]}
         assert list(tags) == ["fake", "one:latest", "two:latest"]
         assert tags["one:latest"]["size"] > 4_800_000

@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from kvcellar.errors import CacheFull
 from kvcellar.events import Speculation
 from kvcellar.serve import Server, ServeSettings
+from tests.serve.declared import DeclaredClient
 from tests.serve.wire import COMPLETIONS, completion, connected, read_response, read_to_end, read_until, request
 
 
@@ -222,7 +222,7 @@ def test_the_path_in_the_log_is_escaped_and_cut(http, log):
 
 
 def test_concurrent_requests_have_a_line_each(server, engine, log):
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with DeclaredClient(base_url=server.url, timeout=120) as client:
         threads = [threading.Thread(target=client.get, args=("/health",)) for _ in range(8)]
         for thread in threads:
             thread.start()

@@ -10,6 +10,7 @@ import pytest
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.serve import Server, ServeSettings
 from tests.engine.mixes import small_engine
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, error_of
 
@@ -23,7 +24,7 @@ def fake():
 
 @contextmanager
 def connected(fake: FakeEngine, **settings: bool) -> Iterator[httpx.Client]:
-    with Server(fake, ServeSettings(port=0, **settings)) as server, httpx.Client(base_url=server.url) as http:
+    with Server(fake, ServeSettings(port=0, **settings)) as server, DeclaredClient(base_url=server.url) as http:
         yield http
 
 

@@ -21,6 +21,7 @@ from kvcellar.models.load import load
 from kvcellar.serve import Host, Server, ServeSettings, key_digest
 from tests.library.made import made
 from tests.models.lora import layers_of, merged, saved
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
 from tests.text import made as text
 from tests.zoo import ARCHS
@@ -149,7 +150,7 @@ def test_a_stream_goes_on_while_another_model_is_loaded(tiny: Path, library: Lib
 
 
 def test_conversations_outlive_the_engine(tiny: Path, library: Library) -> None:
-    with serving(tiny) as (_, server), httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+    with serving(tiny) as (_, server), DeclaredClient(base_url=server.url, timeout=PATIENCE) as http:
         assert http.post("/kvcellar/conversations", json={"name": "talk"}).status_code == 201
         chat = {"messages": [{"role": "user", "content": "Hi"}], "conversation": "talk", "max_tokens": 4}
         for model in ("one", "two", "one"):
@@ -160,7 +161,7 @@ def test_conversations_outlive_the_engine(tiny: Path, library: Library) -> None:
 
 def test_the_operator_sees_the_cache_of_a_model_that_is_loaded(tiny: Path, library: Library) -> None:
     key = {"authorization": "Bearer operator-1"}
-    with serving(tiny) as (_, server), httpx.Client(base_url=server.url, headers=key, timeout=PATIENCE) as http:
+    with serving(tiny) as (_, server), DeclaredClient(base_url=server.url, headers=key, timeout=PATIENCE) as http:
         assert http.get("/admin/cache?model=one").status_code == 409
         assert http.get("/admin/cache?model=four").status_code == 404
         completed(server, "one")

@@ -1,10 +1,10 @@
 """Tokens of texts over HTTP, in the words of vLLM and of llama.cpp, and the list of models for clients of Anthropic."""
 
-import httpx
 import pytest
 
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import CONTEXT, PATIENCE
 from tests.serve.wire import MODEL
 
@@ -67,7 +67,7 @@ def test_the_tokenizer_is_described(http):
 
 def test_text_and_tokens_of_a_real_model_agree():
     with Engine(threads=1, cache_bytes=20_000_000) as engine, Server(engine, ServeSettings(port=0)) as server:
-        with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        with DeclaredClient(base_url=server.url, timeout=PATIENCE) as http:
             text = "def main():\n    print('café 東京')\n"
             tokens = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
             assert tokens == engine.encode(text, special=True)

@@ -16,6 +16,7 @@ import pytest
 from kvcellar.library.disk import KEEP
 from kvcellar.serve import Server, key_digest
 from tests.library.made import FakeTools, adapter, files, made, tree
+from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
 from tests.serve.fake_library import World, source_in
 
@@ -50,7 +51,7 @@ def client(server: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

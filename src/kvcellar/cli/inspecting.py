@@ -1,22 +1,58 @@
 """inspecting: mounts the inspector on a server, which know nothing of each other."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
+from kvcellar.inspector.answers import EntryText, RequestWay, Snapshot
 from kvcellar.inspector.routes import API, inspector_routes, open_paths
 from kvcellar.inspector.source import Looked, Viewer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.mounted import Mounted
 from kvcellar.serve.namespaces import api_key, owner
+from kvcellar.serve.operation import SSE, Operation, Parameter
 from kvcellar.serve.shared import Shared
 
 T = TypeVar("T")
+MODEL = Parameter(about="The name of a loaded model. Default: the first one.", schema={"type": "string"})
+NAME = Parameter(about="The name of an entry.", schema={"type": "string"})
+NUMBER = Parameter(about="The number of a request.", schema={"type": "integer", "minimum": 0, "maximum": 10**18 - 1})
+MAY_FAIL = (400, 404, 409)  # there is no such entry or model, or the model is not loaded
+OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
+    {
+        ("GET", f"{API}snapshot"): Operation(
+            api="Inspector", about="What there is now.", query={"model": MODEL}, answer=Snapshot, errors=MAY_FAIL
+        ),
+        ("GET", f"{API}stream"): Operation(
+            api="Inspector",
+            about="The same as events, one when something has changed.",
+            query={"model": MODEL},
+            streams=SSE,
+            event=Snapshot,
+            errors=MAY_FAIL,
+        ),
+        ("GET", f"{API}entry"): Operation(
+            api="Inspector",
+            about="The text of an entry of the tree.",
+            query={"name": NAME, "model": MODEL},
+            answer=EntryText,
+            errors=MAY_FAIL,
+        ),
+        ("GET", f"{API}request"): Operation(
+            api="Inspector",
+            about="The way of a request through the tree.",
+            query={"number": NUMBER, "model": MODEL},
+            answer=RequestWay,
+            errors=MAY_FAIL,
+        ),
+    }
+)
 OFF = "the inspector of this server is off; start it with --inspector"
 
 
@@ -26,7 +62,7 @@ def inspector(shared: Shared) -> Mounted:
     if not page and not shared.keys.now.admin:
         return Mounted(())
     routes = inspector_routes(ServerSource(shared), page=page)
-    return Mounted(routes, open_paths() if page else frozenset(), (API,))
+    return Mounted(routes, open_paths() if page else frozenset(), (API,), OPERATIONS)
 
 
 class ServerSource:

@@ -37,9 +37,15 @@ ARCHIVE = "application/x-tar"
 TIERS = ("device", "disk")
 
 
+class NoFields(StrictModel):
+    """Of routes that need nothing but that the body is JSON."""
+
+
 class RemoveBody(StrictModel):
-    namespace: str | None = None
-    entry: str | None = None
+    """At least one is needed; those that are sent must all hold."""
+
+    namespace: str | None = None  # what it has
+    entry: str | None = None  # the name of an entry, with all that continue it
     prefix: str | list[int] | None = None  # a text, or token ids
 
 
@@ -98,19 +104,19 @@ class CacheHandler:
         return await self._answer(request, remove)
 
     async def clear(self, request: Request) -> Response:
-        await self._body(request)
+        await self._no_fields(request)
         return await self._answer(request, lambda engine: asdict(engine.cache.clear()))
 
     async def collect(self, request: Request) -> Response:
-        await self._body(request)
+        await self._no_fields(request)
         return await self._answer(request, lambda engine: {"removed": engine.cache.collect()})
 
     async def verify(self, request: Request) -> Response:
-        await self._body(request)
+        await self._no_fields(request)
         return await self._answer(request, lambda engine: asdict(engine.cache.verify()))
 
     async def export(self, request: Request) -> Response:
-        await self._body(request)
+        await self._no_fields(request)
         lease = await self._threads.for_admin(partial(self._host.loaded, request.query_params.get("model")))
         try:
             parts = await self._threads.for_admin(lease.engine.cache.export)
@@ -141,6 +147,9 @@ class CacheHandler:
         finally:
             arriving.close()
             await asyncio.gather(reading, return_exceptions=True)  # then its thread is free for other requests
+
+    async def _no_fields(self, request: Request) -> None:
+        validated(NoFields, await self._body(request))
 
     async def _body(self, request: Request) -> dict[str, object]:
         """The body, which must be JSON: a web page of another origin cannot send that."""

@@ -42,7 +42,7 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
         routes=[
             *health_routes(shared),
             *metrics_routes(shared, requests),
-            *openapi_routes(shared),
+            *openapi_routes(shared, mounted.operations),
             *openai_routes(shared),
             *responses_routes(shared),
             *anthropic_routes(shared),

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.conversations import ConversationInfo
 from kvcellar.engine.dialogue import Dialogue
+from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json
@@ -40,7 +41,8 @@ class CreateBody(StrictModel):
     name: str  # 1 to 128 letters, digits, dots, hyphens and underscores; the first one is a letter or digit
     # messages that a chat begins with, as in `/v1/chat/completions`
     messages: Annotated[list[Message] | None, FailFast()] = Field(default=None, max_length=MAX_MESSAGES)
-    prompt: object = None  # for a conversation without messages: the text or token ids it begins with
+    # for a conversation without messages: the text or token ids it begins with
+    prompt: Annotated[object, forms.of(forms.OnePrompt)] = None
 
 
 class ForkBody(StrictModel):

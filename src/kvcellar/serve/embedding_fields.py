@@ -4,10 +4,11 @@ import base64
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.ollama_fields import NamedBody
@@ -47,7 +48,8 @@ class EmbeddingsBody(StrictModel):
     """docs/reference/http-fields.md is generated from the comments."""
 
     model: str | None = None  # OpenAI: may be left out; otherwise the name in `/v1/models`
-    input: object  # OpenAI: a string, token ids, or a list of either with up to 2048 inputs
+    # OpenAI: a string, token ids, or a list of either with up to 2048 inputs
+    input: Annotated[object, forms.of(forms.Inputs)]
     encoding_format: Literal["float", "base64"] | None = None  # OpenAI: base64 is of little-endian 32-bit floats
     dimensions: int | None = Field(default=None, ge=1, le=2**20)  # OpenAI: only of models that declare Matryoshka
     cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
@@ -55,7 +57,7 @@ class EmbeddingsBody(StrictModel):
 
 
 class EmbedBody(NamedBody):
-    input: Any = None
+    input: Annotated[object, forms.of(forms.Inputs | list[str] | None)] = None
     truncate: bool | None = None
     dimensions: int | None = Field(default=None, ge=1, le=2**20)
 

@@ -6,10 +6,11 @@ generated from the comments here. `kvcellar.text` checks the order of messages, 
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
+from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 
 MAX_MESSAGES = 4096
@@ -47,7 +48,8 @@ class FunctionCall(StrictModel):
     model_config = ConfigDict(extra="ignore")
 
     name: str
-    arguments: object = None  # a string that holds JSON, or an object; `kvcellar.text` checks it
+    # a string that holds JSON, or an object; `kvcellar.text` checks it
+    arguments: Annotated[object, forms.of(str | dict[str, Any] | None)] = None
 
 
 class ToolCall(StrictModel):

@@ -21,7 +21,7 @@ from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.ollama_details import Details, whole_name
-from kvcellar.serve.ollama_fields import ChatBody, GenerateBody, LoadBody, ShowBody
+from kvcellar.serve.ollama_fields import GenerateBody, LoadBody, OllamaChatBody, ShowBody
 from kvcellar.serve.ollama_generate import parse_chat, parse_generate
 from kvcellar.serve.parsing import Fields, parse_object, validated
 from kvcellar.serve.resident import FOREVER, Member
@@ -135,7 +135,7 @@ class Kind:
 
 
 GENERATE = Kind(GenerateBody, parse_generate, "prompt", {"response": ""})
-CHAT = Kind(ChatBody, parse_chat, "messages", {"message": {"role": "assistant", "content": ""}})
+CHAT = Kind(OllamaChatBody, parse_chat, "messages", {"message": {"role": "assistant", "content": ""}})
 
 
 class OllamaGeneration:

@@ -9,7 +9,10 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from kvcellar.errors import BadRequest
 from kvcellar.sample.params import MAX_LOGPROBS
+from kvcellar.serve import forms
 from kvcellar.serve.messages import MAX_MESSAGES
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class OllamaBody(BaseModel):
@@ -32,14 +35,35 @@ class ShowBody(NamedBody):
     verbose: bool | None = None
 
 
+class Options(OllamaBody):
+    num_predict: int | None = None  # most new tokens; below 0: up to the end of the context
+    temperature: float | None = None  # sampling
+    top_k: int | None = None  # 0: all
+    top_p: float | None = None  # sampling
+    min_p: float | None = None  # sampling
+    typical_p: float | None = None  # sampling
+    seed: int | None = None  # makes sampling reproducible
+    stop: str | list[str] | None = None  # strings that end the answer
+    repeat_penalty: float | None = None  # sampling
+    repeat_last_n: int | None = None  # penalties read this many of the last tokens; 0: none, -1: all
+    presence_penalty: float | None = None  # sampling
+    frequency_penalty: float | None = None  # sampling
+    num_keep: int | None = None  # with `shift`, first tokens that are never dropped
+    num_ctx: int | None = Field(default=None, ge=1)  # no effect: the context is set when the server starts
+
+
 class LoadBody(NamedBody):
     """What both routes that generate have in common. Without a prompt or messages, they load or unload a model."""
 
-    keep_alive: Any = None  # how long the model stays loaded, see `durations`
+    # how long the model stays loaded: `5m`, `1h30m`, a number of seconds; below 0: for ever; 0: it is unloaded
+    keep_alive: Annotated[Any, forms.of(forms.Duration)] = None
     stream: bool | None = None  # NDJSON; default: true
-    format: str | dict[str, Any] | None = None  # `json`, or a JSON schema: the answer is valid by it
-    options: dict[str, Any] | None = None  # of sampling; unknown ones are ignored
-    think: bool | str | None = None  # whether the model reasons before it answers, or how much: `low` to `max`
+    # `json`, or a JSON schema: the answer is valid by it
+    format: Annotated[str | dict[str, Any] | None, forms.of(Literal["json", ""] | dict[str, Any] | None)] = None
+    # of sampling; unknown ones are ignored
+    options: Annotated[dict[str, Any] | None, forms.of(Options | None)] = None
+    # whether the model reasons before it answers, or how much: `low` to `max`
+    think: Annotated[bool | str | None, forms.of(bool | Effort | None)] = None
     logprobs: bool | None = None  # whether to return log-probabilities
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # needs `logprobs`
     shift: bool | None = None  # `true`: at the end of the context, drop the oldest tokens and continue
@@ -75,10 +99,11 @@ class OllamaMessage(OllamaBody):
     images: list[Any] | None = Field(default=None, max_length=0)  # only empty
 
 
-class ChatBody(LoadBody):
+class OllamaChatBody(LoadBody):
     # described below; empty: the model is loaded, or unloaded
     messages: Annotated[list[OllamaMessage] | None, FailFast()] = Field(default=None, max_length=MAX_MESSAGES)
-    tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None  # in the form of OpenAI's chat API
+    # in the form of OpenAI's chat API
+    tools: Annotated[list[dict[str, Any]] | None, FailFast(), forms.of(forms.ToolForms)] = None
     truncate: bool | None = None  # `false`: a prompt that is too long is refused; else the oldest turns are omitted
 
 
@@ -96,7 +121,7 @@ class CreateMessage(OllamaBody):
     content: str
 
 
-class CreateBody(NamedBody):
+class CreateModelBody(NamedBody):
     from_: str | None = Field(default=None, alias="from")
     files: dict[str, str] | None = None
     adapters: dict[str, str] | None = None

@@ -1,13 +1,13 @@
 """ollama_generate: the bodies of Ollama's routes that generate text, as requests."""
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from kvcellar.errors import BadRequest
 from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, TextRequest
-from kvcellar.serve.ollama_fields import ChatBody, GenerateBody, LoadBody, OllamaMessage
+from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage
 from kvcellar.serve.ollama_options import sampling_of
 from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter, Shape
 from kvcellar.serve.parsing import Fields, validated
@@ -15,12 +15,12 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies
 from kvcellar.serve.writer import Caller, Generation
 
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+EFFORTS: tuple[str, ...] = get_args(Effort)
 
 
 def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/api/chat`. Raises `ApiError` and `BadRequest`."""
-    body = validated(ChatBody, sent)
+    body = validated(OllamaChatBody, sent)
     request = ChatRequest(
         messages=[_message(message) for message in body.messages or ()],
         tools=body.tools or (),

@@ -23,7 +23,7 @@ from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.library_models import listed
 from kvcellar.serve.ollama import answer, read
 from kvcellar.serve.ollama_blobs import BlobHandler
-from kvcellar.serve.ollama_fields import CopyBody, CreateBody, NamedBody, PullBody
+from kvcellar.serve.ollama_fields import CopyBody, CreateModelBody, NamedBody, PullBody
 from kvcellar.serve.progress_lines import Work, lines, result
 from kvcellar.serve.servable import Servable, not_served
 from kvcellar.serve.shared import Shared
@@ -91,7 +91,7 @@ class LibraryHandler:
         return servable
 
     async def create(self, request: Request) -> Response:
-        body, library = await read(self._server, request, CreateBody), self._library
+        body, library = await read(self._server, request, CreateModelBody), self._library
         tools = self._server.tools
         if tools is None or (uploads := self._uploads) is None:
             raise ApiError(503, "this server cannot create models", code="no_library")
@@ -128,7 +128,7 @@ class LibraryHandler:
         return StreamingResponse(lines(self._server.threads, work), media_type=NDJSON)
 
 
-def modelfile_of(body: CreateBody) -> Modelfile:
+def modelfile_of(body: CreateModelBody) -> Modelfile:
     """The Modelfile that a body describes. Raises `BadRequest`."""
     if bool(body.from_) == bool(body.files):
         raise BadRequest("either from is required, the name of a model, or files that were uploaded", "from")

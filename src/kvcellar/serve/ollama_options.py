@@ -8,32 +8,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import Field
-
 from kvcellar.serve.json_text import printable
-from kvcellar.serve.ollama_fields import OllamaBody
+from kvcellar.serve.ollama_fields import Options
 from kvcellar.serve.parsing import validated
 
 log = logging.getLogger("kvcellar.serve")
 
 MOST_NAMED = 8  # unknown options in one line of the log
-
-
-class Options(OllamaBody):
-    num_predict: int | None = None  # most new tokens; below 0: up to the end of the context
-    temperature: float | None = None  # sampling
-    top_k: int | None = None  # 0: all
-    top_p: float | None = None  # sampling
-    min_p: float | None = None  # sampling
-    typical_p: float | None = None  # sampling
-    seed: int | None = None  # makes sampling reproducible
-    stop: str | list[str] | None = None  # strings that end the answer
-    repeat_penalty: float | None = None  # sampling
-    repeat_last_n: int | None = None  # penalties read this many of the last tokens; 0: none, -1: all
-    presence_penalty: float | None = None  # sampling
-    frequency_penalty: float | None = None  # sampling
-    num_keep: int | None = None  # with `shift`, first tokens that are never dropped
-    num_ctx: int | None = Field(default=None, ge=1)  # no effect: the context is set when the server starts
 
 
 RENAMED: Mapping[str, str] = MappingProxyType({"repeat_penalty": "repetition_penalty"})

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
+from kvcellar.serve import forms
 from kvcellar.serve.messages import MAX_MESSAGES
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
@@ -37,7 +38,8 @@ class Block(AnthropicModel):
     name: str | None = None  # of `tool_use`
     input: dict[str, Any] | None = None  # of `tool_use`
     tool_use_id: str | None = None  # of `tool_result`: the id of a `tool_use` in an earlier message
-    content: Any = None  # of `tool_result`: a string, or blocks of the type `text`
+    # of `tool_result`: a string, or blocks of the type `text`
+    content: Annotated[Any, forms.of(forms.ToolResultContent)] = None
     is_error: bool | None = None  # of `tool_result`: the text of the result begins with "Error: "
     cache_control: CacheControl | None = None  # a breakpoint behind the message of the block
 

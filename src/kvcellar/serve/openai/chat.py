@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field
 
 from kvcellar.sample.params import MAX_LOGPROBS
+from kvcellar.serve import forms
 from kvcellar.serve.chat_request import ChatRequest
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.openai.chat_format import ChatFormat
@@ -38,9 +39,9 @@ class ChatBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None  # vLLM: `false`: render without the start of the assistant's turn
     # OpenAI: functions that the model may call, with a name and a JSON Schema: see [tool calls](../tool-calls.md)
-    tools: Annotated[list[dict[str, object]] | None, FailFast()] = None
+    tools: Annotated[list[dict[str, object]] | None, FailFast(), forms.of(forms.ToolForms)] = None
     # OpenAI: `none`, `auto` (the default), `required`, one function by name, or `allowed_tools`
-    tool_choice: object = None
+    tool_choice: Annotated[object, forms.of(forms.ToolChoiceForms)] = None
     parallel_tool_calls: bool | None = None  # OpenAI: `false`: an answer ends with its first call
     include_reasoning: bool | None = None  # vLLM: `false`: the response is without reasoning; it is generated
     # kvcellar: `false`: earlier replies are tokenized again, instead of having the tokens that they were generated with

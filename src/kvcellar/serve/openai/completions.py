@@ -1,7 +1,9 @@
 """completions: the fields of a text completion, and the request that they make."""
 
 from functools import partial
+from typing import Annotated
 
+from kvcellar.serve import forms
 from kvcellar.serve.chat_request import TextRequest
 from kvcellar.serve.openai.completion_format import CompletionFormat
 from kvcellar.serve.openai.echo import Echo
@@ -24,7 +26,8 @@ COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have 
 
 
 class CompletionBody(CommonBody):
-    prompt: object  # OpenAI: a string, token ids, or a list of either with up to 256 prompts
+    # OpenAI: a string, token ids, or a list of either with up to 256 prompts
+    prompt: Annotated[object, forms.of(forms.Prompts)]
     logprobs: int | None = None  # OpenAI: up to 20
     # OpenAI: the prompt is in front of the text, and its tokens in front of those of `logprobs`; `max_tokens` may be 0
     # then, which scores the prompt only

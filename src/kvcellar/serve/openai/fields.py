@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, FailFast, Field
 from kvcellar.errors import BadRequest
 from kvcellar.retention import MOST_TTL, PRIORITIES
 from kvcellar.sample.params import MAX_BIASES, SamplingParams
+from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.json_text import printable
@@ -102,9 +103,9 @@ class CommonBody(StrictModel):
     num_keep: int | None = None  # Ollama: with `shift`, first tokens that are never dropped; -1: the prompt
     repeat_last_n: int | None = None  # Ollama: penalties read this many of the last tokens; 0: none, -1: all
     # OpenAI: `text`, `json_object`, or a schema: see [structured output](../howto/structured-output.md)
-    response_format: dict[str, object] | None = None
+    response_format: Annotated[dict[str, object] | None, forms.of(forms.ResponseFormats)] = None
     # vLLM: one of `json`, `json_object`, `regex`, `choice`, `grammar`: what the answer has to match
-    structured_outputs: dict[str, object] | None = None
+    structured_outputs: Annotated[dict[str, object] | None, forms.of(forms.StructuredOutputsForm | None)] = None
     grammar: str | None = None  # llama.cpp: a grammar that the answer has to match, in GBNF or in Lark's notation
     json_schema: dict[str, object] | None = None  # llama.cpp: a schema of JSON that the answer has to be
     min_length: int | None = None  # transformers: `min_tokens`, counting the prompt too

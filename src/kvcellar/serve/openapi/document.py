@@ -1,77 +1,63 @@
-"""document: the OpenAPI 3.1 document of a server, from the table of routes and the models that check bodies."""
+"""document: the OpenAPI 3.1 document of a server, from the table of routes and the types of bodies and answers."""
 
 import re
+from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from pydantic.json_schema import models_json_schema
-
+from kvcellar.serve import ignored_fields
 from kvcellar.serve.health import OPEN
-from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
-from kvcellar.serve.openapi.routes_table import ABOUT, TABLE, Api, Operation
+from kvcellar.serve.openapi.answers_shared import AnthropicError, OllamaError, OpenAIError
+from kvcellar.serve.openapi.errors import error_name, error_response, error_statuses, error_type
+from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
+from kvcellar.serve.openapi.schemas import ANSWER, BODY, Json, Mode, schemas
+from kvcellar.serve.operation import JSON, Operation
+from kvcellar.serve.responses_api import fields as responses_fields
+from kvcellar.serve.responses_api.fields import ResponsesBody
 from kvcellar.version import __version__
 
-ERROR_OF: dict[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"enum": ["invalid_request_error", "server_error"]},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
-OLLAMA_ERROR: dict[str, Any] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
-ANTHROPIC_ERROR: dict[str, Any] = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-        },
-    },
-}
-ERRORS = {"Error": ERROR_OF, "OllamaError": OLLAMA_ERROR, "AnthropicError": ANTHROPIC_ERROR}
-ERROR_NAMES: dict[Api, str] = {"Ollama": "OllamaError", "Anthropic": "AnthropicError"}
-JSON = "application/json"
+Operations = Mapping[tuple[str, str], Operation]  # by method and path
+ERRORS = (OpenAIError, OllamaError, AnthropicError)
+NONE: Operations = MappingProxyType({})
+ABOUT_ALL = """\
+Routes of a kvcellar server. One without admin keys has no routes below /admin/, and one without its inspector has none
+below /inspector/. Fields that are not declared here may be added to answers. A stream is declared by what each of its
+events, or lines, has as JSON; streams of OpenAI's chats and completions end with `[DONE]`. Requests that are not valid
+HTTP get 400, 408 or 431 with an error of OpenAI's shape, whatever their route.
+"""
 
 
-def document() -> dict[str, Any]:
-    """The whole document, as JSON."""
-    bodies = sorted({one.body for one in TABLE.values() if one.body is not None}, key=lambda body: body.__qualname__)
-    references, definitions = models_json_schema(
-        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
-    )
-    found = definitions.get("$defs", {})
-    for body in (ChatBody, CompletionBody):
-        _add_ignored(found[body.__name__]["properties"])
-    schemas = {body: references[body, "validation"] for body in bodies}
-    paths: dict[str, dict[str, Any]] = {}
-    for (method, path), operation in TABLE.items():
-        schema = schemas[operation.body] if operation.body is not None else None
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path, operation, schema)
+def document(mounted: Operations = NONE) -> Json:
+    """The whole document, as JSON, with the operations of routes that are mounted on the server."""
+    table = {**TABLE, **mounted}
+    types: list[tuple[Hashable, Mode, Any]] = [(error, ANSWER, error) for error in ERRORS]
+    for key, one in table.items():
+        types += [((*key, part), mode, of) for part, mode, of in _parts(one)]
+    found, definitions = schemas(types)
+    _add_ignored(definitions)
+    paths: dict[str, Json] = {}
+    responses: dict[str, Json] = {}
+    for (method, path), one in table.items():
+        parts = {part: found((method, path, part), mode) for part, mode, _ in _parts(one)}
+        paths.setdefault(path, {})[method.lower()] = _operation(method, path, one, parts)
+        for status in error_statuses(path, one):
+            shape = found(error_type(path), ANSWER)
+            responses.setdefault(error_name(status, path), error_response(status, shape))
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "kvcellar",
-            "version": __version__,
-            "description": "Routes of a kvcellar server. A server without admin keys has no routes below /admin/.",
-        },
-        "tags": [{"name": name, "description": about} for name, about in ABOUT.items()],
+        "info": {"title": "kvcellar", "version": __version__, "description": " ".join(ABOUT_ALL.split())},
+        "tags": [
+            {"name": name, "description": about}
+            for name, about in ABOUT.items()
+            if any(one.api == name for one in table.values())
+        ],
         "paths": paths,
         "security": [{"bearer": []}, {"header": []}, {}],
         "components": {
-            "schemas": {**found, **ERRORS},
+            "schemas": definitions,
+            "responses": responses,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -80,32 +66,48 @@ def document() -> dict[str, Any]:
     }
 
 
-def _add_ignored(properties: dict[str, Any]) -> None:
+def _parts(operation: Operation) -> Iterator[tuple[str, Mode, Any]]:
+    """What has a schema, and its type."""
+    parts: tuple[tuple[str, Mode, Any], ...] = (
+        ("body", BODY, operation.body),
+        ("answer", ANSWER, operation.answer),
+        ("event", ANSWER, operation.event),
+    )
+    yield from (part for part in parts if part[2] is not None)
+
+
+def _add_ignored(definitions: dict[str, Json]) -> None:
     """Fields that are accepted without being implemented."""
-    for name, why in NO_EFFECT.items():
-        properties.setdefault(name, {"description": f"Ignored: {why}."})
-    for name, values in NEUTRAL.items():
-        properties.setdefault(name, {"enum": list(values), "description": "Only values that change nothing."})
+    for body, tables in (
+        (ChatBody, ignored_fields),
+        (CompletionBody, ignored_fields),
+        (ResponsesBody, responses_fields),
+    ):
+        properties = definitions[body.__name__]["properties"]
+        for name, why in tables.NO_EFFECT.items():
+            properties.setdefault(name, {"description": f"Ignored: {why}."})
+        for name, values in tables.NEUTRAL.items():
+            properties.setdefault(name, {"enum": list(values), "description": "Only values that change nothing."})
 
 
-def _operation(method: str, path: str, operation: Operation, schema: Any) -> dict[str, Any]:
-    error = ERROR_NAMES.get(operation.api, "Error")
-    found: dict[str, Any] = {
+def _operation(method: str, path: str, operation: Operation, schemas: dict[str, Json]) -> Json:
+    responses: Json = {}
+    for status in operation.statuses:
+        responses[str(status)] = {"description": "Success.", **_content(operation, schemas)}
+    for status in error_statuses(path, operation):
+        responses[str(status)] = {"$ref": f"#/components/responses/{error_name(status, path)}"}
+    if method == "HEAD":  # without bodies
+        responses = {status: {"description": "Without a body."} for status in responses}
+    found: Json = {
         "operationId": re.sub(r"\W+", "_", f"{method.lower()}{path}").strip("_"),
         "summary": operation.about,
         "tags": [operation.api],
-        "responses": {
-            "200": {"description": "Success.", **_content(operation)},
-            "default": {
-                "description": "An error: 4xx is for the client to correct, 5xx is not.",
-                "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{error}"}}},
-            },
-        },
+        "responses": responses,
     }
-    if names := re.findall(r"\{(\w+)\}", path):
-        found["parameters"] = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-    if schema is not None:
-        found["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+    if parameters := [*_path_parameters(path, operation), *_query_parameters(operation)]:
+        found["parameters"] = parameters
+    if "body" in schemas:
+        found["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas["body"]}}}
     elif operation.binary is not None:
         found["requestBody"] = {"required": True, "content": {operation.binary: {"schema": {}}}}
     if path in OPEN:
@@ -113,7 +115,25 @@ def _operation(method: str, path: str, operation: Operation, schema: Any) -> dic
     return found
 
 
-def _content(operation: Operation) -> dict[str, Any]:
-    kinds = {JSON: operation.answer, operation.media: {}, operation.streams: {}}
-    content = {kind: {"schema": schema} for kind, schema in kinds.items() if kind is not None and schema is not None}
+def _path_parameters(path: str, operation: Operation) -> list[Json]:
+    names = re.findall(r"\{(\w+)\}", path)
+    text: Json = {"type": "string"}
+    return [{"name": n, "in": "path", "required": True, "schema": operation.path.get(n, text)} for n in names]
+
+
+def _query_parameters(operation: Operation) -> list[Json]:
+    return [
+        {"name": name, "in": "query", "description": one.about, "schema": one.schema}
+        for name, one in operation.query.items()
+    ]
+
+
+def _content(operation: Operation, schemas: dict[str, Json]) -> Json:
+    content: Json = {}
+    if "answer" in schemas:
+        content[JSON] = {"schema": schemas["answer"]}
+    for media in operation.media:
+        content[media] = {"schema": {"type": "string"} if media.startswith("text/") else {}}
+    if operation.streams is not None:
+        content[operation.streams] = {"schema": schemas["event"]}
     return {"content": content} if content else {}

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
-from kvcellar.serve import ignored_fields
+from kvcellar.serve import forms, ignored_fields
 from kvcellar.serve.chat_request import ChatRequest
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import StrictModel
@@ -62,7 +62,8 @@ class ReasoningOptions(StrictModel):
 
 
 class TextOptions(StrictModel):
-    format: dict[str, object] | None = None  # OpenAI: `text`, `json_object` or `json_schema`
+    # OpenAI: `text`, `json_object` or `json_schema`
+    format: Annotated[dict[str, object] | None, forms.of(forms.TextFormats)] = None
     verbosity: Literal["medium"] | None = None  # OpenAI: only `medium`
 
 
@@ -73,13 +74,14 @@ def _few(value: object) -> object:
 
 
 class ResponsesBody(CommonBody):
-    input: object  # OpenAI: a text, or a list of items: messages, calls, results of calls, reasoning
+    # OpenAI: a text, or a list of items: messages, calls, results of calls, reasoning
+    input: Annotated[object, forms.of(forms.ResponseInput)]
     instructions: str | None = None  # OpenAI: a system message before all others, of this response only
     previous_response_id: str | None = None  # OpenAI: a stored response, whose conversation is continued
     max_output_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)  # OpenAI: most new tokens
     # OpenAI: functions that the model may call; tools that a server would run are refused
-    tools: Annotated[list[dict[str, object]] | None, FailFast()] = None
-    tool_choice: object = None  # OpenAI: as in a chat, flat
+    tools: Annotated[list[dict[str, object]] | None, FailFast(), forms.of(forms.ToolForms)] = None
+    tool_choice: Annotated[object, forms.of(forms.ToolChoiceForms)] = None  # OpenAI: as in a chat, flat
     parallel_tool_calls: bool | None = None  # OpenAI: `false`: an answer ends with its first call
     text: TextOptions | None = None  # OpenAI: described below
     reasoning: ReasoningOptions | None = None  # OpenAI: described below

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from kvcellar.engine.arguments import prompt_ids, tokens
 from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.intake import prompt_ids, tokens
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage

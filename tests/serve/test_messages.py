@@ -647,7 +647,7 @@ SOURCES = [
     *(ROOT / "serve" / "openai").glob("*.py"),
     *(ROOT / "serve" / "responses_api").glob("*.py"),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
-    *((ROOT / "engine" / f"{name}.py") for name in ("allocate", "build", "engine", "intake")),
+    *((ROOT / "engine" / f"{name}.py") for name in ("allocate", "arguments", "build", "engine", "intake")),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
@@ -696,8 +696,6 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "variables of a template are given by name, not as {}": "Python",
     "effort is a word, not {}": "Python",
     "{} is True or False, not {}": "Python: over HTTP the type was looked at before",
-    "there is no engine setting {}; there are {}": "start",
-    "{} is no engine setting: {}": "start",
     "the prompt is empty; at least one character is needed": "Python: over HTTP the prompt was looked at before",
     "the prompt is empty; at least one token is needed": "Python: likewise",
     "{} are positions 0 to {}, in order, not {}": "Python",

@@ -111,7 +111,50 @@ def test_half_a_call_at_the_end_of_the_tokens_is_text(http, calling, half):
     choice = said(http, calling, text, max_tokens=len(text))
     assert choice["message"]["content"] == text
     assert "tool_calls" not in choice["message"]
-    assert streamed(http, calling, text)[-1]["finish_reason"] in ("stop", "tool_calls")
+    assert streamed(http, calling, text)[-1]["finish_reason"] == "stop"
+
+
+BROKEN = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", ]'
+HALF = BROKEN[:-1]
+
+
+def last_event(text: str) -> dict[str, Any]:
+    return json.loads(text.strip().rpartition("data: ")[2])
+
+
+@pytest.mark.parametrize(("most", "reason"), [(None, "stop"), (len(HALF) - 1, "length")])
+@pytest.mark.parametrize("text", [BROKEN, HALF])
+def test_a_call_that_was_opened_in_a_stream_and_broke_off_is_none(http, calling, text, most, reason):
+    """In every API: the answer has not ended to have a tool called."""
+    most = {} if most is None else {"max_tokens": most}
+    choice = streamed(http, calling, text, **most)
+    assert any("tool_calls" in one["delta"] for one in choice), "it was told"
+    assert choice[-1]["finish_reason"] == reason
+    both = streamed(http, calling, call("time") + text)
+    assert both[-1]["finish_reason"] == "tool_calls", "one of them is complete"
+    asked = [{"role": "user", "content": "x"}]
+    with calling.scripted(output=text.encode()):
+        tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+        body = {"model": "cellar/fake-1", "messages": asked, "tools": tools, "stream": True, "max_tokens": 999} | most
+        events = http.post("/v1/messages", json=body).text
+        stopped = json.loads(events.split("event: message_delta\ndata: ")[1].split("\n")[0])["delta"]["stop_reason"]
+        assert stopped == {"stop": "end_turn", "length": "max_tokens"}[reason]
+        options = {} if not most else {"options": {"num_predict": most["max_tokens"]}}
+        body = {"model": "cellar/fake-1", "messages": asked, "tools": TOOLS} | options
+        lines = [json.loads(line) for line in http.post("/api/chat", json=body).text.splitlines()]
+        assert lines[-1]["done_reason"] == reason
+        assert not any("tool_calls" in line["message"] for line in lines)
+        flat = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+        bound = {} if not most else {"max_output_tokens": most["max_tokens"]}
+        body = {"input": "x", "tools": flat, "stream": True} | bound
+        response = last_event(http.post("/v1/responses", json=body).text)["response"]
+        assert response["status"] == "incomplete"
+        details = {"reason": "max_output_tokens" if reason == "length" else None}
+        assert response["incomplete_details"] == details
+        assert next(one for one in response["output"] if one["type"] == "function_call")["status"] == "incomplete"
+    continued = http.post("/v1/responses", json={"input": "y", "previous_response_id": response["id"]})
+    assert continued.status_code == 200, "the call is no part of the conversation, since it can have no result"
+    assert "Rome" not in bytes(calling.seen[-1][0]).decode().partition("assistant")[2].partition("user")[0]
 
 
 def test_an_answer_without_calls_ends_as_ever(http, calling):

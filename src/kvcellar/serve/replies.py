@@ -131,6 +131,7 @@ class WholeReply:
     def __init__(self) -> None:
         self.items: list[Item] = []
         self.calls: list[Item] = []
+        self._closed: set[int] = set()  # numbers of calls
 
     def add(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -144,8 +145,8 @@ class WholeReply:
                     self.calls.append(self.items[-1])
                 case CallArguments(call=call, text=text):
                     self.calls[call].texts.append(text)
-                case CallClosed():
-                    pass
+                case CallClosed(call=call):
+                    self._closed.add(call)
 
     def _last(self, kind: Literal["reasoning", "content"]) -> Item:
         """The last item, if it is of this kind; else a new one."""
@@ -162,12 +163,12 @@ class WholeReply:
         return self._joined("reasoning")
 
     def message(self) -> Json:
-        """As `Engine.render` takes it in a later request."""
+        """As `Engine.render` takes it in a later request: without a call that broke off, which has no result."""
         message: Json = {"role": "assistant", "content": self.content}
         if reasoning := self.reasoning:
             message["reasoning_content"] = reasoning
-        if self.calls:
-            message["tool_calls"] = [call.as_call() for call in self.calls]
+        if self._closed:
+            message["tool_calls"] = [call.as_call() for n, call in enumerate(self.calls) if n in self._closed]
         return message
 
     def _joined(self, kind: str) -> str:

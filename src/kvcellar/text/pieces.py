@@ -64,7 +64,7 @@ class ReplyReader(Protocol):
 
     @property
     def calls(self) -> int:
-        """Calls that were opened so far."""
+        """Calls that were closed so far: one that was opened and then broke off is none."""
         ...
 
     def add(self, delta: Delta) -> list[Piece]:

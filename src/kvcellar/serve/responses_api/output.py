@@ -84,6 +84,11 @@ class Output:
         return events + self._closed("completed" if complete and not self._half_call else "incomplete")
 
     @property
+    def broken(self) -> bool:
+        """Did a call break off that was opened?"""
+        return any(item.kind == "function_call" and item.status == "incomplete" for item in self.items)
+
+    @property
     def _half_call(self) -> bool:
         return self.items[-1].kind == "function_call" and self.items[-1].status == "in_progress"
 

@@ -142,12 +142,13 @@ class ResponsesWriter:
     def _finished(self) -> Json:
         (reply,) = self._replies.replies
         assert reply.end is not None, "the response has not ended"
-        complete = reply.end.reason == "stop"
+        complete = reply.end.reason == "stop" and not self._output.broken
         response = self._record("completed" if complete else "incomplete", self._output.as_json())
         if complete:
             response["completed_at"] = int(time.time())
         else:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            cut_off = reply.end.reason == "length"  # else a call broke off: no reason of this API says that
+            response["incomplete_details"] = {"reason": "max_output_tokens" if cut_off else None}
         return response | {"usage": self._usage()}
 
     def _usage(self) -> Json:

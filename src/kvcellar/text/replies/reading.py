@@ -5,7 +5,7 @@ import string
 from typing import Protocol
 
 from kvcellar.events import Delta, Finished
-from kvcellar.text.pieces import CallOpened, Piece
+from kvcellar.text.pieces import CallClosed, Piece
 from kvcellar.text.replies.form import IdMaker, Ids
 from kvcellar.text.replies.machine import Machine
 from kvcellar.text.replies.outline import SHORT_ID, Outline
@@ -49,7 +49,7 @@ class DeltaReader:
     def add(self, delta: Delta) -> list[Piece]:
         pieces: list[Piece] = list(delta.pieces or ())
         self.reasoning_tokens += delta.reasoning_tokens
-        self.calls += sum(isinstance(piece, CallOpened) for piece in pieces)
+        self.calls += sum(isinstance(piece, CallClosed) for piece in pieces)
         return pieces
 
     def end(self, finished: Finished) -> list[Piece]:

@@ -1,6 +1,7 @@
 """The same messages, seed and options get the same answer through every API, and what each API tells of memory is what
 the record of the request says."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,3 +164,34 @@ def test_what_one_api_has_computed_the_others_read(http: httpx.Client, engine: E
         cached = {ask(http, route, engine.model.name, False)[0].cached_tokens for route in ROUTES if route != first}
         assert len(cached) == 1
         assert min(cached) > 0
+
+
+@pytest.mark.parametrize("engine", ["embedded"], indirect=True)
+def test_the_tokens_that_are_counted_are_those_that_the_message_counts(engine: Engine) -> None:
+    """With a key and a user, too: their replies have the tokens that they were generated with, in other numbers than
+    the tokenizer gives their text. What is longer than the context is refused by both."""
+    settings = ServeSettings(port=0, key_digests=(key_digest("one"), key_digest("two")))
+    path, model = "/v1/messages", {"model": engine.model.name}
+    with Server(engine, settings) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        differ = 0
+        for key, seed in itertools.product(("one", "two"), range(6)):
+            headers, messages = {"x-api-key": key}, [{"role": "user", "content": f"Name {seed} hills."}]
+            common = {**model, "metadata": {"user_id": f"u{seed}"}}
+            how = {"max_tokens": 24, "temperature": 1.5, "seed": seed}
+            said = http.post(path, json={**common, **how, "messages": messages}, headers=headers).json()
+            messages += [{"role": "assistant", "content": said["content"]}, {"role": "user", "content": "And?"}]
+            body = {**common, "messages": messages}
+            counted = http.post(f"{path}/count_tokens", json=body, headers=headers).json()["input_tokens"]
+            other = http.post(f"{path}/count_tokens", json={**model, "messages": messages}, headers=headers).json()
+            told = of_message(http.post(path, json={**body, "max_tokens": 1}, headers=headers), False)
+            assert counted == told.prompt_tokens
+            differ += other["input_tokens"] != counted
+        assert differ > 0, "no reply was generated in other tokens than its text has"
+        long = {**model, "messages": [{"role": "user", "content": "a b " * 2 * engine.model.context}]}
+        answers = [
+            http.post(to, json={**long, **more}, headers={"x-api-key": "one"})
+            for to, more in ((path, {"max_tokens": 1}), (f"{path}/count_tokens", {}))
+        ]
+        assert [one.status_code for one in answers] == [400, 400]
+        texts = [one.json()["error"]["message"] for one in answers]
+        assert texts[0] == texts[1]

@@ -79,7 +79,8 @@ class GenerationHandler:
     async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Json | None:
         """The response, when the model is not used any more; None if it was sent as a stream."""
         server, log = self._server, RequestLog.of(scope)
-        caller = Caller(owner(scope), Headers(scope=scope), server.settings)
+        naming = partial(namespace, scope, server.settings.share_prefixes)
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
         with ExitStack() as stack:
             use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
@@ -87,7 +88,6 @@ class GenerationHandler:
             turn = stack.enter_context(ConversationTurn(caller.owner))
 
             def submit(engine: ServedEngine, sent: Fields) -> tuple[Generation, Prepared]:
-                naming = partial(namespace, scope, server.settings.share_prefixes)
                 log.servable = use.servable
                 read = self._parse(engine, sent, caller)
                 prepared, prompts = prepare(engine, read.request, naming, turn)

@@ -1,6 +1,6 @@
 """model_route: routes that a model answers at once, without generating: a body is received and read in a thread."""
 
-from collections.abc import Callable, Coroutine
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -8,7 +8,7 @@ from starlette.types import Receive, Scope, Send
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.model_use import ModelUse
-from kvcellar.serve.namespaces import owner
+from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.request_log import RequestLog
@@ -30,7 +30,8 @@ class ModelRoute:
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server = self._server
-        caller = Caller(owner(scope), Headers(scope=scope), server.settings)
+        naming = partial(namespace, scope, server.settings.share_prefixes)
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
         with ModelUse(server.host, server.threads, body) as use:
 
             def work(engine: ServedEngine, sent: Fields) -> Json:

@@ -3,7 +3,7 @@
 Slow, because it renders and tokenizes: it runs in a thread. It raises `ApiError` and `BadRequest`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,11 @@ from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.writer import Naming
 
 MAX_COMPLETIONS = 4096  # prompts times n
 
 TRUNCATED = SamplingParams(shift=True, max_tokens=1)  # says that a prompt may omit messages
-
-Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
 
 
 def prepare(

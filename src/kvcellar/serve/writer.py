@@ -4,7 +4,7 @@
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,6 +64,9 @@ class Writer(Protocol):
         ...
 
 
+Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The client of a request."""
@@ -71,6 +74,7 @@ class Caller:
     owner: str  # a digest of its API key; "" without one
     headers: Headers
     settings: ServeSettings
+    naming: Naming
     arrived: float = field(default_factory=time.monotonic)  # when the request was received
 
     @property

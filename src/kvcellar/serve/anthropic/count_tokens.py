@@ -11,7 +11,10 @@ from kvcellar.serve.writer import Caller
 
 
 def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
-    """A body of `/v1/messages/count_tokens`. Raises `ApiError` and `BadRequest`."""
+    """A body of `/v1/messages/count_tokens`. As many as the message itself is about to count, within the same bounds.
+    Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than the context."""
     body = validated(PromptBody, sent)
     request = chat_request(body, chat_of(body), sampling={})
-    return {"input_tokens": len(renderer(engine, request, "")(request.messages))}
+    namespace = caller.naming(request.salt, request.users)  # its replies have the tokens that they were generated with
+    prompt = renderer(engine, request, namespace)(request.messages, limit=engine.model.context)
+    return {"input_tokens": len(prompt)}

@@ -110,6 +110,8 @@ class PromptBody(AnthropicModel):
     output_config: OutputConfig | None = None  # Anthropic: JSON that is valid by a schema, and effort
     mcp_servers: list[Any] | None = Field(default=None, max_length=0)  # Anthropic: only empty
     container: None = None  # Anthropic: only `null`
+    metadata: Metadata | None = None  # Anthropic: `user_id`: the request shares memory only with those of the same user
+    cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
 
 
 class MessagesBody(PromptBody):
@@ -119,8 +121,6 @@ class MessagesBody(PromptBody):
     temperature: float | None = None  # Anthropic: sampling
     top_k: int | None = None  # Anthropic: sampling
     top_p: float | None = None  # Anthropic: sampling
-    metadata: Metadata | None = None  # Anthropic: `user_id`: the request shares memory only with those of the same user
     cache_control: CacheControl | None = None  # Anthropic: a breakpoint behind the last message
     seed: int | None = None  # kvcellar: makes sampling reproducible
     conversation: str | None = None  # kvcellar: name of a [conversation](../howto/conversations.md) to continue
-    cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt

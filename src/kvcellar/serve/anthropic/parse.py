@@ -37,8 +37,6 @@ def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
             "seed": body.seed,
         },
         stream=bool(body.stream),
-        salt=body.cache_salt,
-        users=(None if body.metadata is None else body.metadata.user_id,),
         retention=retention,
         conversation=body.conversation,
     )
@@ -57,6 +55,8 @@ def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **co
         constraint=_constraint(body),
         sampling=sampling,
         effort=_effort(body),
+        salt=body.cache_salt,
+        users=(None if body.metadata is None else body.metadata.user_id,),
         **common,
     )
 

@@ -1,5 +1,6 @@
 """model_route: routes that a model answers at once, without generating: a body is received and read in a thread."""
 
+from collections.abc import Callable, Coroutine
 from functools import partial
 
 from starlette.datastructures import Headers

@@ -73,7 +73,7 @@ class ResponseError(TypedDict):
 
 
 class IncompleteDetails(TypedDict):
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens"] | None  # None: a call broke off
 
 
 class ResponseReasoning(TypedDict):

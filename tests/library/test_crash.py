@@ -16,6 +16,7 @@ from kvcellar.library.library import Library
 from kvcellar.library.manifest import Manifest
 from kvcellar.tiers.files import Files
 from tests.library.made import FakeTools, adapter, made, model, tree
+from tests.small_process import in_small_process
 from tests.tiers.faults import Counting, Killing, Recording, after_power_loss
 
 NEW = "FROM ./m\nDRAFT ./d\nADAPTER ./p\nSYSTEM new"
@@ -74,6 +75,11 @@ def check_after_kill(root: Path, here: Path, old: Manifest | None, new: Manifest
 @pytest.mark.parametrize("batch", range(BATCHES))
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "replaced"])
 def test_a_kill_before_any_operation_leaves_the_old_or_the_new(here, batch, replaces):
+    in_small_process(kill_before_operations, str(here), batch, replaces)
+
+
+def kill_before_operations(folder: str, batch: int, replaces: bool) -> None:
+    here = Path(folder)
     counted = Counting()
     new = create(here / "counted", here, files=counted)
     for number in range(batch, counted.done, BATCHES):
@@ -89,6 +95,11 @@ def test_a_kill_before_any_operation_leaves_the_old_or_the_new(here, batch, repl
 @pytest.mark.parametrize("batch", range(5))
 def test_a_kill_at_a_random_moment_leaves_the_old_or_the_new(here, batch):
     """Ten of the fifty kills; each is after a part of the time that a creation takes."""
+    in_small_process(kill_at_moments, str(here), batch)
+
+
+def kill_at_moments(folder: str, batch: int) -> None:
+    here = Path(folder)
     rng, started = random.Random(batch), time.monotonic()
     new = create(here / "measured", here, tools=Slow())
     seconds = time.monotonic() - started
@@ -106,6 +117,12 @@ def test_a_kill_at_a_random_moment_leaves_the_old_or_the_new(here, batch):
 
 @pytest.mark.parametrize("batch", range(3))
 def test_a_kill_while_models_are_removed_or_copied_leaves_each_whole_or_gone(here, batch):
+    in_small_process(kill_while_removing, str(here), batch)
+
+
+def kill_while_removing(folder: str, batch: int) -> None:
+    here = Path(folder)
+
     def work(library: Library) -> None:
         library.copy("a", "b")
         library.remove("a")

@@ -14,6 +14,7 @@ import pytest
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.index import Index
 from kvcellar.tiers.tier import chains
+from tests.small_process import in_small_process
 from tests.tiers.faults import Counting, Failing, Killing, Recording, Short, after_power_loss
 from tests.tiers.made import content, made, store
 from tests.tiers.test_cap import bytes_in
@@ -119,16 +120,19 @@ def killed(directory: Path, number: int, steps: int | None, **options: Any) -> s
 
 @pytest.mark.parametrize("batch", range(40))
 def test_a_process_that_is_killed_loses_nothing_that_was_acknowledged(tmp_path, batch, request) -> None:  # noqa: F811
-    directory = tmp_path / "measured"
+    in_small_process(kill_while_storing, str(tmp_path), batch, 250 if request.config.getoption("--long") else 50)
+
+
+def kill_while_storing(folder: str, batch: int, kills: int) -> None:
+    directory = Path(folder) / "measured"
     count = Counting()
     opened = store(directory, files=count)
     for seed in SEEDS:
         opened.put(*made(seed))
     opened.close()
     rng = random.Random(batch)
-    kills = 250 if request.config.getoption("--long") else 50
     acknowledged: set[int] = set()
-    directory = tmp_path / "killed"
+    directory = Path(folder) / "killed"
     for kill in range(kills):
         if kill % 10 == 0:  # the others recover what the one before has left
             shutil.rmtree(directory, ignore_errors=True)
@@ -144,21 +148,26 @@ def test_a_process_that_is_killed_loses_nothing_that_was_acknowledged(tmp_path, 
 
 @pytest.mark.parametrize("batch", range(8))
 def test_a_process_that_is_killed_while_it_evicts_leaves_no_byte_over_the_cap(tmp_path, batch) -> None:  # noqa: F811
+    in_small_process(kill_while_evicting, str(tmp_path), batch)
+
+
+def kill_while_evicting(folder: str, batch: int) -> None:
     """The cap is that of two entries of four."""
+    directory = Path(folder)
     rng, cap = random.Random(batch), 130_000
     known = {made(seed, size=20_000)[0].key: made(seed, size=20_000) for seed in SEEDS}
     for kill in range(40):
         in_index = rng.random() < 0.6
         number = 1 << 30 if in_index else (kill * 8 + batch) % 90
-        killed(tmp_path, number, rng.randrange(1, 3000) if in_index else None, max_bytes=cap, size=20_000)
-        assert bytes_in(tmp_path) <= cap
+        killed(directory, number, rng.randrange(1, 3000) if in_index else None, max_bytes=cap, size=20_000)
+        assert bytes_in(directory) <= cap
         if kill % 2:  # else the next process recovers
-            with closing(store(tmp_path, max_bytes=cap)) as opened:
+            with closing(store(directory, max_bytes=cap)) as opened:
                 assert not opened._index.reserved(), "bytes stay reserved"
-                assert {path.name for path in (tmp_path / "data").iterdir()} == opened._index.names()
+                assert {path.name for path in (directory / "data").iterdir()} == opened._index.names()
                 for entry in opened.entries():
                     assert content(opened, entry.snapshot.key) == known[entry.snapshot.key]
-                assert bytes_in(tmp_path) <= opened.size() <= cap
+                assert bytes_in(directory) <= opened.size() <= cap
                 check_sum(opened)
                 assert not opened.failures
 

@@ -26,6 +26,7 @@ from kvcellar.plan import Batch, StateSegment
 from kvcellar.verify import run
 from kvcellar.verify.checks import CHECKS
 from tests.cli.command import Ran, kvcellar
+from tests.short_bits import short_bits  # noqa: F401  # pytest finds it by name
 from tests.zoo import ARCHS, WINDOW
 
 NAMES = {check.name for check in CHECKS}

@@ -21,6 +21,7 @@ from kvcellar.verify import run
 from kvcellar.verify.checks import CHECKS
 from kvcellar.verify.harness import Harness, gap_of, other_text
 from kvcellar.verify.run import BITS, WAYS, verify
+from tests.short_bits import short_bits  # noqa: F401  # pytest finds it by name
 from tests.zoo import ARCHS, WINDOW, reference_logits
 
 NOT_APPLICABLE = {  # and a word of why

@@ -9,6 +9,7 @@ sums depends on the number of rows, or that of what is computed before it.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -158,10 +159,11 @@ def same_bits(guest: Guest, *, seed: int, watch: Callable[[str], None] = lambda 
         reference = _computed(guest, text, others, _alone, None)
     except MODEL_ERRORS as error:
         return (_failed(ALONE, error),)
+    alone = cache(lambda: _watched(guest, text, others, _alone))  # a model that differs does in most ways
     for name, way in _ways(guest):
         watch(name)
         try:
-            found.append(_compared(guest, text, others, name, way, reference))
+            found.append(_compared(_computed(guest, text, others, way, None), reference, name, way, alone))
         except MODEL_ERRORS as error:
             found.append(_failed(name, error))
     return tuple(found)
@@ -242,18 +244,20 @@ def _computed(guest: Guest, text: Sequence[int], others: Sequence[int], way: Way
     return runs
 
 
-def _compared(
-    guest: Guest, text: Sequence[int], others: Sequence[int], name: str, way: Way, reference: _Runs
-) -> SameBits:
-    logits = _computed(guest, text, others, way, None).logits
+def _watched(guest: Guest, text: Sequence[int], others: Sequence[int], way: Way) -> _Watch:
+    watch = _Watch()
+    with watch.hooked(guest.model):
+        _computed(guest, text, others, way, watch)
+    return watch
+
+
+def _compared(runs: _Runs, reference: _Runs, name: str, way: Way, alone: Callable[[], _Watch]) -> SameBits:
+    logits = runs.logits
     differing = [position for position, row in logits.items() if not _equal(row, reference.logits[position])]
     if not differing:
         return SameBits(name, len(logits), 0)
-    alone, other = _Watch(), _Watch()
-    for watch, how in ((alone, _alone), (other, way)):
-        with watch.hooked(guest.model):
-            _computed(guest, text, others, how, watch)
-    return SameBits(name, len(logits), len(differing), _first(guest.model, alone, other))
+    other = _watched(runs.guest, runs.text, runs.others, way)
+    return SameBits(name, len(logits), len(differing), _first(runs.guest.model, alone(), other))
 
 
 def _first(model: nn.Module, alone: _Watch, other: _Watch) -> str | None:

@@ -14,6 +14,8 @@ from types import MappingProxyType
 # Versions that the tests were written with.
 CLIENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        # torch by name: a find-links or an index of CPU builds then has the one to take, without gigabytes of CUDA.
+        "guidellm": ("torch==2.13.0", "guidellm==0.8.1"),
         "instructor": ("instructor==1.17.0",),
         "langchain-openai": ("langchain-openai==1.7.3",),
         "litellm": ("litellm==1.106.2",),

@@ -25,7 +25,8 @@ def main(address: str) -> None:
             messages=[{"role": "user", "content": "Name a book."}],
             response_model=Book,
             max_retries=0,
-            max_tokens=100,
+            max_tokens=200,
+            temperature=0,
         )
         print(f"{book.title!r} has {book.pages} pages")
 

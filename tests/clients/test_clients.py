@@ -1,69 +1,17 @@
-"""Packages of others, each in a process and an environment of its own, with the server and the embedded model, which
-gets a chat template with tools.
+"""Packages of others, each in a process and an environment of its own, with a server.
 
 `python -m scripts.client_environments FOLDER` makes the environments; the tests find them by KVCELLAR_CLIENTS.
 """
 
-import json
 import math
-import os
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcellar import Engine
-from kvcellar.models import embedded
-from kvcellar.serve import Server, ServeSettings
-from tests.engine.mixes import assert_at_rest
-from tests.serve.fake_engine import PATIENCE
-from tests.text.replies.chats import chat
-
-# Calls, but no reasoning, which would be free in front of a required call, and which this model would not end.
-CALLS = """{% for c in m.tool_calls or [] %}
-<tool_call>
-{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}
-</tool_call>{% endfor %}"""
-PROGRAMS = Path(__file__).parent / "programs"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    path = tmp_path_factory.mktemp("models") / "caller"
-    shutil.copytree(Path(embedded.__file__).parent, path, ignore=shutil.ignore_patterns("*.py", "__pycache__", "mtp*"))
-    (path / "chat_template.jinja").write_text(chat(CALLS))
-    with Engine(path, dtype="float32", device="cpu", cache_bytes=64_000_000, threads=1) as engine:
-        yield engine
-        assert_at_rest(engine)
-
-
-@pytest.fixture(scope="module")
-def server(engine: Engine) -> Iterator[Server]:
-    with Server(engine, ServeSettings(port=0)) as server:
-        yield server
-
-
-def run(client: str, program: str, *arguments: str) -> Any:
-    """What the program of this client prints last, as JSON. Skips the test where the client has no environment."""
-    folder = os.environ.get("KVCELLAR_CLIENTS")
-    python = Path(folder or "/nonexistent") / client / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{client} has no environment in KVCELLAR_CLIENTS; see scripts/client_environments.py")
-    quiet = {"OPENAI_API_KEY": "any", "LANGSMITH_TRACING": "false", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-    done = subprocess.run(
-        [python, PROGRAMS / program, *arguments],
-        env=kept | quiet,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+from kvcellar.serve import Server
+from tests.clients.environment import run
 
 
 def is_city(found: dict[str, Any]) -> bool:
@@ -116,3 +64,25 @@ def test_lm_eval_scores_continuations_as_the_engine_does(server: Server, engine:
         own = [entry.logprob for entry in scored[len(pair["context"]) :]]
         assert math.isclose(score, sum(own), rel_tol=1e-6)
     assert found["text"] == [engine.generate(found["prompt"], max_tokens=8, temperature=0.0).text.split("\n\n")[0]]
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_guidellm_reports_no_failed_request_and_the_tokens_of_each(
+    server: Server, engine: Engine, model: Path, route: str
+) -> None:
+    """It breaks on `continuous_usage_stats`, `ignore_eos` and `stop: null`, on a stream without usage, and on a
+    `/health` that is not there."""
+    found = run("guidellm", "with_guidellm.py", server.url, engine.model.name, str(model), route)
+    totals = found["totals"]
+    assert (totals["errored"], totals["incomplete"], totals["successful"]) == (0, 0, 6)
+    assert len(found["requests"]) == 6
+    for told in found["requests"]:
+        sent = told["sent"]
+        if "prompt" in sent:
+            prompt = engine.encode(sent["prompt"])
+        else:  # items of a response may be messages as they are
+            (message,) = sent.get("messages") or sent["input"]
+            text = "".join(part["text"] for part in message["content"])
+            prompt = engine.render([{"role": "user", "content": text}])
+        assert (told["prompt_tokens"], told["completion_tokens"]) == (len(prompt), 8)
+        assert told["output"]

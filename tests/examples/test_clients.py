@@ -14,8 +14,16 @@ from kvcellar.serve import Server, ServeSettings
 
 CLIENTS = Path(__file__).parents[2] / "examples" / "clients"
 RUN = {"openai_chat", "openai_responses", "anthropic_messages", "ollama_chat", "http_stream"}
-# Their packages bring along a hundred others, some with other versions than ours, so they are compiled only.
-COMPILED = {"langchain_chat": "langchain-openai", "litellm_chat": "litellm", "instructor_objects": "instructor"}
+# Their packages bring along a hundred others, some with other versions than ours: tests/clients runs them where they
+# have environments of their own, and here they are compiled only.
+COMPILED = {
+    "agents_tool": "openai-agents",
+    "guidellm_benchmark": "guidellm",
+    "instructor_objects": "instructor",
+    "langchain_chat": "langchain-openai",
+    "litellm_chat": "litellm",
+    "lm_eval_scores": "'lm-eval[api]'",
+}
 TOLD = re.compile(r"^(\d+) of (\d+) tokens of the prompt came from memory$", re.M)
 READ = re.compile(r"^(\d+) tokens of the prompt were read in \d+ ms$", re.M)
 

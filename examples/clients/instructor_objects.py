@@ -8,10 +8,11 @@ import argparse
 
 import instructor
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class Book(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # else the schema lets the model add keys
     title: str = Field(max_length=20)
     pages: int = Field(ge=1, le=999)
 

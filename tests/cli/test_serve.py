@@ -39,6 +39,42 @@ def test_serve_prints_its_address_and_ends_on_a_signal(tmp_path, word):
     assert "Traceback" not in err
 
 
+def test_a_signal_while_the_model_is_loaded_ends_the_server(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    process = started(tmp_path, "serve", "--port", port, *ENGINE)
+    try:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, transport=httpx.HTTPTransport(), timeout=240
+        ) as client:
+            while not answers(client):
+                assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+
+
+def answers(client: httpx.Client) -> bool:
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason(tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    process = started(tmp_path, "serve", str(tmp_path / "broken"), "--port", "0", *ENGINE)
+    out, err = process.communicate(timeout=240)
+    assert (process.returncode, out) == (1, "")
+    assert "broken" in err
+    assert "Traceback" not in err
+
+
 def refused_before_a_model_is_loaded(monkeypatch, *words: str) -> str:
     def load(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded")

@@ -13,7 +13,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvcellar.cli.hosting import hosted
+from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.main import cli
 from kvcellar.serve import Host, Server, ServeSettings
 
@@ -94,12 +94,21 @@ class Page:
         return text
 
     @contextmanager
-    def hosted(self, models: Sequence[str], **options: Any) -> Iterator[Any]:
-        yield self.stack.enter_context(hosted(models, **options))
+    def hosting(self, models: Sequence[str], **options: Any) -> Iterator[Hosting]:
+        yield self.stack.enter_context(hosting(models, **options))
 
     def serve(
-        self, models: Host, settings: ServeSettings, *, library: Any, tools: Any, mount: Any, **_: object
+        self,
+        models: Host,
+        settings: ServeSettings,
+        *,
+        library: Any,
+        tools: Any,
+        mount: Any,
+        load: Callable[[], None],
+        **_: object,
     ) -> None:
+        load()
         port, settings = settings.port, replace(settings, host="127.0.0.1", port=0)
         server = self.stack.enter_context(Server(models, settings, library=library, tools=tools, mount=mount))
         self.served[f"http://127.0.0.1:{port}"] = server.url
@@ -114,7 +123,7 @@ def page(monkeypatch, tmp_path) -> Iterator[Page]:
     (tmp_path / "my-model").symlink_to(EMBEDDED)
     with ExitStack() as stack:
         page = Page(monkeypatch, stack)
-        monkeypatch.setattr("kvcellar.cli.serve.hosted", page.hosted)
+        monkeypatch.setattr("kvcellar.cli.serve.hosting", page.hosting)
         monkeypatch.setattr("kvcellar.cli.serve.bind", lambda settings: nullcontext())
         monkeypatch.setattr("kvcellar.cli.serve.run", page.serve)
         yield page

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from kvcellar.models.find import find
 from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
+from kvcellar.progress import Listener, Progress
 from kvcellar.serve.host import Host
 from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
 from kvcellar.serve.protocols import ServedEngine
@@ -42,8 +43,28 @@ OF_ONE_ENGINE = (  # and for the first one only
 NO_FILES = ("ngram", "mtp", "none")  # drafts without weights files of their own
 
 
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """A host, its library, and the engines of the models of the command line, the default first, once they are loaded.
+
+    `load` loads them, and ends with `EngineClosed` when the startup of the host is stopped."""
+
+    host: Host
+    library: Library | None
+    engines: Sequence[Engine]
+    load: Callable[[], None]
+
+
 @contextmanager
-def hosted(
+def hosted(models: Sequence[str], **options: Any) -> Iterator[tuple[Host, Library | None, Sequence[Engine]]]:
+    """`hosting`, with all models loaded."""
+    with hosting(models, **options) as found:
+        found.load()
+        yield found.host, found.library, found.engines
+
+
+@contextmanager
+def hosting(
     models: Sequence[str],
     *,
     quiet: bool,
@@ -52,9 +73,8 @@ def hosted(
     keep_alive: float,
     cache_bytes: int | None,
     **options: Any,
-) -> Iterator[tuple[Host, Library | None, list[Engine]]]:
-    """A host, its library, and the engines of the models of the command line, the default first. Closes all engines at
-    the end."""
+) -> Iterator[Hosting]:
+    """What serves the models of the command line, none of which is loaded yet. Closes all engines at the end."""
     with show_progress(quiet=quiet):
         import_needed()
     kind, free = _device(options["device"])
@@ -66,11 +86,18 @@ def hosted(
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
     with closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
-        for model in models or (None,):
-            host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
-        for name in options.get("adapters") or ():
-            host.name_adapter(name)
-        yield host, library, made.of_command
+        named = models or (None,)
+        made.heard = host.startup.heard
+
+        def load() -> None:
+            for at, model in enumerate(named):
+                host.startup.loads(at)
+                host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
+            for name in options.get("adapters") or ():
+                host.name_adapter(name)
+
+        host.startup.names = tuple(map(_shown, named))
+        yield Hosting(host, library, made.of_command, load)
 
 
 class Engines:
@@ -80,6 +107,7 @@ class Engines:
         self.options, self._quiet, self._max_bytes = options, quiet, max_bytes
         self._thread = DeviceThread()
         self.of_command: list[Engine] = []
+        self.heard: Listener = lambda progress: None  # of models of the command line, while they are loaded
 
     def on_demand(self, name: str, cache: int, going_on: Callable[[], None]) -> Engine:
         settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
@@ -97,11 +125,24 @@ class Engines:
     def stays(self, model: str | None, cache: int) -> Engine:
         first = not self.of_command
         settings = {key: value for key, value in self.options.items() if first or key not in OF_ONE_ENGINE}
-        with show_progress(quiet=self._quiet):
+        with show_progress(quiet=self._quiet) as shown:
+
+            def heard(progress: Progress) -> None:
+                self.heard(progress)
+                if shown is not None:
+                    shown(progress)
+
             own = given(**settings | self._adapters(settings.get("adapters")), cache_bytes=cache)
-            engine = Engine(model, thread=self._thread, **own)
+            engine = Engine(model, progress=heard, thread=self._thread, **own)
         self.of_command.append(engine)
         return engine
+
+
+def _shown(model: str | None) -> str:
+    """The name of a model without the directories of this machine."""
+    if model is None:
+        return "embedded"
+    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> Servable | None:

@@ -6,6 +6,7 @@ line number, before a model is loaded if that is possible.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,11 +41,12 @@ def read_pinned(file: Path) -> list[Line]:
     ]
 
 
-def pin_all(engine: Pins, lines: list[Line], adapter: str | None) -> str:
+def pin_all(engine: Pins, lines: list[Line], adapter: str | None, going_on: Callable[[], None] = lambda: None) -> str:
     """Pin the prompts, for requests with an adapter; returns what that has taken, in words. Raises `BadRequest` with
-    the place."""
+    the place. `going_on` is called before each, and may raise."""
     tokens = found = 0
     for line in lines:
+        going_on()
         try:
             usage = engine.pin(line.prompt, adapter=adapter)
         except KvcellarError as error:

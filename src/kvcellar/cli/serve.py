@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,10 @@ import click
 
 from kvcellar.cli.banner import banner
 from kvcellar.cli.downloads import download_missing, pull_option
-from kvcellar.cli.hosting import hosted
+from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
-from kvcellar.cli.pinned import pin_all, read_pinned
+from kvcellar.cli.pinned import Line, pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.serve.key_ring import Keys
@@ -133,6 +134,9 @@ def command(
     the local Hugging Face cache; without one, the embedded model), which stays loaded, and the models of the library,
     which are loaded when requests name them. Requests without a name get the first MODEL.
 
+    The port answers while the models are loaded: /health is 200, /ready is 503 and says how far that is, and so are
+    requests. A model that cannot be loaded ends the server.
+
     SIGHUP reads the key files again; one that is wrong changes nothing. SIGTERM or SIGINT refuses requests that have
     not started, waits up to --drain-timeout for running ones, and closes the engine at most 3 seconds later. Exit
     code 0; or 1 if the engine's current step takes longer than that. A second signal ends the process at once, with
@@ -154,34 +158,41 @@ def command(
         with (
             timer,
             closing(spans) if spans else nullcontext(),
-            hosted(models, quiet=quiet or log_format == "json", **options) as (host, library, engines),
+            hosting(models, quiet=quiet or log_format == "json", **options) as hosted,
         ):
-            for engine in engines:
-                announce(f"{engine.model.name}: {engine.capacity()}")
-            if pinned:
-                announce(pin_all(engines[0], pinned, host.default.adapter))
-            gc.collect()
-            gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 
             def ready(url: str) -> None:
-                for line in banner(url, host, settings, keys):
+                for line in banner(url, hosted.host, settings, keys):
                     announce(line)
 
             from kvcellar.cli.inspecting import inspector  # imports torch, so not at the top
             from kvcellar.models.create_tools import CreateTools
 
             run(
-                host,
+                hosted.host,
                 settings,
-                library=library,
+                library=hosted.library,
                 tools=CreateTools(measure=False),  # models beside those of the host would exceed --memory
                 mount=inspector,
                 listener=listener,
                 read_keys=partial(read_again, *files) if any(files) else None,
                 traces=spans,
+                load=partial(load, hosted, pinned, announce),
                 ready=ready,
                 signalled=timer.signalled,
             )
+
+
+def load(hosted: Hosting, pinned: list[Line], announce: Callable[[str], object]) -> None:
+    """Load the models of the command line, and pin prompts of the first one."""
+    hosted.load()
+    for engine in hosted.engines:
+        announce(f"{engine.model.name}: {engine.capacity()}")
+    if pinned:
+        host = hosted.host
+        announce(pin_all(hosted.engines[0], pinned, host.default.adapter, host.startup.going_on))
+    gc.collect()
+    gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
 
 
 def read_again(api: Path | None, admin: Path | None, metrics: Path | None) -> Keys:

@@ -48,6 +48,8 @@ class ShutdownTimer:
             while self._events.get(timeout=self._seconds):
                 pass
         except Empty:
-            log.error("the engine did not end its step within %g seconds of the signal; exiting", self._seconds)
+            log.error(
+                "the engine did not end its step within %g seconds of the signal, or its load; exiting", self._seconds
+            )
             self._flush()
             self._leave(TIMED_OUT)

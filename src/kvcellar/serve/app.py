@@ -63,6 +63,7 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
                 records=records,
                 ended=ended,
                 mounted=mounted,
+                startup=shared.host.startup,
             )
         ],
         exception_handlers={HTTPException: _no_such_route},

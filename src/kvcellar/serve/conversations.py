@@ -23,6 +23,7 @@ from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
+from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import owner
 from kvcellar.serve.openai.completions import one_prompt
 from kvcellar.serve.parsing import parse_object, validated
@@ -69,7 +70,11 @@ class ConversationsHandler:
     """All of a request but receiving its body is done on the server's threads."""
 
     def __init__(self, server: Shared) -> None:
-        self._server, self._engine = server, server.host.default
+        self._server = server
+
+    @property
+    def _engine(self) -> NamedEngine:
+        return self._server.host.default
 
     async def index(self, request: Request) -> Response:
         def work(owner: str, body: bytearray) -> Json:

@@ -1,7 +1,8 @@
 """health: the routes for supervisors and load balancers. They need no key and tell nothing but the state of the server.
 
 /health   200 while the process is alive and no engine that stays has failed, else 503: start it again
-/ready    200 while requests are served, 503 while models are loaded or the server is shutting down: send them elsewhere
+/ready    200 while requests are served; 503 while the models are loaded, with how far that is, or the server is
+          shutting down: send requests elsewhere
 /ping     as /health
 """
 
@@ -36,10 +37,11 @@ class HealthHandler:
     async def ready(self, request: Request) -> Response:
         if self._drain.started:
             raise shutting_down()
+        self._host.startup.refuse(named=self._named)
         return self._state("ready")
 
     def _state(self, status: str) -> Response:
         if not self._host.healthy:
             raise ApiError(503, "the engine has stopped; the server must be started again", code="engine_unhealthy")
-        named = {"model": self._host.find(None).name} if self._named else {}
+        named = {"model": self._host.find(None).name} if self._named and not self._host.startup.loading else {}
         return Response(to_json({"status": status, **named}), media_type="application/json")

@@ -29,9 +29,10 @@ from kvcellar.serve.json_text import printable
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Work
+from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Stage, Work
 from kvcellar.serve.residents import Residents
 from kvcellar.serve.servable import Catalogue, Servable, as_it_is, not_served
+from kvcellar.serve.startup import Startup
 from kvcellar.short_switches import Rests, ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")
@@ -64,6 +65,7 @@ class Host:
         self._timer: asyncio.TimerHandle | None = None
         self._threads: set[threading.Thread] = set()
         self.short_switches = ShortSwitches()  # for all long work beside requests
+        self.startup = Startup()  # loads the models that stay
         self._closed = False
         # called with each model that is about to be unloaded, on the thread that does so
         self.unloading: Callable[[Resident], None] = lambda resident: None
@@ -149,8 +151,9 @@ class Host:
 
     @property
     def healthy(self) -> bool:
-        """Whether the engines that stay are."""
-        return all(one.engine is not None and one.engine.healthy for one in self.residents.all() if one.fixed)
+        """Whether the engines that stay, and are loaded, are."""
+        fixed = [one for one in self.residents.all() if one.fixed and one.stage is not Stage.LOADING]
+        return all(one.engine is not None and one.engine.healthy for one in fixed)
 
     def loaded(self, name: str | None) -> Lease:
         """A lease on a model that must be loaded. Raises `ModelNotFound` and `ApiError`."""

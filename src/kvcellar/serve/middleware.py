@@ -1,11 +1,11 @@
 """middleware: checks every request before it is routed, and turns every exception into a response.
 
 Checks, in this order: too many or too long headers (431), a Host header that does not name this server (403), no valid
-API key (401), shutdown (503). Routes below `/admin/`, and those that change the library, need an admin key instead, if
-the server has any. Unknown routes are checked too, so a client without a key cannot find out which routes exist. The
-routes of `health` need no key, and are served during shutdown; pages that are mounted need no key either. No CORS
-headers are sent, so a web page of another origin cannot read a response; and as bodies need the content type JSON, it
-cannot send a request that has an effect.
+API key (401), shutdown, or models that are still loaded (503). Routes below `/admin/`, and those that change the
+library, need an admin key instead, if the server has any. Unknown routes are checked too, so a client without a key
+cannot find out which routes exist. The routes of `health` need no key, and are served during startup and shutdown;
+pages that are mounted need no key either. No CORS headers are sent, so a web page of another origin cannot read a
+response; and as bodies need the content type JSON, it cannot send a request that has an effect.
 
 Every response has the API's format and an `x-request-id`, which Anthropic's clients read as `request-id`; every request
 has one line in the log (`request_log`). A key is sent as `Authorization: Bearer KEY`, or as `x-api-key: KEY`.
@@ -30,6 +30,7 @@ from kvcellar.serve.mounted import Mounted
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.startup import Startup
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -48,9 +49,10 @@ class RequestMiddleware:
         records: Records | None,
         ended: Callable[[RequestLog], None],
         mounted: Mounted,
+        startup: Startup,
     ) -> None:
         self._app, self._settings, self._drain, self._records = app, settings, drain, records
-        self._keys, self._ended, self._mounted = keys, ended, mounted
+        self._keys, self._ended, self._mounted, self._startup = keys, ended, mounted, startup
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -96,6 +98,8 @@ class RequestMiddleware:
             self._keys.check(scope, self._mounted.operated)
         if self._drain.started:
             raise shutting_down()
+        if scope["path"] not in self._mounted.open:
+            self._startup.refuse(named=True)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
         """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""

@@ -4,7 +4,7 @@ from kvcellar.errors import ModelNotFound
 from kvcellar.serve.host import Host
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.servable import Catalogue, Servable
 
 
 class _Nothing:
@@ -20,6 +20,11 @@ class _Nothing:
 
     def all(self) -> list[Servable]:
         return []
+
+
+def catalogue() -> Catalogue:
+    """Of no models."""
+    return _Nothing()
 
 
 def hosting(engine: ServedEngine) -> Host:

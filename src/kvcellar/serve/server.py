@@ -35,6 +35,7 @@ from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared
+from kvcellar.serve.startup import LoadThread
 from kvcellar.serve.traces import Traces
 
 BACKLOG = 512  # connections that wait to be accepted
@@ -52,11 +53,15 @@ def run(
     listener: socket.socket | None = None,
     read_keys: Callable[[], Keys] | None = None,
     traces: Traces | None = None,
+    load: Callable[[], None] | None = None,
     ready: Callable[[str], None] | None = None,
     signalled: Callable[[int], None] = lambda number: None,
 ) -> None:
     """Serve until a signal arrives. `ready` is called with the address once requests are served, `signalled` in the
     handler of each signal, with its number. With `read_keys`, SIGHUP reads the keys again.
+
+    `load` opens the models of the host, on a thread of its own while the server listens; `startup` of the host says
+    what it loads. What it raises ends the server, and is raised here.
 
     `mount` returns the routes of other packages. `listener` is a socket returned by `bind` for these settings; None:
     one is made. Raises `BadRequest` if the server cannot listen on the address.
@@ -71,7 +76,16 @@ def run(
         read_keys=read_keys,
         traces=traces,
     )
-    server.serve(ready, signalled)
+    if load is None:
+        server.serve(ready, signalled)
+        return
+    assert isinstance(models, Host), "an engine is loaded already"
+    models.startup.begin()
+    loading = LoadThread(models.startup, load, server.stop)
+    try:
+        server.serve(lambda url: loading.start(lambda: ready(url) if ready else None), signalled)
+    finally:
+        loading.join()
 
 
 class Server:

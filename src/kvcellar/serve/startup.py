@@ -1,0 +1,102 @@
+"""startup: the models that a server loads once it listens, before it serves requests.
+
+One thread loads them. Until it has ended, `/ready` is 503 and says how far it is, and other requests are refused.
+
+Always true:
+  * a server whose models are loaded when it starts, or that has none to load, never refuses a request here;
+  * once a startup has ended it does not begin again.
+"""
+
+import threading
+from collections.abc import Callable
+
+from kvcellar.errors import EngineClosed
+from kvcellar.progress import Progress
+from kvcellar.serve.api_errors import ApiError
+
+RETRY_SECONDS = "5"
+
+
+class Startup:
+    """Thread-safe: the thread that loads writes, the event loop reads and stops it."""
+
+    def __init__(self) -> None:
+        self.loading = self.stopped = False
+        self.names: tuple[str, ...] = ()  # of the models that are loaded, in order
+        self._at = 0  # index of the model that is being loaded
+        self._progress: Progress | None = None
+
+    def begin(self) -> None:
+        """Refuse requests from now on. Call it before the server listens."""
+        self.loading = True
+
+    def loads(self, at: int) -> None:
+        """The model with this index is loaded from now on."""
+        self._at, self._progress = at, None
+        self.going_on()
+
+    def heard(self, progress: Progress) -> None:
+        """What is being done for it. Raises `EngineClosed` if the server has ended."""
+        self._progress = progress
+        self.going_on()
+
+    def going_on(self) -> None:
+        """Raises `EngineClosed` if the server has ended."""
+        if self.stopped:
+            raise EngineClosed("the server was stopped while its models were loaded")
+
+    def ended(self) -> None:
+        self.loading = False
+
+    def stop(self) -> None:
+        """Ends the load soon: the next report of its progress raises."""
+        self.stopped = True
+
+    def refuse(self, *, named: bool) -> None:
+        """Raises `ApiError` 503 while models are loaded. `named`: with the name of the model."""
+        if self.loading:
+            raise ApiError(503, self._told(named), code="loading_model", headers={"retry-after": RETRY_SECONDS})
+
+    def _told(self, named: bool) -> str:
+        at, progress = self._at, self._progress
+        name = f" {self.names[at]}" if named and at < len(self.names) else ""
+        done = f", {at} of {len(self.names)} are loaded" if len(self.names) > 1 else ""
+        stage = "" if progress is None else f": {progress.stage}"
+        if progress is not None and progress.total:
+            stage += f", {progress.done} of {progress.total}"
+        return f"the server is loading the model{name}{done}{stage}; try again later"
+
+
+class LoadThread:
+    """Runs `load` on a thread of its own beside a server, which `stop` ends if `load` raises."""
+
+    def __init__(self, startup: Startup, load: Callable[[], None], stop: Callable[[], None]) -> None:
+        self._startup, self._load, self._stop = startup, load, stop
+        self._error: BaseException | None = None
+        self._then: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="kvcellar-startup")
+
+    def start(self, then: Callable[[], None]) -> None:
+        """`then` is called on the thread once requests are served."""
+        self._then = then
+        self._thread.start()
+
+    def join(self) -> None:
+        """After the server has ended: stops a load that is running, and raises what `load` raised by itself."""
+        self._startup.stop()
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._load()
+            self._startup.going_on()
+            self._startup.ended()
+            self._then()
+        except BaseException as error:  # noqa: BLE001 - raised again where the server was started
+            if self._startup.stopped and isinstance(error, EngineClosed):
+                return
+            self._error = error
+            self._stop()

@@ -1,15 +1,22 @@
 """Constraints are compiled within limits, or refused with the reason; what one thread compiled others copy."""
 
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from kvcellar import BadRequest, Overloaded
+from kvcellar.bench.structured import _write_tokenizer
 from kvcellar.sample import grammars as module
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import COMPILING, KEPT, WAITING, Grammars
+from kvcellar.sample.matcher import Matcher
 from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, tokenizer
 
 
@@ -130,3 +137,56 @@ def test_few_are_compiled_at_once_some_wait_and_others_are_refused(monkeypatch: 
     assert most == COMPILING
     assert made.matcher(Constraint.regex("b")).error is None
     made.check()
+
+
+def test_the_tokenizer_is_read_when_it_is_prepared_and_once() -> None:
+    class Read:
+        vocab_size, times = tokenizer().vocab_size, 0
+
+        def to_json(self) -> str:
+            self.times += 1
+            return tokenizer().to_json()
+
+    source = Read()
+    made = Grammars(source, "", vocab_size=COLUMNS, end_ids=[END])
+    made.prepare()
+    assert source.times == 1
+    made.matcher(Constraint.json_object())
+    made.prepare()
+    assert source.times == 1
+
+
+def test_what_cannot_be_prepared_is_refused_at_the_first_constraint() -> None:
+    made = Grammars(None, "it is a test", vocab_size=COLUMNS, end_ids=[END])
+    made.prepare()
+    with pytest.raises(BadRequest, match="has none"):
+        made.matcher(Constraint.json_object())
+
+
+def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
+    """Lengths by which tokens of strings are looked at together change no mask: also near the end of a string."""
+    (tmp_path / "config.json").write_text("{}")
+    _write_tokenizer(vocabulary := 3000, tmp_path)
+    backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    source: Any = SimpleNamespace(vocab_size=vocabulary, to_json=backend.to_str)
+    texts = {"text": {"type": "string", "maxLength": 12}, "word": {"type": "string", "pattern": "^[a-z]{2,6}$"}}
+    schema = Constraint.json_schema({"type": "object", "properties": texts, "required": list(texts)})
+
+    def start() -> Matcher:
+        return Grammars(source, "", vocab_size=vocabulary, end_ids=[vocabulary - 1]).matcher(schema)
+
+    together = start()
+    monkeypatch.setattr(module, "SLICES", [])
+    alone = start()
+    for seed in range(8):
+        draw, pair = random.Random(seed), (together.copy(), alone.copy())
+        token, steps = 0, 0
+        while token != vocabulary - 1 and steps < 60:
+            masks = np.zeros((2, -(-vocabulary // 32)), np.int32)
+            for one, mask in zip(pair, masks, strict=True):
+                one.fill((), mask)
+            assert masks[0].tolist() == masks[1].tolist()
+            allowed_ids = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
+            token, steps = int(draw.choice(allowed_ids)), steps + 1
+            for one in pair:
+                one.accept(token)

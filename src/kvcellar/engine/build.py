@@ -200,6 +200,7 @@ def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int, ad
     )
     vocab_size = vocabulary_of(loaded.model)
     grammars = Grammars(codec.tokenizer, loaded.without_text, vocab_size=vocab_size, end_ids=loaded.end_ids)
+    grammars.prepare()
     return Intake(
         codec=codec,
         prompts=PromptMemory(text_bytes - text_bytes // 2),

@@ -1,8 +1,10 @@
 """grammars: compiles the constraints of requests for one tokenizer, within limits on time and memory. No torch.
 
 A constraint is compiled on the thread that submits the request, before anything runs, and refused there if it cannot be
-honoured: the library says which keyword it does not know, and none is ignored. The tokenizer is read at the first
-constraint.
+honoured: the library says which keyword it does not know, and none is ignored.
+
+The library reads the tokenizer with the interpreter lock held, for half a second and more where the vocabulary is
+large, so this is done when the model is loaded (`prepare`), not beside its streams.
 
 Always true:
   * at most `COMPILING` constraints are compiled at once, and at most `WAITING` wait for that;
@@ -13,7 +15,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from kvcellar.errors import BadRequest, Overloaded
-from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.constraint import PARAM, Constraint
 from kvcellar.sample.matcher import WORD_BITS, Matcher, one_line
 
 COMPILING, WAITING, KEPT = 2, 64, 32
@@ -31,6 +33,11 @@ MAX_GBNF_BYTES, MAX_GBNF_RULES = 2**16, 400  # converting one takes up to rules 
 WHITESPACE = r" |\n[ \t]{0,32}"  # else a weak model may write whitespace for ever
 ANY_OBJECT = '{"type":"object"}'
 ANSWER = "answer"  # its name in the grammar around it
+# Tokens that are text of a JSON string, by their length in characters at most: where a string may have 7 more, all
+# tokens of up to 7 are allowed without a look at each. The library's own lengths are 10 and 30: near the end of each
+# bounded string it looks at every token, for milliseconds.
+IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{IN_STRING}{{1,{most}}}" for most in (*range(1, 11), 16, 30)), f"{IN_STRING}+"]
 
 
 class ReadTokenizer(Protocol):
@@ -59,7 +66,7 @@ class Grammars:
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """The state of a completion that has no token yet. Raises `BadRequest` for what cannot be honoured, and
-        `Overloaded`. Takes seconds at worst; the first of a large vocabulary one more."""
+        `Overloaded`. Takes seconds at worst."""
         if (found := self._found(constraint)) is not None:
             return found
         with self._turn():
@@ -71,6 +78,11 @@ class Grammars:
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
             return made.copy()
+
+    def prepare(self) -> None:
+        """Read the tokenizer. Where there is none that can be used, the first constraint is refused with the reason."""
+        with suppress(BadRequest):
+            self._read(PARAM)
 
     def _found(self, constraint: Constraint) -> Matcher | None:
         with self._lock:
@@ -93,7 +105,7 @@ class Grammars:
                 self._waiting -= 1
 
     def _compile(self, constraint: Constraint) -> Matcher:
-        tokenizer = self._read(constraint)
+        tokenizer = self._read(constraint.param)
         limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_ROW, verbose_errors=False)
         found = LLMatcher(tokenizer, as_read(constraint), log_level=0, limits=limits)
         if found.is_error():
@@ -104,28 +116,28 @@ class Grammars:
             raise _refused(constraint, f"no answer can begin: {first.error}")
         return Matcher(found, self._ends, self._loose)
 
-    def _read(self, constraint: Constraint) -> LLTokenizer:
+    def _read(self, param: str) -> LLTokenizer:
         with self._reading:
             if self._tokenizer is None:
-                self._tokenizer = self._opened(constraint)
+                self._tokenizer = self._opened(param)
                 self._ends = frozenset(self._tokenizer.eos_tokens)
                 self._loose = frozenset(end for end in self._ends if not self._tokenizer.is_special_token(end))
             return self._tokenizer
 
-    def _opened(self, constraint: Constraint) -> LLTokenizer:
+    def _opened(self, param: str) -> LLTokenizer:
         if self._source is None:
             reason = f"this model has no tokenizer, and so no text. The reason: {self._why_not}"
-            why = f"{constraint.param} needs a tokenizer, and this model has none"
-            raise BadRequest(why, constraint.param, hint=reason)
+            why = f"{param} needs a tokenizer, and this model has none"
+            raise BadRequest(why, param, hint=reason)
         ends = [token for token in self._end_ids if token < self._source.vocab_size]
         if not ends:
-            why = f"{constraint.param} needs an end-of-text token, and this model has none"
-            raise BadRequest(why, constraint.param)
+            why = f"{param} needs an end-of-text token, and this model has none"
+            raise BadRequest(why, param)
         try:
-            return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=ends)
+            return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=ends, slices=SLICES)
         except ValueError as error:
-            why = f"{constraint.param} cannot be read in the tokens of this model: {one_line(str(error))}"
-            raise BadRequest(why, constraint.param) from error
+            why = f"{param} cannot be read in the tokens of this model: {one_line(str(error))}"
+            raise BadRequest(why, param) from error
 
     def check(self) -> None:
         """Assert what is always true."""

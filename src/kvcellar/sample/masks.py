@@ -17,7 +17,10 @@ from torch import Tensor
 from kvcellar.sample.matcher import WORD_BITS
 from kvcellar.sample.sampler import Sampler
 
-MINUS_INFINITY = -(2**23)  # the bits of a float32 as an int32
+# What is added to the scores of the eight tokens of each byte of a mask: 0, or minus infinity. [256,8] float32
+PENALTIES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
+PENALTIES = PENALTIES.astype(np.float32)
+PENALTIES.setflags(write=False)
 
 
 def forbid_unmatched(scores: Tensor, samplers: Sequence[Sampler]) -> None:
@@ -29,22 +32,22 @@ def forbid_unmatched(scores: Tensor, samplers: Sequence[Sampler]) -> None:
     masks = bits.numpy()
     for mask, row in zip(masks, rows, strict=True):
         samplers[row].fill_mask(mask)
-    np.invert(masks, out=masks)
     if scores.device.type == "cpu":
-        penalties = torch.empty(scores.shape[1], dtype=torch.int32, device="cpu")
+        penalties = np.empty((-(-scores.shape[1] // 8), 8), np.float32)
         for mask, row in zip(masks, rows, strict=True):
-            scores[row].add_(_penalise(penalties, mask))
+            scores[row].add_(_penalise(penalties, mask)[: scores.shape[1]])
         return
+    np.invert(masks, out=masks)
     of_rows = slice(None) if len(rows) == len(samplers) else torch.tensor(rows, device=scores.device)
     forbidden = _spread(bits.to(scores.device, non_blocking=True), scores.shape[1])
     scores[of_rows] = scores[of_rows].masked_fill(forbidden, -torch.inf)
 
 
-def _penalise(penalties: Tensor, mask: NDArray[np.int32]) -> Tensor:
-    """`penalties` [V] overwritten with 0 or minus infinity for each token of a mask [words], as float32. To add them
-    takes a quarter of the time of `masked_fill_`, which branches for each score."""
-    bits = np.unpackbits(mask.view(np.uint8), count=len(penalties), bitorder="little")
-    return penalties.copy_(torch.from_numpy(bits)).mul_(MINUS_INFINITY).view(torch.float32)
+def _penalise(penalties: NDArray[np.float32], mask: NDArray[np.int32]) -> Tensor:
+    """`penalties` [V/8,8] overwritten with 0 or minus infinity for each token of a mask [words]; as [V]. Eight tokens
+    at once, and an addition: that takes a fifth of the time of `masked_fill_`, which branches for each score."""
+    np.take(PENALTIES, mask.view(np.uint8)[: len(penalties)], axis=0, out=penalties, mode="clip")  # no check: a byte
+    return torch.from_numpy(penalties).view(-1)
 
 
 def _spread(bits: Tensor, vocab: int) -> Tensor:

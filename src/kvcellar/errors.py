@@ -165,6 +165,10 @@ class NoToken(KvcellarError):
     """No token can be sampled for one completion: its logits are not numbers, or every token is banned."""
 
 
+class ScoresNotNumbers(NoToken):
+    """Scores hold NaN or infinity: those that a token is drawn by, or those of a prompt whose tokens are scored."""
+
+
 class ConstraintFailed(NoToken):
     """The grammar of a constraint has reached a limit in the middle of an answer, which is not complete."""
 

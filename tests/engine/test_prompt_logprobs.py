@@ -10,7 +10,7 @@ from kvcellar import BadRequest, Engine, SamplingParams
 from kvcellar.engine import prompt_rows
 from kvcellar.engine.intake import COPY_BYTES, SCORE_BYTES, TOKEN_BYTES
 from kvcellar.engine.result import Collector
-from kvcellar.errors import EngineFailed
+from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Delta, Done, Finished, PromptScored
 from tests.engine.mixes import (
     Clock,
@@ -167,9 +167,16 @@ def test_they_are_a_part_of_the_first_step_of_a_stream():
         assert_scored(stream.result.prompt_logprobs, expected("llama", tuple(PROMPT)), PROMPT, 0)
 
 
-def test_a_request_whose_scores_are_not_numbers_fails_alone(monkeypatch):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_request_whose_scores_are_not_numbers_fails_alone(monkeypatch, value):
+    """By an error that names them, which has the way out; a score of one token is enough, also of one that is not
+    asked for."""
+
     def damaged(logits, *args):
-        return real(logits * math.nan, *args) if len(logits) > 20 else real(logits, *args)
+        if len(logits) > 20:
+            logits = logits.clone()
+            logits[7, 3] = value
+        return real(logits, *args)
 
     real = prompt_rows.scored
     monkeypatch.setattr(prompt_rows, "scored", damaged)
@@ -178,8 +185,9 @@ def test_a_request_whose_scores_are_not_numbers_fails_alone(monkeypatch):
         engine.submit(PROMPT[:9], SamplingParams(max_tokens=2, prompt_logprobs=0), deliver=short.deliver)
         engine.submit(PROMPT, SamplingParams(max_tokens=2, prompt_logprobs=0), deliver=long.deliver)
         assert short.result().prompt_logprobs is not None
-        with pytest.raises(EngineFailed, match="NaN"):
+        with pytest.raises(ScoresNotNumbers, match="scores of a prompt's tokens hold NaN or infinity"):
             long.result()
+        assert len(engine.generate(PROMPT, max_tokens=2, ignore_eos=True).token_ids) == 2
         assert_at_rest(engine)
 
 

@@ -12,9 +12,11 @@ from kvcellar.errors import (
     CacheFull,
     EngineClosed,
     EngineFailed,
+    NoToken,
     NotSupported,
     Overloaded,
     PromptTooLong,
+    ScoresNotNumbers,
     TemplateFailed,
 )
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
@@ -517,6 +519,8 @@ ERRORS = [  # exception of the engine, and the error of the response
     (Overloaded("too many"), 503, None, "overloaded"),
     (CacheFull("sliding", 5, 4), 503, None, "overloaded"),
     (EngineClosed("closed"), 503, None, "shutting_down"),
+    (NoToken("all are forbidden"), 400, None, "no_token"),
+    (ScoresNotNumbers("the scores hold NaN"), 500, None, "scores_not_numbers"),
     (EngineFailed("a secret"), 500, None, "internal_error"),
     (ValueError("a secret"), 500, None, "internal_error"),
     (MemoryError("a secret"), 500, None, "internal_error"),

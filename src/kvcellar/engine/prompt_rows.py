@@ -8,6 +8,7 @@ from torch import Tensor
 from kvcellar.engine.prompt_reading import Pooled, PromptReading, to_read
 from kvcellar.engine.request import Completion
 from kvcellar.engine.scheduler import Scheduled
+from kvcellar.errors import ScoresNotNumbers
 from kvcellar.sample.score import scored
 
 
@@ -46,7 +47,8 @@ class PromptRows:
         return [row for part in self._parts if not isinstance(part.reading, Pooled) for row in part.rows]
 
     def values(self, logits: Tensor, hidden: Tensor | None) -> list[Any]:
-        """What is kept of each part: of the logits [S,W] of the scored rows, and hidden states [T,H] of the step."""
+        """What is kept of each part: of the logits [S,W] of the scored rows, and hidden states [T,H] of the step. A
+        `ScoresNotNumbers` where these are not numbers: the error of one request, not of the step."""
         found: list[Any] = []
         at = 0  # in the logits
         for completion, reading, rows, start in self._parts:
@@ -55,12 +57,24 @@ class PromptRows:
                 found.append(hidden[rows.start : rows.stop].double().sum(0))
             else:
                 own = logits[at : at + len(rows), : completion.sampler.vocab_size]
-                found.append(scored(own, reading.tokens(start, len(rows)), reading.most))
+                found.append(_scores(own, reading.tokens(start, len(rows)), reading.most))
                 at += len(rows)
         return found
 
-    def deliver(self, values: Sequence[Any]) -> None:
-        """The step was kept: give the readings these values, and the requests what is complete."""
+    def deliver(self, values: Sequence[Any]) -> list[tuple[Completion, ScoresNotNumbers]]:
+        """The step was kept: give the readings these values, and the requests what is complete. Returns the completions
+        that end here, and why."""
+        failed: list[tuple[Completion, ScoresNotNumbers]] = []
         for (completion, reading, rows, _), value in zip(self._parts, values, strict=True):
-            if (event := reading.add(value, len(rows))) is not None:
+            if isinstance(value, ScoresNotNumbers):
+                failed.append((completion, value))
+            elif (event := reading.add(value, len(rows))) is not None:
                 completion.request.emit(event)
+        return failed
+
+
+def _scores(logits: Tensor, tokens: Sequence[int], most: int) -> Any:
+    try:
+        return scored(logits, tokens, most)
+    except ScoresNotNumbers as error:
+        return error

@@ -273,9 +273,10 @@ class Runner:
             seq = _seq(one.completion)
             drafts = kept.chains[one.completion].tokens[: kept.rows[seq] - 1] if one.drafts else ()
             self._keep(one.completion, kept.rows[seq], kept.claims.get(seq), drafts)
-        if kept.reads is not None:
-            kept.reads.deliver(kept.found)
+        failed = kept.reads.deliver(kept.found) if kept.reads is not None else ()
         self._pass_on(scheduled, kept)  # before forks, which begin with what drafters know of the prompt
+        for completion, error in failed:
+            self._end(completion, error)
         for one in kept.ready:
             if one.completion.status is Status.PREFILL:
                 self._fork(one.completion, one.siblings)

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.errors import ConstraintFailed, NoToken
+from kvcellar.errors import ConstraintFailed, NoToken, ScoresNotNumbers
 from kvcellar.events import TokenLogprob
 from kvcellar.kernels.uploads import uploaded
 from kvcellar.sample.couple import WEIGHT_BITS, Draft, keeps, residual
@@ -219,7 +219,7 @@ def _no_token(best: float, sampler: Sampler, pos: int) -> NoToken:
         return NoToken(f"{where}: all {sampler.vocab_size} tokens are forbidden. {less}")
     kind = "NaN" if math.isnan(best) else "infinity"
     advice = "The weights may be damaged; if not, load the model with dtype float32."
-    return NoToken(f"{where}: the scores hold {kind}. {advice}")
+    return ScoresNotNumbers(f"{where}: the scores hold {kind}. {advice}")
 
 
 def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:

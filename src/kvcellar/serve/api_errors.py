@@ -25,9 +25,11 @@ from kvcellar.errors import (
     ConversationUnreadable,
     EngineClosed,
     ModelNotFound,
+    NoToken,
     NotSupported,
     Overloaded,
     PromptTooLong,
+    ScoresNotNumbers,
     UnknownConversation,
 )
 from kvcellar.serve.json_text import printable, to_json
@@ -105,7 +107,7 @@ def api_error(error: Exception) -> ApiError:
         case BadRequest():
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
             return ApiError(400, printable(error.message, 2000), error.param, code)
-        case NotSupported() | ConstraintFailed():
+        case NotSupported() | NoToken():
             return _not_possible(error)
         case ModelNotFound():
             return ApiError(404, printable(str(error), 2000), "model", "model_not_found")
@@ -119,10 +121,13 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
 
 
-def _not_possible(error: NotSupported | ConstraintFailed) -> ApiError:
-    if isinstance(error, ConstraintFailed):
-        return ApiError(400, printable(str(error), 2000), code="constraint_failed")
-    return ApiError(400, printable(error.reason, 2000), code="not_supported")
+def _not_possible(error: NotSupported | NoToken) -> ApiError:
+    if isinstance(error, NotSupported):
+        return ApiError(400, printable(error.reason, 2000), code="not_supported")
+    if isinstance(error, ScoresNotNumbers):
+        return ApiError(500, printable(str(error), 2000), code="scores_not_numbers")
+    code = "constraint_failed" if isinstance(error, ConstraintFailed) else "no_token"  # the request allows none
+    return ApiError(400, printable(str(error), 2000), code=code)
 
 
 def _conversation_error(

@@ -202,7 +202,7 @@ def test_what_a_step_takes_is_not_turned_into_cells() -> None:
 )
 def test_planes_steps_and_edits_together_stay_within_the_bytes_that_were_granted(name, settings) -> None:
     """While prompts are read beside answers, samples are drawn with everything there is, and texts are shifted."""
-    how = {"max_tokens": 24, "ignore_eos": True, "shift": True, "top_p": 0.9, "typical_p": 0.9, "logprobs": 20}
+    how = {"max_tokens": 12, "ignore_eos": True, "shift": True, "top_p": 0.9, "typical_p": 0.9, "logprobs": 20}
     prompts = [[5 + i] * (3 + 4 * i) for i in range(6)]  # most of them are shifted, for the context is short
     budget = bytes_for(name, 300, **settings)
     with small_engine(name, cache_bytes=budget, **settings) as engine:

@@ -48,10 +48,19 @@ def test_a_source_is_compiled_once(source, place, tmp_path) -> None:
     place["CXX"] = script(tmp_path / "compiler", f'echo "$*" >> {log}; exec {FOUND} "$@"')
     for _ in range(2):
         assert library(source, place).answer() == 42
-    assert [" -o " in line for line in log.read_text().splitlines()] == [False, True, False]
+    assert [" -o " in line for line in log.read_text().splitlines()] == [False, True], "asked what it is, and run, once"
     (made,) = kept(place)
     assert made.suffix == ".so"
     assert stat.S_IMODE(made.parent.stat().st_mode) == 0o700
+
+
+@compiles
+def test_another_compiler_of_the_same_name_is_asked_what_it_is(source, place, tmp_path) -> None:
+    place["CXX"] = script(tmp_path / "compiler", f'exec {FOUND} "$@"')
+    assert library(source, place).answer() == 42
+    script(tmp_path / "compiler", f'exec {FOUND} -DOTHER "$@"')
+    assert library(source, place).answer() == 42
+    assert len(kept(place)) == 2
 
 
 @compiles

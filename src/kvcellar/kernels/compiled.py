@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     if os.name != "posix":
         raise NotCompiled("it is only compiled on POSIX systems")
     compiler = _compiler(environment)
-    about = _run([*compiler, *OPTIONS, "-dM", "-E", "-x", "c++", os.devnull], environment)
+    about = _about(tuple(compiler), tuple(environment.items()), _stamp(compiler[0], environment))
     made_of = (*_texts(source), about, shlex.join([*compiler, *OPTIONS]).encode())
     stem = f"{source.stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in made_of))}"
     directory = _directory(environment)
@@ -167,6 +168,20 @@ def _sync(directory: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def _stamp(program: str, environment: Mapping[str, str]) -> tuple[int, ...]:
+    """Other numbers for another program of this name."""
+    path = shutil.which(program, path=environment.get("PATH"))
+    found = os.stat(path) if path is not None else None
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if found is not None else ()
+
+
+@lru_cache(maxsize=8)
+def _about(compiler: tuple[str, ...], environment: tuple[tuple[str, str], ...], stamp: tuple[int, ...]) -> bytes:
+    """What a compiler compiles for by `OPTIONS`: its macros, which have its version. Asked once in a process, and again
+    where its `stamp` is another: each engine loads several kernels, and a compiler takes tens of milliseconds."""
+    return _run([*compiler, *OPTIONS, "-dM", "-E", "-x", "c++", os.devnull], dict(environment))
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> bytes:

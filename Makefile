@@ -51,6 +51,7 @@ docs: $(VENV)/.dev ## generate the documents that are made from the code
 	$(BIN)/python scripts/source_map.py
 	$(BIN)/python -m scripts.reference
 	$(BIN)/python -m scripts.models_page
+	$(BIN)/python -m tests.serve.faults.table
 
 bench: $(VENV)/.run ## measure kvcellar and transformers in one run; a table, then one line of JSON
 	@$(BIN)/kvcellar bench $(ARGS)

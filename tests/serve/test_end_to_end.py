@@ -149,22 +149,6 @@ def test_a_stop_string_ends_the_completion(client, engine):
     assert (choice.finish_reason, choice.model_extra["stop_reason"]) == ("stop", stop)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"prompt": [10**6]}, "prompt"),
-        ({"prompt": [1] * 5000}, "prompt"),
-        ({"prompt": "word " * 20_000}, "prompt"),
-        ({"prompt": "x", "n": 100}, "n"),
-        ({"prompt": "x", "logit_bias": {"999999": 1}}, "logit_bias"),
-        ({"prompt": "x", "stop_token_ids": [999_999]}, "stop_token_ids"),
-    ],
-)
-def test_requests_that_the_engine_refuses_get_status_400(server, engine, fields, param):
-    response = httpx.post(f"{server.url}/v1/completions", json={"max_tokens": 1, **fields})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
 def test_disconnect_during_a_stream_frees_every_cell(client, engine):
     body = {"model": engine.model.name, "prompt": "def main():", "max_tokens": 3000}
     with client.completions.create(stream=True, n=3, extra_body={"ignore_eos": True}, **body) as stream:
@@ -201,14 +185,3 @@ def test_a_prompt_at_the_limit_of_the_context(client, engine, over):
     else:
         response = client.completions.create(model="embedded", prompt=prompt, max_tokens=9)
         assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("length", 1)
-
-
-def test_control_tokens_that_a_user_writes_are_text(client, engine):
-    """They add no control tokens to those of the template."""
-    messages = [{"role": "user", "content": "a <|bos|> b <|eos|> c"}]
-    response = client.chat.completions.create(model="embedded", messages=messages, max_tokens=1)
-    control = {engine.encode(name, special=False)[0] for name in ("<|bos|>", "<|eos|>")}
-    ids = engine.render(messages)
-    assert response.usage.prompt_tokens == len(ids)
-    empty = engine.render([{"role": "user", "content": "a"}])
-    assert [i for i in ids if i in control] == [i for i in empty if i in control]

@@ -35,51 +35,6 @@ def still_serves(http):
     assert http.post(COMPLETIONS, json=completion("still here?")).json()["choices"][0]["text"] == "still here?"
 
 
-BODIES = {
-    "empty": b"",
-    "null": b"null",
-    "list": b"[]",
-    "string": b'"x"',
-    "number": b"1",
-    "no fields": b"{}",
-    "cut off": b'{"prompt": "x"',
-    "trailing garbage": b'{"prompt": "x"} x',
-    "two documents": b'{"prompt": "x"}{"prompt": "y"}',
-    "deep lists": b"[" * NESTED,
-    "deep lists, closed": b"[" * NESTED + b"]" * NESTED,
-    "deep objects": b'{"a":' * NESTED,
-    "deep prompt": b'{"prompt":' + b"[" * NESTED + b"]" * NESTED + b"}",
-    "a key twice": b'{"prompt": "x", "model": "a", "model": "cellar/fake-1"}',
-    "a key twice, inside": b'{"prompt": "x", "logit_bias": {"1": 1, "1": 2}}',
-    "a key twice, spelled in two ways": b'{"prompt": "x", "prompt\\u0020": 1, "pr\\u006fmpt": "y"}',
-    "invalid utf-8": b'{"prompt": "\xff"}',
-    "overlong utf-8": b'{"prompt": "\xc0\xaf"}',
-    "surrogate in utf-8": b'{"prompt": "\xed\xa0\x80"}',
-    "half a surrogate pair": b'{"prompt": "\\ud800"}',
-    "halves the wrong way round": b'{"prompt": "\\udc00\\ud800"}',
-    "half a pair in a key": b'{"prompt": "x", "user": {"\\ud800": 1}}',
-    "byte order mark": b'\xef\xbb\xbf{"prompt": "x"}',
-    "utf-16": '{"prompt": "x"}'.encode("utf-16"),
-    "NaN": b'{"prompt": "x", "temperature": NaN}',
-    "Infinity": b'{"prompt": "x", "temperature": Infinity}',
-    "-Infinity": b'{"prompt": "x", "temperature": -Infinity}',
-    "single quotes": b"{'prompt': 'x'}",
-    "a comment": b'{"prompt": "x" /* why */}',
-    "a control character in a string": b'{"prompt": "a\nb"}',
-    "a number of 10 000 digits": b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
-    "NUL": b"\x00",
-}
-
-
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
-def test_malformed_bodies(http, engine, route, body):
-    response = http.post(route, content=body, headers=JSON)
-    assert response.status_code == 400
-    error_of(response)
-    assert not engine.seen
-
-
 @pytest.mark.parametrize("depth", [100, 900, 980, 990, 1000, 1010, 1100, 5000])
 @pytest.mark.parametrize("inner", ['"\\ud83c\\udf47"', '{"a": 1}', "1"])
 @pytest.mark.parametrize("field", ["user", "tools", "stop", "logit_bias"])
@@ -107,25 +62,9 @@ def test_unusual_characters_are_returned_unchanged(http, text):
 
 
 FIELDS = [  # field, what was sent; each is refused, and the refusal names the field
-    *(("n", value) for value in (0, -1, 10**9, 129, 1.5, "2", True, [1])),
-    *(("max_tokens", value) for value in (0, -1, 2**31, 2**63, 1.5, 1.0, "5", True, [])),
     *(("min_tokens", value) for value in (-1, 2**31, 0.5, "1")),
-    *(("temperature", value) for value in (-1, 1e308, 101, 10**400, "1", True, [1], {})),
-    *(("top_p", value) for value in (0, -1, 1.1, 1e308, "1")),
-    *(("min_p", value) for value in (-0.1, 1.1, 1e308)),
-    *(("typical_p", value) for value in (0, 1.5)),
-    *(("repetition_penalty", value) for value in (0, -1, 1e308)),
-    *((f"{name}_penalty", value) for name in ("presence", "frequency") for value in (-2.1, 2.1, 1e308, "0")),
-    *(("top_k", value) for value in (-1, 2**31, 1.5, "3")),
-    *(("seed", value) for value in (2**64, -(2**63) - 1, 1.5, "7")),
-    *(("stop", value) for value in ("", [""], ["a"] * 10_000, "a" * 100_000, 5, ["a", 5], {"a": 1})),
-    *(("stop_token_ids", value) for value in ([-1], [2**31], [1.5], ["1"], 5, [True])),
     *(("ignore_eos", value) for value in (1, "true")),
-    *(("stream", value) for value in (1, "true", "yes", [])),
     *(("return_token_ids", value) for value in (1, "true")),
-    *(("shift", value) for value in (1, "true", [])),
-    *(("num_keep", value) for value in (-2, 2**31, 2**63, 1.5, "1", True)),
-    *(("repeat_last_n", value) for value in (-2, 2**31, 1.5, "1", True)),
     *(("min_length", value) for value in (-1, 2**31, "1")),
     *(("no_repeat_ngram_size", value) for value in (-1, 65, 1.5, "1")),
     *(("bad_words_ids", value) for value in ([[]], [5], 5, [["a"]], [[-1]], [[1] * 65], [[1]] * 4097)),
@@ -134,20 +73,6 @@ FIELDS = [  # field, what was sent; each is refused, and the refusal names the f
     *(("exponential_decay_length_penalty", value) for value in ([1], [1.5, 2], [1, 0], 5, [1, "2"])),
     *(("top_h", value) for value in (0, 1.5, "1")),
     *((f"{name}_cutoff", value) for name in ("epsilon", "eta") for value in (-1, 1.5, "0")),
-    *(("model", value) for value in (5, ["a"], {})),
-    ("logit_bias", {"-1": 1}),
-    ("logit_bias", {"999": 1}),
-    ("logit_bias", {str(2**31): 1}),
-    ("logit_bias", {str(10**30): 1}),
-    ("logit_bias", {"a": 1}),
-    ("logit_bias", {"": 1}),
-    ("logit_bias", {"\u0661": 1}),
-    ("logit_bias", {"1.0": 1}),
-    ("logit_bias", {"1": 101}),
-    ("logit_bias", {"1": "1"}),
-    ("logit_bias", [1]),
-    ("stream_options", {"include_usage": True}),
-    ("stream_options", {}),
 ]
 
 
@@ -158,15 +83,6 @@ def test_parameters_out_of_bounds(http, engine, name, value):
         assert response.status_code == 400
         assert error_of(response)["param"].split(".")[0].split("[")[0] == name
     assert not engine.seen
-
-
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias"])
-def test_non_finite_numbers_are_refused(http, name, literal):
-    value = f'{{"1": {literal}}}' if name == "logit_bias" else literal
-    response = http.post(COMPLETIONS, content=f'{{"prompt": "x", "{name}": {value}}}', headers=JSON)
-    assert response.status_code == 400
-    error_of(response)
 
 
 @pytest.mark.parametrize(
@@ -215,64 +131,6 @@ def test_requests_with_equal_ids_are_separate(http, engine):
     assert len(engine.seen) == 2
 
 
-@pytest.mark.parametrize("value", [-1, 21, 10**6, 1.5, True, "1"])
-def test_logprobs_of_a_completion_out_of_bounds(http, value):
-    assert error_of(http.post(COMPLETIONS, json=completion(logprobs=value)))["param"] == "logprobs"
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"logprobs": 1}, "logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
-        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"max_completion_tokens": 2**31}, "max_completion_tokens"),
-        ({"max_completion_tokens": 4, "max_tokens": 5}, "max_completion_tokens"),
-        ({"max_completion_tokens": 4, "min_tokens": 5}, "min_tokens"),
-        ({"prompt": "x"}, "prompt"),
-    ],
-)
-def test_conflicting_fields_of_a_chat_are_refused(http, fields, param):
-    assert error_of(http.post(CHAT, json=chat(**fields)))["param"] == param
-
-
-UNSUPPORTED = [
-    (COMPLETIONS, "tools", [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}]),
-    (COMPLETIONS, "tool_choice", "required"),
-    (CHAT, "functions", [{"name": "f"}]),
-    (CHAT, "function_call", {"name": "f"}),
-    (CHAT, "guided_json", {"type": "object"}),
-    (COMPLETIONS, "guided_regex", "(a+)+$"),
-    (CHAT, "audio", {"codec": "alloy", "format": "wav"}),
-    (CHAT, "modalities", ["text", "audio"]),
-    (CHAT, "prediction", {"type": "content", "content": "x"}),
-    (COMPLETIONS, "reasoning_effort", "high"),
-    (CHAT, "web_search_options", {}),
-    (CHAT, "store", True),
-    (CHAT, "store", 0),
-    (CHAT, "chat_template", "{% for i in range(10**9) %}x{% endfor %}"),
-    (COMPLETIONS, "chat_template_kwargs", {"chat_template": "x"}),
-    (CHAT, "service_tier", "priority"),
-    (COMPLETIONS, "suffix", "x"),
-    (CHAT, "echo", True),
-    (COMPLETIONS, "best_of", 2),
-    (COMPLETIONS, "best_of", 10**9),
-]
-
-
-@pytest.mark.parametrize(("route", "name", "value"), UNSUPPORTED)
-def test_unsupported_fields_of_openai_are_refused_by_name(http, engine, route, name, value):
-    body = completion() if route == COMPLETIONS else chat()
-    response = http.post(route, json=body | {name: value})
-    error = error_of(response)
-    assert (response.status_code, error["param"], error["code"]) == (400, name, "unsupported_parameter")
-    assert name in error["message"]
-    assert not engine.seen
-
-
 ASK_FOR_NOTHING = [(name, value) for name, values in NEUTRAL.items() for value in values]
 ASK_FOR_NOTHING += [(name, value) for name in NO_EFFECT for value in (None, "k", 7, {"a": "b"})]
 
@@ -311,53 +169,6 @@ def test_unknown_fields_are_refused_by_name(http, name):
     assert error["param"] == printable(name)
     assert error["message"].isprintable()
     assert len(error["message"]) < 300
-
-
-PROMPTS = {
-    "missing": None,
-    "number": 5,
-    "object": {"text": "x"},
-    "true": True,
-    "no items": [],
-    "an empty list inside": [[]],
-    "text and ids": ["a", 1],
-    "ids and lists": [1, [2]],
-    "lists and text": [[1], "a"],
-    "floats": [1.0, 2.5],
-    "booleans": [True, False],
-    "nulls": [None],
-    "three deep": [[[1]]],
-    "negative id": [-1],
-    "id beyond the vocabulary": [256],
-    "id of 2^63": [2**63],
-    "one bad id among lists": [[1], [2], [999]],
-    "257 prompts": ["a"] * 257,
-    "empty text": "",
-    "empty text among others": ["a", ""],
-}
-
-
-@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
-def test_invalid_prompts_are_refused(http, prompt):
-    response = http.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt})
-    assert response.status_code == 400
-    assert error_of(response)["param"] == "prompt"
-
-
-def test_a_missing_prompt_is_named(http):
-    error = error_of(http.post(COMPLETIONS, json={"model": MODEL}))
-    assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
-
-
-@pytest.mark.parametrize("length", [19_999, 20_000, 20_001, 500_000])
-def test_prompts_around_the_context(http, length):
-    response = http.post(COMPLETIONS, json=completion("\n" * length, max_tokens=1))
-    if length < 20_000:
-        assert response.status_code == 200
-    else:
-        error = error_of(response)
-        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-        assert str(length) in error["message"]
 
 
 SOME = {"role": "user", "content": "hi"}
@@ -410,78 +221,8 @@ def test_messages_from_earlier_responses_are_accepted(http, engine):
     assert bytes(prompt) == b"<system>be brief<user>h+i<assistant>ho<user><|im_end|>"
 
 
-NAMES = ["../../etc/passwd", "C:\\x", "cellar/../cellar/fake-1", "x" * 10_000, "\U0001f347", "a\x00b", ".", "-rf", ""]
-NAMES += ["cellar/fake-1.", "Cellar/Fake-1", " cellar/fake-1", "cellar/fake-1\n", "cellar//fake-1"]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=[repr(name)[:20] for name in NAMES])
-def test_names_of_other_models_are_not_found(http, name):
-    for route, body in ((COMPLETIONS, completion()), (CHAT, chat())):
-        response = http.post(route, json=body | {"model": name})
-        error = error_of(response)
-        assert (response.status_code, error["param"], error["code"]) == (404, "model", "model_not_found")
-        assert error["message"].isprintable()
-        assert len(error["message"]) < 400
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v1", 404),
-        ("GET", "/v1/", 404),
-        ("GET", "/v2/models", 404),
-        ("GET", "//v1//models", 404),
-        ("GET", "/v1/models/", 404),
-        ("GET", "/v1/models/other", 404),
-        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404),
-        ("GET", "/v1/models/%2e%2e/%2e%2e", 404),
-        ("GET", "/v1/%2e%2e/health/x", 404),
-        ("GET", "/v1/models/a%00b%0aevil", 404),
-        ("GET", "/v1/models/%ff", 404),
-        ("GET", "/health/", 404),
-        ("GET", "/v1/completions/", 404),
-        ("POST", "/v1/audio/speech", 404),
-        ("POST", "/v1/responses/other", 405),
-        ("POST", "/v1/models", 405),
-        ("DELETE", f"/v1/models/{MODEL}", 405),
-        ("GET", "/v1/completions", 405),
-        ("PUT", "/v1/completions", 405),
-        ("PATCH", "/v1/chat/completions", 405),
-        ("OPTIONS", "/v1/chat/completions", 405),
-        ("POST", "/health", 405),
-        ("BREW", "/health", 405),
-        ("OPTIONS", "/nowhere", 404),
-    ],
-)
-def test_unknown_routes_and_methods(http, method, path, status):
-    response = http.request(method, path)
-    assert response.status_code == status
-    error_of(response)
-    assert ("allow" in response.headers) == (status == 405)
-    assert not any(name.startswith("access-control") for name in response.headers)
-
-
-@pytest.mark.parametrize(
-    ("path", "status"), [("/health", 200), ("/v1/models", 200), ("/nope", 404), (COMPLETIONS, 405)]
-)
-def test_head_gets_no_body(http, path, status):
-    response = http.head(path)
-    assert (response.status_code, response.content) == (status, b"")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        None,
-        "text/plain",
-        "application/x-www-form-urlencoded",
-        "multipart/form-data",
-        "application/json; charset=latin-1",
-    ],
-)
-def test_other_content_types_are_refused(http, engine, kind):
-    headers = {} if kind is None else {"content-type": kind}
-    response = http.post(COMPLETIONS, content=json.dumps(completion()), headers=headers)
+def test_a_body_without_a_content_type_is_refused(http, engine):
+    response = http.post(COMPLETIONS, content=json.dumps(completion()))
     assert response.status_code == 415
     error_of(response)
     assert not engine.seen
@@ -491,18 +232,6 @@ def test_other_content_types_are_refused(http, engine, kind):
 def test_forms_of_the_json_content_type_are_accepted(http, kind):
     response = http.post(COMPLETIONS, content=json.dumps(completion()), headers={"content-type": kind})
     assert response.status_code == 200
-
-
-@pytest.mark.parametrize("coding", ["gzip", "br", "deflate", "identity, gzip", "x\ty"])
-def test_compressed_bodies_are_refused(http, coding):
-    response = http.post(COMPLETIONS, content=b"\x1f\x8b", headers=JSON | {"content-encoding": coding})
-    assert response.status_code == 415
-    error_of(response)
-
-
-def test_a_body_over_the_limit(http):
-    response = http.post(COMPLETIONS, json=completion("x" * 2**20))
-    assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 
 def test_a_chunked_body_over_the_limit(http):
@@ -532,7 +261,7 @@ ERRORS = [  # exception of the engine, and the error of the response
 @pytest.mark.parametrize(("error", "status", "param", "code"), ERRORS, ids=[type(e[0]).__name__ for e in ERRORS])
 def test_engine_errors_before_the_first_event(http, engine, error, status, param, code, stream, how):
     with engine.scripted(**{how: error}):
-        response = http.post(CHAT, json=chat(stream=stream))
+        response = http.post(COMPLETIONS, json=completion(stream=stream))
     shown = error_of(response)
     assert (response.status_code, shown["param"], shown["code"]) == (status, param, code)
     assert ("retry-after" in response.headers) == (status == 503)

@@ -8,11 +8,9 @@ import pytest
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
-from tests.serve.wire import CHAT, COMPLETIONS, completion, connected, error_of, read_response, request
+from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_response, request
 
 GOOD = "sk-one"
-ROUTES = [("GET", "/"), ("GET", "/v1/models"), ("POST", COMPLETIONS), ("POST", CHAT), ("GET", "/nowhere")]
-ROUTES += [("OPTIONS", COMPLETIONS), ("HEAD", "/v1/models"), ("DELETE", "/v1/models")]
 
 
 @pytest.fixture(scope="module")
@@ -21,35 +19,6 @@ def locked(shared_engine: FakeEngine):
     with Server(shared_engine, ServeSettings(port=0, key_digests=digests)) as server:
         with DeclaredClient(base_url=server.url, timeout=PATIENCE) as client:
             yield client
-
-
-WRONG = {
-    "none": None,
-    "empty": "",
-    "scheme alone": "Bearer",
-    "wrong": "Bearer sk-three",
-    "prefix": "Bearer sk-on",
-    "longer": "Bearer sk-one1",
-    "other case": "Bearer SK-ONE",
-    "without scheme": GOOD,
-    "basic": f"Basic {GOOD}",
-    "two keys": f"Bearer {GOOD} sk-two",
-    "long": "Bearer " + "k" * 50_000,
-    "not ascii": b"Bearer \xff\xfe",
-    "the digest itself": "Bearer " + key_digest(GOOD).hex(),
-}
-
-
-@pytest.mark.parametrize("header", WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize(("method", "path"), ROUTES)
-def test_every_route_needs_a_valid_key(locked, engine, method, path, header):
-    headers = {} if header is None else {b"authorization": header if isinstance(header, bytes) else header.encode()}
-    response = locked.request(method, path, headers=headers, json=completion() if method == "POST" else None)
-    assert response.status_code == 401
-    assert response.headers["www-authenticate"] == "Bearer"
-    if method != "HEAD":
-        assert error_of(response)["code"] == "invalid_api_key"
-    assert not engine.seen
 
 
 @pytest.mark.parametrize("header", [f"Bearer {GOOD}", "bearer sk-two", f"BEARER  {GOOD}"])

@@ -26,6 +26,8 @@ class GenerationRequest:
     retention: RetentionOptions = NO_OPTIONS  # without the owner
     conversation: str | None = None  # the name of one that the request continues
     constraint: Constraint | None = None  # what the answers have to match
+    # of the fields that parameters come from, by name of the parameter, where the API has another name for it
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

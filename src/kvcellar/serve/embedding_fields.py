@@ -42,6 +42,7 @@ class EmbeddingRequest:
     normalised: bool | None = None
     salt: str | None = None
     users: tuple[str | None, ...] = ()
+    field: str = "input"  # that has the inputs
 
 
 class EmbeddingsBody(StrictModel):
@@ -57,12 +58,14 @@ class EmbeddingsBody(StrictModel):
 
 
 class EmbedBody(NamedBody):
+    keep_alive: Annotated[Any, forms.of(forms.Duration)] = None  # how long the model stays loaded
     input: Annotated[object, forms.of(forms.Inputs | list[str] | None)] = None
     truncate: bool | None = None
     dimensions: int | None = Field(default=None, ge=1, le=2**20)
 
 
 class EmbeddingBody(NamedBody):
+    keep_alive: Annotated[Any, forms.of(forms.Duration)] = None  # likewise
     prompt: str | None = None
 
 
@@ -112,7 +115,7 @@ def parse_embedding(sent: Fields) -> EmbeddingRequest:
     def write(found: Embedded) -> Json:
         return {"embedding": found.vectors[0] if found.vectors else []}
 
-    return EmbeddingRequest(inputs=inputs, write=write, truncate=True, normalised=False)
+    return EmbeddingRequest(inputs=inputs, write=write, truncate=True, normalised=False, field="prompt")
 
 
 def _named(body: Named) -> Named:

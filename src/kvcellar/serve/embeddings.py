@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from starlette.routing import Route
@@ -31,9 +30,10 @@ from kvcellar.serve.embedding_fields import (
     parse_embedding,
     parse_embeddings,
 )
+from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import HttpRequest
 from kvcellar.serve.model_route import answered
-from kvcellar.serve.model_use import ModelUse
+from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive, sent_keep_alive
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
@@ -51,8 +51,8 @@ Parse = Callable[[Fields], EmbeddingRequest]
 def embedding_routes(server: Shared) -> list[Route]:
     return [
         Route("/v1/embeddings", EmbeddingHandler(server, parse_embeddings), methods=["POST"]),
-        Route("/api/embed", EmbeddingHandler(server, parse_embed), methods=["POST"]),
-        Route("/api/embeddings", EmbeddingHandler(server, parse_embedding), methods=["POST"]),
+        Route("/api/embed", EmbeddingHandler(server, parse_embed, sent_keep_alive), methods=["POST"]),
+        Route("/api/embeddings", EmbeddingHandler(server, parse_embedding, sent_keep_alive), methods=["POST"]),
     ]
 
 
@@ -69,8 +69,8 @@ class Prepared:
 class EmbeddingHandler:
     """Handles the requests of one route. An ASGI application."""
 
-    def __init__(self, server: Shared, parse: Parse) -> None:
-        self._server, self._parse = server, parse
+    def __init__(self, server: Shared, parse: Parse, keep_alive: KeepAlive = no_keep_alive) -> None:
+        self._server, self._parse, self._keep_alive = server, parse, keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
@@ -82,12 +82,13 @@ class EmbeddingHandler:
         """The response, when the model is not used any more."""
         began, server, log = time.perf_counter(), self._server, RequestLog.of(scope)
         with ExitStack() as stack:
-            use = stack.enter_context(ModelUse(server.host, server.threads, body))
+            use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
 
             def prepare(engine: NamedEngine, sent: Fields) -> Prepared:
                 log.servable, request, embeddings = use.servable, self._parse(sent), engine.embeddings
                 embeddings.check(request.dimensions)
-                prompts = [embeddings.tokens(one, truncate=request.truncate) for one in request.inputs]
+                with naming_fields({"prompt": request.field}):
+                    prompts = [embeddings.tokens(one, truncate=request.truncate) for one in request.inputs]
                 log.set_prompts(prompts)
                 space = namespace(scope, server.settings.share_prefixes, request.salt, request.users)
                 return Prepared(request, prompts, space, allowed(NO_OPTIONS, scope, server.settings))
@@ -113,7 +114,11 @@ class EmbeddingHandler:
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             target = cast(ServedEngine, _Submitting(engine))
-            submit = partial(request.submit, target, group, PARAMS, prepared.namespace, prepared.retention)
+
+            def submit() -> None:
+                with naming_fields({"prompt": prepared.request.field}):
+                    request.submit(target, group, PARAMS, prepared.namespace, prepared.retention)
+
             await server.drain.run_before(server.threads.run(RequestBody(server.bodies), submit))
             while not request.finished:
                 batch = await request.next_batch()

@@ -19,6 +19,7 @@ from kvcellar.serve.api_errors import api_error, shutting_down
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.conversation_turn import ConversationTurn
+from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import Batch, HttpRequest
 from kvcellar.serve.json_text import CHUNK_ITEMS
 from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive
@@ -90,19 +91,20 @@ class GenerationHandler:
             def submit(engine: ServedEngine, sent: Fields) -> tuple[Generation, Prepared]:
                 log.servable = use.servable
                 read = self._parse(engine, sent, caller)
-                prepared, prompts = prepare(engine, read.request, naming, turn)
-                log.set_prompts(prompts)
-                log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name
-                retention = allowed(prepared.retention, scope, server.settings)
-                request.submit(
-                    engine,
-                    prompts,
-                    prepared.params,
-                    prepared.namespace,
-                    retention,
-                    breakpoints=prepared.breakpoints,
-                    reading=prepared.reading,
-                )
+                with naming_fields(read.request.names):
+                    prepared, prompts = prepare(engine, read.request, naming, turn)
+                    log.set_prompts(prompts)
+                    log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name
+                    retention = allowed(prepared.retention, scope, server.settings)
+                    request.submit(
+                        engine,
+                        prompts,
+                        prepared.params,
+                        prepared.namespace,
+                        retention,
+                        breakpoints=prepared.breakpoints,
+                        reading=prepared.reading,
+                    )
                 return read, prepared
 
             _, (read, prepared) = await server.drain.run_before(use.run(submit))

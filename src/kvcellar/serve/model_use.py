@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TypeVar
 
+from kvcellar.durations import seconds_of
 from kvcellar.errors import EngineClosed
 from kvcellar.serve.body import RequestBody
 from kvcellar.serve.host import Host
@@ -31,6 +32,12 @@ KeepAlive = Callable[[Fields], float | None]  # of a body: seconds that its mode
 
 def no_keep_alive(sent: Fields) -> None:
     """Of bodies that do not say it."""
+
+
+def sent_keep_alive(sent: Fields) -> float | None:
+    """The field `keep_alive` of Ollama's bodies. Raises `BadRequest` for what is no time."""
+    given = sent.get("keep_alive")
+    return None if given is None else seconds_of(given)
 
 
 class ModelUse:

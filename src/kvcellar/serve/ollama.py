@@ -20,10 +20,11 @@ from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import to_json
+from kvcellar.serve.model_use import sent_keep_alive
 from kvcellar.serve.ollama_details import Details, whole_name
 from kvcellar.serve.ollama_fields import GenerateBody, LoadBody, OllamaChatBody, ShowBody
 from kvcellar.serve.ollama_generate import parse_chat, parse_generate
-from kvcellar.serve.parsing import Fields, parse_object, validated
+from kvcellar.serve.parsing import parse_object, validated
 from kvcellar.serve.resident import FOREVER, Member
 from kvcellar.serve.sending import until_disconnected
 from kvcellar.serve.servable import Servable
@@ -143,7 +144,7 @@ class OllamaGeneration:
 
     def __init__(self, server: Shared, handler: OllamaHandler, kind: Kind) -> None:
         self._server, self._handler, self._kind = server, handler, kind
-        self._generation = GenerationHandler(server, kind.parse, keep_alive)
+        self._generation = GenerationHandler(server, kind.parse, sent_keep_alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server, kind, body = self._server, self._kind, RequestBody(self._server.bodies)
@@ -166,11 +167,6 @@ class OllamaGeneration:
         finally:
             body.release()
         await loaded(scope, receive, send)
-
-
-def keep_alive(sent: Fields) -> float | None:
-    given = sent.get("keep_alive")
-    return None if given is None else seconds_of(given)
 
 
 async def read(server: Shared, request: Request, kind: type[Body]) -> Body:

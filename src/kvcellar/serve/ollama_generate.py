@@ -8,7 +8,7 @@ from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage
-from kvcellar.serve.ollama_options import sampling_of
+from kvcellar.serve.ollama_options import NAMES, sampling_of
 from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter, Shape
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.protocols import ServedEngine
@@ -26,6 +26,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         tools=body.tools or (),
         truncate=body.truncate is not False,
         effort=_effort(body),
+        names={**NAMES, "prompt": "messages"},
         **_common(body),
     )
     return Generation(request, partial(_writer, engine, body, caller, ChatShape()))
@@ -39,12 +40,14 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
     if body.raw or engine.model.chat_template is None:
         if body.system and not body.raw:
             raise BadRequest("system needs a chat template, and this model has none; put it into prompt", "system")
-        request: TextRequest | ChatRequest = TextRequest(prompts=[prompt], special=not body.raw and None, **common)
+        request: TextRequest | ChatRequest = TextRequest(
+            prompts=[prompt], special=not body.raw and None, names=NAMES, **common
+        )
     else:
         messages = [{"role": "user", "content": prompt}]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
-        request = ChatRequest(messages=messages, effort=_effort(body), **common)
+        request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, **common)
     return Generation(request, partial(_writer, engine, body, caller, GenerateShape()))
 
 

@@ -18,6 +18,9 @@ MOST_NAMED = 8  # unknown options in one line of the log
 
 
 RENAMED: Mapping[str, str] = MappingProxyType({"repeat_penalty": "repetition_penalty"})
+NAMES: Mapping[str, str] = MappingProxyType(
+    {own: name for name, own in RENAMED.items()} | {"max_tokens": "num_predict"}
+)
 
 
 def sampling_of(options: Mapping[str, Any] | None) -> dict[str, Any]:

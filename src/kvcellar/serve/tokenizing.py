@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import Json
+from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.model_route import ModelRoute
@@ -57,7 +58,11 @@ def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
         raise ApiError(400, "exactly one of prompt, messages and content is needed", "prompt", "invalid_value")
-    limit = 2 * engine.model.context
+    with naming_fields({"prompt": given[0]}):
+        return _tokenized(engine, body, limit=2 * engine.model.context)
+
+
+def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Json:
     if body.content is not None:
         ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
         return {"tokens": [_piece(engine, token) for token in ids] if body.with_pieces else ids}
@@ -88,7 +93,8 @@ def _piece(engine: ServedEngine, token: int) -> Json:
 def detokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
     """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
     tokens = validated(DetokenizeBody, sent).tokens
-    text = engine.decode(tokens) if tokens else ""
+    with naming_fields({"ids": "tokens"}):
+        text = engine.decode(tokens) if tokens else ""
     return {"prompt": text, "content": text}
 
 

@@ -1,6 +1,8 @@
 """parse: the bodies of Anthropic's routes as requests."""
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
@@ -14,6 +16,8 @@ from kvcellar.serve.chat_request import AUTO, ChatRequest, ToolChoice
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller, Generation
+
+NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
 
 
 def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -57,6 +61,7 @@ def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **co
         effort=_effort(body),
         salt=body.cache_salt,
         users=(None if body.metadata is None else body.metadata.user_id,),
+        names=NAMES,
         **common,
     )
 

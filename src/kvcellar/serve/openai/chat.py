@@ -64,6 +64,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         tools=body.tools or (),
         tool_choice=tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        names={"prompt": "messages"},
         **common(body),
     )
     form = ChatFormat(_reasoning_names(body, caller))

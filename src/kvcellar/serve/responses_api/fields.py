@@ -29,6 +29,7 @@ from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
 from kvcellar.serve.writer import Caller, Generation
 
+NAMES: Mapping[str, str] = MappingProxyType({"prompt": "input", "messages": "input"})
 MAX_METADATA = 16
 # Values of `include` that ask for what a response has anyway, or never has.
 INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
@@ -116,6 +117,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         tools=[_nested(tool, f"tools[{at}]") for at, tool in enumerate(body.tools or ())],
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
+        names=NAMES,
         **_common(body),
     )
     echo = Echo(

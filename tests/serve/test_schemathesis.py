@@ -102,6 +102,10 @@ def name_known(case: Any, served: Served) -> None:
     for name, value in served.fields.items():
         if isinstance(case.body, dict) and isinstance(case.body.get(name), str):
             case.body[name] = value
+    for message in case.body.get("messages") or () if isinstance(case.body, dict) else ():
+        if isinstance(message, dict) and message.get("role") in ("user", "assistant", "system"):
+            message["content"] = message.get("content") or "hello"
+            message.pop("tool_calls", None)
     if known := served.paths.get(case.operation.path):
         case.path_parameters = known
 
@@ -117,7 +121,6 @@ def judge(served: Served, method: str, path: str, kind: str, examples: int) -> N
         not_a_server_error,
         checks.status_code_conformance,
         checks.content_type_conformance,
-        checks.negative_data_rejection,
     ]
     cases = schema()[path][method].as_strategy(generation_mode=mode)
 
@@ -129,7 +132,8 @@ def judge(served: Served, method: str, path: str, kind: str, examples: int) -> N
         if kind == "valid" and known:
             name_known(case, served)
         response = case.call(served.url, headers={"authorization": f"Bearer {KEY}"}, timeout=SECONDS)
-        case.validate_response(response, checks=judged)
+        refused = response.status_code == 413  # a list that is too long may be a body that is
+        case.validate_response(response, checks=judged if refused else [*judged, checks.negative_data_rejection])
         content_type = response.headers.get("content-type", [""])[0]
         declared().check(method, path, response.status_code, content_type, response.content or b"")
 

@@ -101,6 +101,8 @@ def test_fields_become_a_constraint(fields, expected) -> None:
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern", "not supported"),
         ({"structured_outputs": {"pattern": "x"}}, "structured_outputs", "an unknown key"),
+        ({"structured_outputs": {"choice": 0.0}}, "structured_outputs.choice", "list of 1 to 10000 strings, not 0.0"),
+        ({"structured_outputs": {"grammar": 0}}, "structured_outputs.grammar", "is text, not 0"),
         ({"structured_outputs": {"disable_any_whitespace": 1}}, "structured_outputs.disable_any_whitespace", "true or"),
         ({"grammar": "x", "json_schema": SCHEMA}, "json_schema", "grammar and json_schema both say"),
     ],

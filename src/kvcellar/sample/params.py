@@ -156,6 +156,17 @@ _REAL = {  # the lowest and the highest value, and whether the lowest itself is 
 }  # fmt: skip
 
 
+def bounds(name: str) -> dict[str, float] | None:
+    """The bounds of a number as JSON Schema writes them; None for what is no single number."""
+    if name in _WHOLE:
+        low, high = _WHOLE[name]
+        return {"minimum": low, "maximum": high}
+    if name in _REAL:
+        low, high, above = _REAL[name]
+        return {"exclusiveMinimum" if above else "minimum": low, "maximum": high}
+    return None
+
+
 def _plain(value: Any) -> Any:
     """An int or a float of a subclass, whose comparisons may be overridden, as a plain one; all else as it is."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -79,7 +79,7 @@ def of_structured_outputs(given: Object, param: str = "structured_outputs") -> C
         if given.get(name) is not None:
             raise BadRequest(f"{param}.{name} is not supported; leave it out", f"{param}.{name}")
     compact, strict, _, _ = (_flag(given, name, param) for name in (*OPTIONS, "json_object"))
-    asked = [name for name in KINDS if given.get(name) not in (None, False)]
+    asked = [name for name in KINDS if given.get(name) is not None and given[name] is not False]  # 0 is not false
     if len(asked) > 1:
         raise BadRequest(f"{param} has {asked[0]} and {asked[1]}; send one of them", param)
     if not asked:

@@ -5,8 +5,12 @@ from collections.abc import Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from kvcellar.sample.params import bounds
 from kvcellar.serve import ignored_fields
+from kvcellar.serve.anthropic.fields import MessagesBody
 from kvcellar.serve.health import OPEN
+from kvcellar.serve.ollama_fields import Options
+from kvcellar.serve.ollama_options import RENAMED
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openapi.answers_shared import AnthropicError, OllamaError, OpenAIError
@@ -37,6 +41,7 @@ def document(mounted: Operations = NONE) -> Json:
         types += [((*key, part), mode, of) for part, mode, of in _parts(one)]
     found, definitions = schemas(types)
     _add_ignored(definitions)
+    _add_bounds(definitions)
     paths: dict[str, Json] = {}
     responses: dict[str, Json] = {}
     for (method, path), one in table.items():
@@ -88,6 +93,18 @@ def _add_ignored(definitions: dict[str, Json]) -> None:
             properties.setdefault(name, {"description": f"Ignored: {why}."})
         for name, values in tables.NEUTRAL.items():
             properties.setdefault(name, {"enum": list(values), "description": "Only values that change nothing."})
+
+
+def _add_bounds(definitions: dict[str, Json]) -> None:
+    """Of sampling parameters, which are checked as those of all requests are."""
+    for body in (ChatBody, CompletionBody, ResponsesBody, MessagesBody, Options):
+        for name, schema in definitions[body.__name__]["properties"].items():
+            found = bounds(RENAMED.get(name, name) if body is Options else name)
+            for one in schema.get("anyOf", [schema]) if found is not None else ():
+                if one.get("type") in ("integer", "number"):
+                    one.update(found)
+    score_only: Json = definitions[CompletionBody.__name__]["properties"]["max_tokens"]["anyOf"][0]
+    score_only["minimum"] = 0  # with `echo`
 
 
 def _operation(method: str, path: str, operation: Operation, schemas: dict[str, Json]) -> Json:

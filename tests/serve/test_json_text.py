@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,3 +35,29 @@ def test_a_list_that_was_encoded_is_written_like_one_that_was_not(items, more, a
         assert len(made) == len(plain)
         written = b"".join(json_chunks({"around": around, "of": [{"logprobs": made}], "at": {"end": made}}))
         assert json.loads(written) == {"around": around, "of": [{"logprobs": plain}], "at": {"end": plain}}
+
+
+def test_items_with_long_lists_are_made_a_few_at_a_time():
+    """The event loop does other work between two chunks."""
+    made = 0
+
+    def entries():
+        nonlocal made
+        for number in range(1000):
+            made += 1
+            yield {"token": str(number), "top_logprobs": [{"token": str(one)} for one in range(20)]}
+
+    most = before = 0
+    chunks = list[bytes]()
+    for chunk in json_chunks({"content": entries()}):
+        chunks.append(chunk)
+        most, before = max(most, made - before), made
+    assert made == 1000
+    assert most <= 4
+    assert len(json.loads(b"".join(chunks))["content"]) == 1000
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 1000])
+def test_no_item_is_lost_between_chunks(size: int):
+    for items in ([*range(size)], [[0.5] * (1 + number % 3) for number in range(size)], [[0.5] * 500] * (size % 7)):
+        assert json.loads(b"".join(json_chunks({"data": iter(items)}))) == {"data": items}

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from uuid import uuid4
 
-CHUNK_ITEMS = 64  # of a list; fewer if they are lists themselves
+CHUNK_ITEMS = 64  # values of a list, those of lists in it counted one by one
 
 
 def to_json(value: object) -> bytes:
@@ -56,7 +55,7 @@ class EncodedList:
 
 
 def json_chunks(value: object) -> Iterator[bytes]:
-    """The bytes of `to_json(value)` in chunks. An iterator is written as a list, of up to `CHUNK_ITEMS` items per
+    """The bytes of `to_json(value)` in chunks. An iterator is written as a list, of up to `CHUNK_ITEMS` values per
     chunk. An `EncodedList` may be in dictionaries, and in lists of these."""
     if isinstance(value, dict):
         yield b"{"
@@ -87,11 +86,14 @@ def _list_chunks(items: Iterator[object]) -> Iterator[bytes]:
 
 
 def _few(items: Iterator[object]) -> Iterator[object]:
-    """The next items: `CHUNK_ITEMS` of them, or up to one that has a longer list, such as a vector."""
-    for item in islice(items, CHUNK_ITEMS):
+    """The next items: `CHUNK_ITEMS` values of them, or up to one that has more, such as a vector. An item that a long
+    response has for each token may take long to make, too: its likeliest other tokens are decoded."""
+    left = CHUNK_ITEMS
+    for item in items:
         yield item
         values = item.values() if isinstance(item, dict) else (item,)
-        if any(isinstance(value, list | tuple) and len(value) > CHUNK_ITEMS for value in values):
+        left -= max(1, sum(len(value) if isinstance(value, list | tuple) else 1 for value in values))
+        if left <= 0:
             return
 
 

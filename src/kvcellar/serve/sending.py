@@ -37,10 +37,11 @@ async def _disconnect(receive: Receive) -> None:
 
 async def send_json(send: Send, value: object) -> None:
     """Encode and send in chunks; other tasks of the event loop run between them."""
-    body = bytearray()
+    body, paused_at = bytearray(), 0
     for number, chunk in enumerate(json_chunks(value)):
         body += chunk
-        if len(chunk) > 1000 or number % CHUNK_ITEMS == 0:
+        if len(body) > paused_at + 1000 or number % CHUNK_ITEMS == 0:
+            paused_at = len(body)
             await asyncio.sleep(0)
     await send_encoded(send, body)
 

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import httpx
@@ -149,6 +149,26 @@ def test_streams_are_counted_and_bounded(engine, monkeypatch):
             threading.Event().wait(0.1)
         else:
             raise AssertionError("a stream that was closed is still counted")
+
+
+def test_one_key_leaves_streams_to_the_others(closed, monkeypatch):
+    monkeypatch.setattr(routes, "STREAMS", 4)
+    monkeypatch.setattr(routes, "STREAMS_OF_KEY", 2)
+    path = "/inspector/api/stream"
+    with ExitStack() as stack:
+
+        def opened(key: str) -> int:
+            response = stack.enter_context(closed.stream("GET", path, headers=bearer(key)))
+            if response.status_code == 200:
+                lines = response.iter_lines()
+                stack.callback(lines.close)
+                next(lines)
+            return response.status_code
+
+        assert [opened(MINE) for _ in range(3)] == [200, 200, 503]
+        refused = closed.get(path, headers=bearer(MINE)).json()["error"]["message"]
+        assert "2 streams of this API key are open" in refused
+        assert [opened(YOURS), opened(ADMIN), opened(YOURS)] == [200, 200, 503]
 
 
 def test_an_open_stream_does_not_delay_the_end_of_the_server(engine):

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +11,19 @@ from hypothesis import strategies as st
 from kvcellar import BadRequest
 from kvcellar.sample import matcher as module
 from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.matcher import SLOWEST, Matcher
-from tests.sample.languages import END, LANGUAGES, WORDS, Language, agrees, allowed, by_looking, grammars, regex
+from kvcellar.sample.matcher import GRANTED, PER_TOKEN, SLOWEST, Matcher
+from tests.sample.languages import (
+    COLUMNS,
+    END,
+    LANGUAGES,
+    WORDS,
+    Language,
+    agrees,
+    allowed,
+    by_looking,
+    grammars,
+    regex,
+)
 
 SCHEMAS = [
     (
@@ -126,3 +138,39 @@ def test_a_mask_that_takes_too_long_ends_the_request_and_is_refused_if_it_is_the
     monkeypatch.undo()
     assert not allowed(matcher), "an error stays"
     assert allowed(grammars().matcher(Constraint.regex("b[ac]{7}"))), "nothing of the refused one is kept"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_masks_that_are_all_nearly_too_slow_end_the_request_by_what_they_take_together(monkeypatch, count) -> None:
+    """Of all its completions; another request with the same grammar has a budget of its own."""
+    made = grammars()
+    first = made.matcher(Constraint.regex("[ab]{200}"))
+    every = [first, *(first.fork() for _ in range(count - 1))]
+    seconds = SLOWEST * 0.9
+    clock = itertools.chain.from_iterable((at * seconds, (at + 1) * seconds) for at in itertools.count())
+    steps = 0
+    while all(matcher.error is None for matcher in every):
+        monkeypatch.setattr(module.time, "thread_time", lambda: next(clock))
+        steps += 1
+        found = allowed(every[steps % count])
+        monkeypatch.undo()
+        if found:
+            every[steps % count].accept(WORDS.index("a"))
+    assert GRANTED / seconds <= steps <= GRANTED / (seconds - PER_TOKEN) + 1
+    assert "s of CPU for each token" in next(matcher.error for matcher in every if matcher.error is not None)
+    assert all(not allowed(matcher) for matcher in every), "all of the request"
+    other = made.matcher(Constraint.regex("[ab]{200}"))
+    assert allowed(other)
+    assert other.error is None
+
+
+def test_masks_that_take_less_than_their_share_never_end_a_request(monkeypatch) -> None:
+    matcher = grammars().matcher(Constraint.regex("[ab]{900}"))
+    ticks = itertools.count()
+    monkeypatch.setattr(module.time, "thread_time", lambda: next(ticks) * PER_TOKEN * 0.3)  # three times a token
+    mask = np.zeros(-(-COLUMNS // 32), np.int32)
+    for _ in range(800):
+        matcher.fill((), mask)
+        assert matcher.error is None
+        assert mask.any()
+        matcher.accept(WORDS.index("a"))

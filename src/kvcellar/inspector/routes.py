@@ -10,12 +10,14 @@ All take `model`. Nothing here changes an engine.
 
 Always true:
   * an engine is looked at once a second at most for all streams and snapshots together;
-  * at most `STREAMS` streams are open.
+  * at most `STREAMS` streams are open; with keys at most `STREAMS_OF_KEY` of each, so that one key leaves some to
+    the others.
 """
 
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,7 +37,7 @@ from kvcellar.inspector.source import Looked, Source, Viewer
 API = f"{PAGE}/api/"
 EVERY = 1.0  # seconds between two pictures
 PING = 15.0  # seconds after which a stream without data sends a comment
-STREAMS = 32
+STREAMS, STREAMS_OF_KEY = 32, 8
 TOKENS = 1024  # of the text of an entry
 MODELS = 64  # of which pictures and texts are remembered
 
@@ -94,7 +96,7 @@ class _Model:
 
 
 class Stream(StreamingResponse):
-    """Server-sent events; `count` is told when it begins and ends."""
+    """Server-sent events; `count` is called with 1 when it begins, and with -1 when it ends."""
 
     def __init__(self, events: AsyncIterator[bytes], count: Callable[[int], None]) -> None:
         headers = {**HEADERS, "cache-control": "no-store"}
@@ -114,7 +116,7 @@ class DataHandler:
         self._source = source
         self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
         self._models: dict[str, _Model] = {}  # changed in the source's thread only
-        self._streams = 0
+        self._streams = Counter[str | None]()  # that are open, by tenant
 
     async def snapshot(self, request: Request) -> Response:
         viewer, model = self._source.viewer(request), request.query_params.get("model")
@@ -122,13 +124,17 @@ class DataHandler:
 
     async def stream(self, request: Request) -> Response:
         viewer, model = self._source.viewer(request), request.query_params.get("model")
-        if self._streams >= STREAMS:
+        if self._streams.total() >= STREAMS:
             raise Overloaded(f"{STREAMS} streams are open already; close a page")
+        if viewer.tenant is not None and self._streams[viewer.tenant] >= STREAMS_OF_KEY:
+            raise Overloaded(f"{STREAMS_OF_KEY} streams of this API key are open already; close a page")
         first = await self._content(model, viewer, -1)  # an error of this one is the response
-        return Stream(self._events(model, viewer, first), self._opened)
+        return Stream(self._events(model, viewer, first), partial(self._opened, viewer.tenant))
 
-    def _opened(self, streams: int) -> None:
-        self._streams += streams
+    def _opened(self, tenant: str | None, streams: int) -> None:
+        self._streams[tenant] += streams
+        if not self._streams[tenant]:
+            del self._streams[tenant]
 
     async def _events(self, model: str | None, viewer: Viewer, first: tuple[int, bytes]) -> AsyncIterator[bytes]:
         (number, content), sent = first, time.monotonic()

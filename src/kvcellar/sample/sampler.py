@@ -103,7 +103,7 @@ class Sampler:
         assert not self.produced, "only a sampler that has drawn nothing can be forked"
         other = self._copy()
         other.index = index
-        other.matcher = self.matcher.copy() if self.matcher is not None else None
+        other.matcher = self.matcher.fork() if self.matcher is not None else None
         return other
 
     def after(self, token: int) -> "Sampler":

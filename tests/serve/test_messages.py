@@ -545,7 +545,7 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
     monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, intake=intake))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
     assert message_of(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
-    assert message_of(client.post(CHAT, json=talk(USER))) == NO_TEXT
+    assert message_of(client.post(CHAT, json=talk(USER))) == f"messages: {NO_TEXT}"
     assert message_of(client.post(COMPLETIONS, json={"prompt": [5], "stop": "x"})) == NO_STOP
 
 

@@ -15,17 +15,20 @@ _FIRST = re.compile(r"\w+")
 
 @contextmanager
 def naming_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """A `BadRequest` about a parameter in `names` is raised as one about its field. Others pass through."""
+    """A `BadRequest` about a parameter in `names` is raised as one about its field. Others pass through.
+
+    Places in `messages` are left out, or stand behind the name of the field: they count what the field became.
+    """
     try:
         yield
     except BadRequest as error:
         found = _FIRST.match(error.param or "")
         if found is None or (field := names.get(found[0])) is None:
             raise
-        inner = (error.param or "")[found.end() :]
-        error.param = field if found[0] == "messages" else field + inner  # these are numbered when all are together
-        if not isinstance(error, PromptTooLong):  # it speaks of the prompt, which every request has
-            rest = error.message.removeprefix(found[0])
-            whole = found[0] == "messages" or len(rest) == len(error.message)
-            error.message = f"{field}: {error.message}" if whole else field + rest
+        name, message = found[0], error.message
+        error.param = field if name == "messages" else field + (error.param or "")[found.end() :]
+        if message.startswith(name) and name != "messages":
+            error.message = field + message.removeprefix(name)
+        elif not isinstance(error, PromptTooLong):  # which speaks of the prompt that every request has
+            error.message = f"{field}: {message}"
         raise

@@ -193,7 +193,8 @@ class FakeReplies:
             raise BadRequest("tool_choice requires a call, and there are no tools", "tool_choice")
         self.asked.append({"choice": choice, "names": names, "parallel": parallel, "deltas": deltas, "answer": answer})
         found = checked_tools(tools).only(names) if tools else None
-        return FakeReading(Outline(self._form or PLAIN, found, deltas=deltas, parallel=parallel), answer)
+        outline = Outline(self._form or PLAIN, found, deltas=deltas, parallel=parallel, answers=answer is not None)
+        return FakeReading(outline, answer)
 
 
 class NoEmbeddings:

@@ -110,9 +110,9 @@ def test_parts_that_are_written_at_once_have_the_bytes_of_h11():
     assert ours.conn.send(h11.EndOfMessage()) == theirs.conn.send(h11.EndOfMessage())
 
 
-@pytest.mark.parametrize("why", ["not begun", "paused", "disconnected", "complete", "ended", "HTTP/1.0"])
+@pytest.mark.parametrize("why", ["not begun", "paused", "disconnected", "complete", "ended", "HTTP/1.0", "HTTP/0.9"])
 def test_nothing_is_written_where_a_part_would_have_to_wait_or_has_no_place(why: str):
-    server = Server(b"1.0" if why == "HTTP/1.0" else b"1.1")
+    server = Server(why.removeprefix("HTTP/").encode() if why.startswith("HTTP/") else b"1.1")
     if why != "not begun":
         server.begin()
     if why == "ended":

@@ -122,7 +122,7 @@ class Replies:
         if found is None and (choice == "required" or names):
             raise BadRequest("tool_choice requires a call, and there are no tools", "tool_choice")
         wanted = found.only(names) if found is not None and choice != "none" else None
-        outline = Outline(self._form, wanted, deltas=deltas, parallel=parallel)
+        outline = Outline(self._form, wanted, deltas=deltas, parallel=parallel, answers=answer is not None)
         made = RequestReading(outline, self._codec.template.opening(checked_options(options)))
         made.constraint = self._constraint(made.thinking, wanted, choice, answer, parallel=parallel)
         return made

@@ -145,7 +145,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             or cycle.disconnected
             or cycle.response_complete
             or self.conn.our_state is not h11.SEND_BODY
-            or self.conn.their_http_version == b"1.0"  # whose responses have no chunks
+            or cast(bytes, self.conn.their_http_version) < b"1.1"  # whose responses have no chunks
         ):
             return False
         if data:

@@ -1,6 +1,7 @@
 """What a grammar allows is read back as calls of the tools, and what is no call is refused where one is required."""
 
 import random
+import string
 
 import pytest
 from jsonschema import validate
@@ -12,6 +13,7 @@ from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import as_read
 from kvcellar.text.replies.families import known
 from kvcellar.text.replies.grammar import Grammar
+from kvcellar.text.replies.rules import Rules
 from kvcellar.text.replies.tools import checked
 from tests.text.made import byte_level
 from tests.text.replies.chats import TEMPLATES
@@ -101,6 +103,21 @@ def texts(made, ids: list[int]) -> tuple[list[str], frozenset[str]]:
         run = []
         parts += [made.id_to_token(token)] if token is not None else []
     return parts, frozenset(made.id_to_token(token) for token in special)
+
+
+def test_a_mark_may_have_any_character(words):
+    """A checkpoint declares what its marks are."""
+    for char in string.punctuation + "\n\t\x7f【»🙂é\u2028\xa0":
+        mark = f"a{char}b"
+        ids = words[0].encode(f"so a b {mark}", add_special_tokens=False).ids
+        for rules, find in ((Rules({}), Rules.head), (Rules({}), Rules.until)):
+            found = matcher(words, rules.grammar(f"{find(rules, 'head', mark, ())} {rules.literal(char)}"))
+            assert found.try_consume_tokens(ids) == len(ids), mark
+            more = words[0].encode(char, add_special_tokens=False).ids
+            assert (found.try_consume_tokens(more), found.is_accepting()) == (len(more), True), mark
+        rules = Rules({})
+        found = matcher(words, rules.grammar(rules.text("TEXT", (mark,))))
+        assert found.try_consume_tokens(ids) < len(ids), mark
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

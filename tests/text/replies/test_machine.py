@@ -3,12 +3,14 @@
 import json
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.text.pieces import CallOpened, Content
 from kvcellar.text.replies.families import known
-from tests.text.replies.reads import pieces_of, read
+from tests.text.replies.chats import TEMPLATES
+from tests.text.replies.reads import TOOLS, pieces_of, read
 from tests.text.templates import THINKER
 
 HERMES = known(THINKER)
@@ -113,16 +115,39 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@given(st.lists(FRAGMENTS, max_size=14), st.lists(st.integers(0, 200), max_size=6), st.booleans(), st.booleans())
-def test_what_is_read_does_not_depend_on_how_it_arrives(fragments, cuts, deltas, parallel):
+HOW = st.fixed_dictionaries({"deltas": st.booleans(), "parallel": st.booleans(), "answers": st.booleans()})
+
+
+@given(st.lists(FRAGMENTS, max_size=14), st.lists(st.integers(0, 200), max_size=6), HOW)
+def test_what_is_read_does_not_depend_on_how_it_arrives(fragments, cuts, how):
     text = "".join(fragments)
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     parts = [text[start:end] for start, end in pairwise(places)]
-    whole = pieces_of(HERMES, [text], deltas=deltas, parallel=parallel)
-    assert pieces_of(HERMES, parts, deltas=deltas, parallel=parallel) == whole
-    assert pieces_of(HERMES, list(text), deltas=deltas, parallel=parallel) == whole
+    whole = pieces_of(HERMES, [text], **how)
+    assert pieces_of(HERMES, parts, **how) == whole
+    assert pieces_of(HERMES, list(text), **how) == whole
     seen = read(whole)
-    assert not (seen.unclosed and not deltas)
+    assert not (seen.unclosed and not how["deltas"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_marks_are_text_in_an_answer_that_has_to_match(name):
+    """A text that the answer quotes, such as a page that the client has sent, is no reasoning, and no call."""
+    form = known(TEMPLATES[name])
+    marks = [*(section.begin[0] for section in form.sections), *(one.open for one in form.thoughts)]
+    marks += form.channels.begin if form.channels is not None else ()
+    call = "<tool_call><function=weather></function></tool_call>[weather(days=1)]"
+    text = json.dumps({"page": "so " + " b ".join(marks) + call})
+    head = "<|channel|>final<|message|>" if form.channels is not None else ""
+    for tools in (TOOLS, None):
+        for parts in ([head + text], list(head + text)):
+            assert pieces_of(form, parts, tools=tools, answers=True) == [Content(text)]
+
+
+def test_reasoning_and_calls_are_read_in_place_of_an_answer_that_has_to_match():
+    opened = ANSWER.replace("Sure.\n", "")
+    seen = read(pieces_of(HERMES, list(opened), answers=True))
+    assert (seen.reasoning, seen.content, seen.calls) == ("hm <tool_call> ok", "", CALLS)
 
 
 @given(st.lists(FRAGMENTS, max_size=14))

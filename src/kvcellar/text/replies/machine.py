@@ -128,6 +128,9 @@ class Machine:
             return True
         settled, end, mark = self._outline.content.find(self._text, ended=ended)
         self._tell(self._take(settled), Content)
+        if self._outline.answers and not self._blank and not self.calls:  # a string of JSON may have marks
+            self._tell(self._take(len(self._text)), Content)
+            return False
         if not mark:
             return False
         shown = self._take(end - settled)

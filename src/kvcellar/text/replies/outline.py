@@ -13,10 +13,19 @@ SHORT_ID = 9  # characters of an id of Mistral's
 
 class Outline:
     """Without `tools`, calls are not looked for. `deltas`: arguments are told while they are read. `parallel`: further
-    calls are wanted after the first."""
+    calls are wanted after the first. `answers`: an answer that does not begin with a call is content behind the
+    reasoning, and marks are text in it."""
 
-    def __init__(self, form: ReplyForm, tools: Tools | None, *, deltas: bool = True, parallel: bool = True) -> None:
-        self.form, self.tools, self.deltas, self.parallel = form, tools, deltas, parallel
+    def __init__(
+        self,
+        form: ReplyForm,
+        tools: Tools | None,
+        *,
+        deltas: bool = True,
+        parallel: bool = True,
+        answers: bool = False,
+    ) -> None:
+        self.form, self.tools, self.deltas, self.parallel, self.answers = form, tools, deltas, parallel, answers
         sections = form.sections if tools is not None else ()
         marked = [section for section in sections if not section.bare]
         self.bare = next((section for section in sections if section.bare), None)

@@ -87,10 +87,15 @@ class Rules:
 
 
 def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # Lark has control characters escaped
 
 
 def pattern(text: str) -> str:
     """A text as a part of a regular expression of Lark."""
-    escaped = (f"\\{char}" if not char.isalnum() and char not in "_ <>｜▁" else char for char in text)
-    return "".join("\\n" if char == "\\\n" else char for char in escaped)
+    return "".join(map(_in_pattern, text))
+
+
+def _in_pattern(char: str) -> str:
+    if char == "\n":
+        return "\\n"
+    return f"\\{char}" if char.isascii() and not char.isalnum() and char not in "_ <>" else char

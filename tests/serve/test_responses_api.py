@@ -424,6 +424,59 @@ def test_a_kept_response_can_be_read_and_deleted(http, engine):
     created(http, engine, previous_response_id=child["id"])
 
 
+def test_the_items_of_an_input_are_read_in_pages(http, engine):
+    given = [
+        {"role": "user", "content": "one"},
+        {"type": "message", "id": "msg_own", "role": "assistant", "content": "two"},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "three"},
+    ]
+    response = created(http, engine, input=given)
+    path = f"{PATH}/{response['id']}/input_items"
+    whole = http.get(path, params={"order": "asc"}).json()
+    assert [item["type"] for item in whole["data"]] == [
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
+    ids = [item["id"] for item in whole["data"]]
+    assert len(set(ids)) == 4
+    assert ids[1] == "msg_own"
+    assert whole["data"][0]["content"] == [{"type": "input_text", "text": "one"}]
+    assert whole["data"][1]["content"] == [{"type": "output_text", "text": "two", "annotations": []}]
+    assert (whole["object"], whole["first_id"], whole["last_id"], whole["has_more"]) == ("list", ids[0], ids[3], False)
+    assert [item["id"] for item in http.get(path).json()["data"]] == ids[::-1], "the last one first, as at OpenAI"
+    read, after = [], {}
+    while True:
+        part = http.get(path, params={"order": "asc", "limit": 3, **after}).json()
+        read += [item["id"] for item in part["data"]]
+        after = {"after": part["last_id"]}
+        if not part["has_more"]:
+            break
+    assert read == ids
+    assert http.get(path, params={"after": ids[0]}).json()["data"] == []
+    text = created(http, engine, input="hi", previous_response_id=response["id"])
+    (item,) = http.get(f"{PATH}/{text['id']}/input_items").json()["data"]
+    assert (item["role"], item["content"]) == ("user", [{"type": "input_text", "text": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [("limit", "0"), ("limit", "101"), ("limit", "many"), ("limit", "²"), ("order", "up"), ("after", "msg_other")],
+)
+def test_a_page_that_cannot_be_had_is_refused_by_its_parameter(http, engine, param, value):
+    response = created(http, engine)
+    answer = http.get(f"{PATH}/{response['id']}/input_items", params={param: value})
+    assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+def test_the_items_of_an_unknown_response_are_not_found(http, engine):
+    assert http.get(f"{PATH}/resp_unknown/input_items").status_code == 404
+    unkept = created(http, engine, store=False)
+    assert http.get(f"{PATH}/{unkept['id']}/input_items").status_code == 404
+
+
 def test_without_store_nothing_is_kept(http, engine):
     response = created(http, engine, store=False)
     assert response["store"] is False

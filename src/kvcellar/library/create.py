@@ -22,7 +22,7 @@ from kvcellar.library.modelfile import Command, Modelfile
 from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import merged, parameters
 from kvcellar.library.requires import check_version, required
-from kvcellar.library.sources import Source, adapter_files, model_files
+from kvcellar.library.sources import Source, adapter_files, model_files, module_files
 from kvcellar.library.template import check_template
 from kvcellar.library.tools import CASTS, Tools
 from kvcellar.progress import report
@@ -236,7 +236,9 @@ class _Creation:
         if kind is not None:
             into = staging.folder("draft-quantized" if draft else "model-quantized")
             found = self._tools.quantize(source.path, into, kind, draft=draft)
-            return _Made(_put(staging, into, model_files(into), made=True), found)
+            part = _put(staging, into, model_files(into), made=True)
+            beside = _put(staging, source.path, module_files(source.path))  # they have no weights
+            return _Made(Part(tuple(sorted((*part.files, *beside.files), key=lambda file: file.path))), found)
         if source.part is not None:
             return _Made(source.part, None)
         return _Made(_put(staging, source.path, model_files(source.path), made=source.made), None)

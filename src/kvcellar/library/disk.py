@@ -229,6 +229,7 @@ class Staging:
         folder.mkdir()
         for file in part.files:
             self.reuse(file)
+            (folder / file.path).parent.mkdir(exist_ok=True)
             os.symlink(self._disk.blob(file).absolute(), folder / file.path)
         return folder
 

@@ -17,11 +17,24 @@ FORMAT = 1
 MOST_BYTES = 64 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_FOLDER = re.compile(r"[0-9]{1,2}_[A-Za-z]{1,40}")
 
 
 def is_file_name(text: str) -> bool:
     """Whether a file of a model may have this name."""
     return _PATH.fullmatch(text) is not None
+
+
+def is_module_folder(text: str) -> bool:
+    """Whether a folder of a model may have this name: those of sentence-transformers are like `1_Pooling`. None of them
+    is that of a draft or of adapters."""
+    return _FOLDER.fullmatch(text) is not None
+
+
+def is_file_path(text: str) -> bool:
+    """Whether a file of a model may have this path: a name, perhaps in one folder."""
+    folder, slash, name = text.rpartition("/")
+    return is_file_name(name) and (not slash or is_module_folder(folder))
 
 
 class ManifestDamaged(KvcellarError):
@@ -30,7 +43,7 @@ class ManifestDamaged(KvcellarError):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file of a model: its name in the model directory, and its content by digest (`sha256:HEX`) and size."""
+    """One file of a model: its path in the model directory, and its content by digest (`sha256:HEX`) and size."""
 
     path: str
     digest: str
@@ -166,7 +179,7 @@ def _read_part(raw: dict[str, Any]) -> Part:
     if names != sorted(set(names)):
         raise ValueError("its files are not in order, or one occurs twice")
     for file in files:
-        if not is_file_name(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
+        if not is_file_path(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
             raise ValueError(f"a file is {file}")
     return Part(files)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, shown
 from kvcellar.library.library import Library, LibraryModel
-from kvcellar.library.manifest import is_file_name
+from kvcellar.library.manifest import is_file_name, is_module_folder
 from kvcellar.library.modelfile import Command
 from kvcellar.library.names import RESERVED
 from kvcellar.library.tools import Tools
@@ -103,7 +103,7 @@ def _lacking(path: Path, marker: str) -> str:
 
 
 def model_files(directory: Path) -> tuple[str, ...]:
-    """The names of the files that belong to the model of a directory, in order."""
+    """The files that belong to the model of a directory, by their paths in it, in order."""
     weights = _weights(directory)
     texts = [
         entry.name
@@ -111,10 +111,20 @@ def model_files(directory: Path) -> tuple[str, ...]:
         if entry.name.endswith(_TEXT) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
         if not entry.name.endswith(".index.json") and is_file_name(entry.name) and entry.is_file()
     ]
+    texts += module_files(directory)
     for name in texts:
         if (size := (directory / name).stat().st_size) > MOST_TEXT:
             raise ModelRefused(f"{directory / name} has {size} bytes; {MOST_TEXT} are allowed")
     return tuple(sorted({*weights, *texts}))
+
+
+def module_files(directory: Path) -> list[str]:
+    """What sentence-transformers has beside the network of a model that embeds: a config for each module."""
+    return sorted(
+        f"{entry.name}/{CONFIG}"
+        for entry in os.scandir(directory)
+        if is_module_folder(entry.name) and entry.is_dir() and (directory / entry.name / CONFIG).is_file()
+    )
 
 
 def adapter_files(directory: Path) -> tuple[str, ...]:

@@ -50,6 +50,14 @@ class OutputCall(TypedDict):
 OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
+class InputItems(TypedDict):
+    object: Literal["list"]
+    data: list[dict[str, Any]]  # as they were sent, each with `id`, `type` and, beside reasoning, `status`
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class InputTokensDetails(TypedDict):
     cached_tokens: int
     cache_write_tokens: int

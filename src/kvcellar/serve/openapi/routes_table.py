@@ -93,6 +93,19 @@ OPENAI = {
     ("DELETE", "/v1/responses/{id}"): Operation(
         api="OpenAI", about="Delete a response that was kept.", answer=responses.DeletedResponse, errors=(404,)
     ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        api="OpenAI",
+        about="The items that a response which was kept was asked with.",
+        query={
+            "limit": Parameter(
+                about="Items of a page; without it 20.", schema={"type": "integer", "minimum": 1, "maximum": 100}
+            ),
+            "order": Parameter(about="Without it desc: the last one first.", schema={"enum": ["asc", "desc"]}),
+            "after": Parameter(about="The id of the last item of the page before.", schema={"type": "string"}),
+        },
+        answer=responses.InputItems,
+        errors=(400, 404),
+    ),
     ("POST", "/v1/embeddings"): Operation(
         api="OpenAI",
         about="Vectors of texts, for models that say how they pool.",

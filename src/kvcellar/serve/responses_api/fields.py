@@ -23,6 +23,7 @@ from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, s
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.protocols import ServedEngine
+from kvcellar.serve.responses_api.input_items import sent as sent_items
 from kvcellar.serve.responses_api.items import messages_of
 from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
 from kvcellar.serve.responses_api.store import ResponseStore
@@ -127,6 +128,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         messages=json.dumps(messages).encode() if body.store is not False else b"",
         system=len(system),
         logprobs=_logprobs(body) is not None,
+        input=sent_items(body.input) if body.store is not False else b"",
     )
     return Generation(request, partial(ResponsesWriter, engine, echo))
 

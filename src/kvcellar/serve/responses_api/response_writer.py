@@ -31,7 +31,8 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 @dataclass(frozen=True, slots=True)
 class Echo:
     """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
-    `messages` are those of the conversation as JSON; the prompt has `system` more in front of them."""
+    `messages` are those of the conversation as JSON; the prompt has `system` more in front of them. `input`:
+    the items of the request as JSON."""
 
     fields: Json
     store: ResponseStore | None
@@ -39,6 +40,7 @@ class Echo:
     messages: bytes
     system: int
     logprobs: bool
+    input: bytes = b""
 
 
 class ResponsesWriter:
@@ -170,7 +172,8 @@ class ResponsesWriter:
         if echo.store is not None:
             omitted = max(0, self._replies.prepared.omitted - echo.system)
             reply = json.dumps(self._whole.message()).encode()
-            echo.store.add(echo.owner, self.id, Kept(b"".join(json_chunks(response)), echo.messages, reply, omitted))
+            whole = b"".join(json_chunks(response))
+            echo.store.add(echo.owner, self.id, Kept(whole, echo.messages, reply, omitted, echo.input))
         return response
 
 

@@ -11,6 +11,7 @@ from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.namespaces import owner
 from kvcellar.serve.responses_api.fields import parse_response
+from kvcellar.serve.responses_api.input_items import page
 from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.shared import Shared
 
@@ -24,6 +25,7 @@ def responses_routes(server: Shared) -> list[Route]:
         Route(PATH, GenerationHandler(server, partial(parse_response, store)), methods=["POST"]),
         Route(f"{PATH}/{{id}}", kept.get, methods=["GET"]),
         Route(f"{PATH}/{{id}}", kept.delete, methods=["DELETE"]),
+        Route(f"{PATH}/{{id}}/input_items", kept.input_items, methods=["GET"]),
     ]
 
 
@@ -38,6 +40,11 @@ class KeptHandler:
             raise ApiError(400, "stream is not supported here; leave it out", "stream", "unsupported_parameter")
         kept = self._store.get(owner(request.scope), request.path_params["id"])
         return Response(kept.response, media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        kept = self._store.get(owner(request.scope), id)
+        return Response(to_json(page(id, kept.input, request.query_params)), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]

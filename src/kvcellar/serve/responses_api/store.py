@@ -22,16 +22,18 @@ MOST_BYTES = 256 * 2**20
 @dataclass(frozen=True, slots=True)
 class Kept:
     """`response`: the whole object. `messages`: the conversation up to its input, without instructions; `reply`: the
-    message that it added; all are JSON. `omitted`: how many of `messages` its prompt left out, as in `Dialogue`."""
+    message that it added; `input`: the items that its request had sent, as a list; all are JSON. `omitted`: how many of
+    `messages` its prompt left out, as in `Dialogue`."""
 
     response: bytes
     messages: bytes
     reply: bytes
     omitted: int
+    input: bytes = b""
 
     @property
     def size(self) -> int:
-        return len(self.response) + len(self.messages) + len(self.reply)
+        return len(self.response) + len(self.messages) + len(self.reply) + len(self.input)
 
 
 class ResponseStore:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.kernels.compiled import COMPILERS, NotCompiled, check_shared, library
+from kvcellar.progress import Progress, listening
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 compiles = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
@@ -227,6 +228,30 @@ def test_a_compiler_that_fails_is_said(source, place, tmp_path) -> None:
     place["CXX"] = script(tmp_path / "mute", "exit 3")
     with pytest.raises(NotCompiled, match="mute cannot compile it: status 3"):
         library(source, place)
+
+
+def test_what_a_listener_raises_ends_the_compiler_and_what_it_has_started(source, place, tmp_path) -> None:
+    started, ended = tmp_path / "started", tmp_path / "ended"
+    os.mkfifo(ended)
+    probe = 'case "$*" in *-dM*) exit 0;; esac'
+    child = f"(exec 3>{ended}; echo >{started}; exec sleep 600) &"  # 3 is closed when the child has ended
+    place["CXX"] = script(tmp_path / "slow", f"{probe}; {child} wait")
+    reader = os.open(ended, os.O_RDONLY | os.O_NONBLOCK)
+
+    def stop(progress: Progress) -> None:
+        if started.exists():
+            raise InterruptedLoad
+
+    with listening(stop), pytest.raises(InterruptedLoad):
+        library(source, place)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+    assert kept(place) == []
+
+
+class InterruptedLoad(Exception):
+    pass
 
 
 @compiles

@@ -1,5 +1,7 @@
 """A server listens before its models are loaded: it is alive, not ready, and refuses requests until they are."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -185,3 +187,37 @@ def test_a_load_that_ends_by_itself_as_if_closed_is_an_error(starting):
         one.go_on.release()
         one.thread.join(PATIENCE)
         assert one.raised is one.failure
+
+
+def test_signals_are_heard_until_a_load_that_was_stopped_has_ended(monkeypatch):
+    host = Host(catalogue(), Limits(0, 1), unload=lambda engine: None)
+    heard: list[int] = []
+    missed: list[int] = []
+    stopped, second = threading.Event(), threading.Event()
+
+    def signalled(number: int) -> None:
+        heard.append(number)
+        if len(heard) == 2:
+            second.set()
+
+    def load() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stopped.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert second.wait(PATIENCE)
+        host.startup.stopped = True
+        host.startup.going_on()
+
+    def miss(number: int, frame: object) -> None:
+        missed.append(number)
+        second.set()
+
+    monkeypatch.setattr(host.startup, "stop", stopped.set)  # called after the server has ended
+    before = signal.signal(signal.SIGINT, miss)
+    try:
+        run(host, ServeSettings(port=0), load=load, signalled=signalled)
+        assert signal.getsignal(signal.SIGINT) == miss
+    finally:
+        signal.signal(signal.SIGINT, before)
+        host.close()
+    assert (heard, missed) == ([signal.SIGINT, signal.SIGINT], [])

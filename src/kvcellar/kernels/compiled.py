@@ -22,10 +22,13 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -40,6 +43,7 @@ COMPILERS = ("c++", "g++", "clang++")  # tried in this order, if $CXX names none
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread")
 INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 PATIENCE = 300.0  # seconds that a compiler may take
+PAUSE = 0.25  # seconds between reports of it, by which a listener ends a load
 FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and linkers print of a full disk
 
 
@@ -142,12 +146,13 @@ def _intact(directory: Path, stem: str) -> Path | None:
 
 def _compile(compiler: Sequence[str], source: Path, directory: Path, stem: str, environment: Mapping[str, str]) -> Path:
     """Compile in a directory inside it, make the bytes durable, then name the file. Raises `NotCompiled`."""
-    report(f"compiling {source.name}, once")
+    compiling = partial(report, f"compiling {source.name}, once")
+    compiling()
     try:
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             made = Path(scratch) / "made.so"
             # The compiler's own files go there too: then there is one disk that can be full.
-            _run([*compiler, *OPTIONS, "-o", str(made), str(source)], {**environment, "TMPDIR": scratch})
+            _run([*compiler, *OPTIONS, "-o", str(made), str(source)], {**environment, "TMPDIR": scratch}, compiling)
             with made.open("rb") as file:
                 path = directory / f"{stem}-{_digest(file.read())}.so"
                 os.fsync(file.fileno())
@@ -184,16 +189,38 @@ def _about(compiler: tuple[str, ...], environment: tuple[tuple[str, str], ...], 
     return _run([*compiler, *OPTIONS, "-dM", "-E", "-x", "c++", os.devnull], dict(environment))
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
-    """What a compiler prints, with its messages in English."""
-    environment = {**environment, "LC_ALL": "C"}
+def _run(command: Sequence[str], environment: Mapping[str, str], going_on: Callable[[], None] = lambda: None) -> bytes:
+    """What a compiler prints, with its messages in English. What `going_on` raises ends it."""
     try:
-        return subprocess.run(command, capture_output=True, check=True, timeout=PATIENCE, env=environment).stdout
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").splitlines()
-        if any(words in line for line in lines for words in FULL):
-            raise NotCompiled(f"{command[0]} cannot compile it: no space left on the disk that it writes to") from error
-        first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {error.returncode}")
-        raise NotCompiled(f"{command[0]} cannot compile it: {first.strip()}") from error
+        status, out, err = _ended(command, {**environment, "LC_ALL": "C"}, going_on)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(f"{command[0]} does not run: {error}") from error
+    if status == 0:
+        return out
+    lines = err.decode(errors="replace").splitlines()
+    if any(words in line for line in lines for words in FULL):
+        raise NotCompiled(f"{command[0]} cannot compile it: no space left on the disk that it writes to")
+    first = next((line for line in lines if "error" in line), lines[0] if lines else f"status {status}")
+    raise NotCompiled(f"{command[0]} cannot compile it: {first.strip()}")
+
+
+def _ended(
+    command: Sequence[str], environment: Mapping[str, str], going_on: Callable[[], None]
+) -> tuple[int, bytes, bytes]:
+    """Its status and what it prints, once it has ended. In a process group of its own: a compiler starts others."""
+    latest = time.monotonic() + PATIENCE
+    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=environment, process_group=0, **pipes) as process:
+        try:
+            while True:
+                try:
+                    out, err = process.communicate(timeout=PAUSE)
+                    return process.returncode, out, err
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > latest:
+                        raise subprocess.TimeoutExpired(command, PATIENCE) from None
+                going_on()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise

@@ -82,10 +82,11 @@ def run(
     assert isinstance(models, Host), "an engine is loaded already"
     models.startup.begin()
     loading = LoadThread(models.startup, load, server.stop)
-    try:
-        server.serve(lambda url: loading.start(lambda: ready(url) if ready else None), signalled)
-    finally:
-        loading.join()
+    with server.signals(signalled):  # until the load has ended, too
+        try:
+            server.serve(lambda url: loading.start(lambda: ready(url) if ready else None), signalled)
+        finally:
+            loading.join()
 
 
 class Server:
@@ -132,6 +133,13 @@ class Server:
         self._uvicorn.when_signalled = signalled
         with self._socket, contextlib.closing(self._threads), contextlib.closing(self._engines):
             asyncio.run(self._uvicorn.serve([self._socket]))
+
+    @contextlib.contextmanager
+    def signals(self, signalled: Callable[[int], None]) -> Iterator[None]:
+        """Signals end the server, and not the process, before `serve()` and after it."""
+        self._uvicorn.when_signalled = signalled
+        with self._uvicorn.capture_signals():
+            yield
 
     def _reload_keys(self) -> None:
         """On a thread of its own, as it reads files. The ring logs why it fails."""

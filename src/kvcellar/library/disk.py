@@ -19,7 +19,6 @@ import os
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.library.manifest import File, Manifest, Part
 from kvcellar.places import make_private
 from kvcellar.progress import report
-from kvcellar.tiers.files import Files
+from kvcellar.tiers.files import Files, lock_within
 
 FOLDERS = BLOBS, MANIFESTS, VIEWS, UPLOADS, TEMPORARY = "blobs", "manifests", "views", "uploads", "tmp"
 WAIT = 60.0  # seconds that a process waits for the lock of the library
@@ -56,7 +55,7 @@ class Disk:
             make_private(folder, "KVCELLAR_MODELS")
         opened = os.open(self.root / TEMPORARY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(opened, self.root)
+            lock_within(WAIT, opened, f"another process has had the library {self.root} locked for {WAIT:g} s")
             yield
         finally:
             os.close(opened)
@@ -309,14 +308,3 @@ def _has_size(entry: os.DirEntry[str], size: int) -> bool:
 def _links(manifest: Manifest) -> Mapping[str, str]:
     """The target of each link of a view, relative to the directory of the link."""
     return {path: "../" * (path.count("/") + 2) + f"{BLOBS}/{file.blob}" for path, file in manifest.files.items()}
-
-
-def _lock(opened: int, root: Path) -> None:
-    until = time.monotonic() + WAIT
-    while True:
-        try:
-            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > until:
-                raise TimeoutError(f"another process has had the library {root} locked for {WAIT:g} s") from None
-            time.sleep(0.01)

@@ -1,6 +1,8 @@
 """files: the operations on files that a store does. Tests replace them, to let each fail or to record their order."""
 
+import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +80,16 @@ class Files:
         """Bytes that this user may still write to the file system of a directory."""
         about = os.statvfs(directory)
         return about.f_bavail * about.f_frsize
+
+
+def lock_within(seconds: float, opened: int, late: str) -> None:
+    """Lock an open file or directory for this process alone, until it is closed. Raises `TimeoutError` with the message
+    `late` if another process has it locked all that time."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise TimeoutError(late) from None
+            time.sleep(0.01)

@@ -7,13 +7,12 @@ before it is locked.
 
 import fcntl
 import os
-import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.places import make_private
-from kvcellar.tiers.files import Files
+from kvcellar.tiers.files import Files, lock_within
 
 WAIT = 60.0  # seconds that a process waits for another one that opens the store
 FOLDERS = DATA, TEMPORARY, QUARANTINE, PROCESSES = "data", "temporary", "damaged", "processes"
@@ -40,20 +39,10 @@ class Folder:
             make_private(folder)
         opened = os.open(self._directory / PROCESSES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._lock(opened)
+            lock_within(WAIT, opened, f"another process has been opening it for {WAIT:g} s")
             yield
         finally:
             os.close(opened)
-
-    def _lock(self, opened: int) -> None:
-        until = time.monotonic() + WAIT
-        while True:
-            try:
-                return fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise TimeoutError(f"another process has been opening it for {WAIT:g} s") from None
-                time.sleep(0.01)
 
     def enter(self) -> None:
         """Make the file that this process has locked for as long as it has the store open."""

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.inspecting import inspector
+from kvcellar.cli.inspecting import OPERATIONS, inspector
 from kvcellar.errors import BadRequest
 from kvcellar.inspector import routes
 from kvcellar.inspector.page import FILES, POLICY
@@ -319,3 +319,11 @@ def test_the_engine_is_the_same_after_it_was_looked_at(engine, plain):
     with pytest.raises(BadRequest):
         engine.cache.survey.way(10**9)
     engine.check()
+
+
+def test_the_document_of_a_server_has_the_data_of_its_inspector(plain: httpx.Client) -> None:
+    paths = plain.get("/openapi.json").json()["paths"]
+    assert {path for path in paths if path.startswith("/inspector")} == {path for _, path in OPERATIONS}, (
+        "the page has no data"
+    )
+    assert {path.path for path in routes.inspector_routes(None, page=False)} == {path for _, path in OPERATIONS}  # type: ignore[arg-type]

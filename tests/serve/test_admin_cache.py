@@ -267,6 +267,13 @@ def test_without_a_store_what_needs_one_is_refused(verb) -> None:
             engine.cache.verify()
 
 
+def test_a_route_without_fields_refuses_those_that_are_sent() -> None:
+    with small_engine("llama") as engine, served(engine) as http:
+        for verb in ("clear", "collect", "verify", "export"):
+            response = http.post(f"/admin/cache/{verb}", json={"namespace": "mine"})
+            assert (response.status_code, error_of(response)["code"]) == (400, "unknown_parameter"), verb
+
+
 @pytest.mark.parametrize(
     ("query", "message"),
     [

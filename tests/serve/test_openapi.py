@@ -1,5 +1,6 @@
 """/openapi.json is a valid document of every route, and what the server returns has the shapes that it declares."""
 
+import json
 import re
 
 import httpx
@@ -19,6 +20,7 @@ from kvcellar.serve.openapi.document import document
 from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.shared import Shared
+from tests.serve.declared import declared
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion
 
@@ -48,6 +50,54 @@ def test_the_document_is_valid(http, engine):
     identities = [one["operationId"] for path in served["paths"].values() for one in path.values()]
     assert len(set(identities)) == len(identities) == len(TABLE)
     assert {one["name"] for one in served["tags"]} == {one.api for one in TABLE.values()} == set(ABOUT) - {"Inspector"}
+
+
+def test_every_schema_has_the_name_of_its_type_and_fields_their_comments():
+    schemas = DOCUMENT["components"]["schemas"]
+    assert not [name for name in schemas if "__" in name], "two types have the same name"
+    chat, options = schemas["ChatBody"]["properties"], schemas["Options"]["properties"]
+    assert chat["temperature"]["description"] == "OpenAI: sampling", "of a field of its base"
+    assert chat["tools"]["description"].endswith("see tool calls"), "without a link to a file"
+    assert schemas["OutputFormat"]["properties"].keys() == {"type", "schema"}, "by the names that clients send"
+    assert schemas["RecallFields"]["properties"]["asked"]["description"].startswith("tokens of the prompt")
+    assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0} in chat["top_p"]["anyOf"]
+    assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 100.0} in options["repeat_penalty"]["anyOf"]
+
+
+def test_no_response_is_declared_for_whatever_is_sent():
+    for path, operations in DOCUMENT["paths"].items():
+        for method, operation in operations.items():
+            assert "default" not in operation["responses"], (method, path)
+            assert {"403", "431", "500", "503"} <= operation["responses"].keys(), (method, path)
+
+
+def sent(**changes: object) -> bytes:
+    model = {"id": "a", "object": "model", "created": 1, "owned_by": "kvcellar", "type": "model"}
+    return json.dumps(model | {"display_name": "a", "created_at": "2026-01-01"} | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "body"),
+    [
+        (200, "application/json", sent(more=1)),
+        (200, "application/json", sent(created=None)),
+        (200, "application/json", b"{}"),
+        (200, "text/plain", sent()),
+        (404, "application/json", b'{"error": "no"}'),
+        (418, "application/json", sent()),
+    ],
+)
+def test_what_is_not_declared_is_found(status, kind, body):
+    declared().check("GET", "/v1/models/owner/name", 200, "application/json", sent(max_model_len=8))
+    with pytest.raises(AssertionError):
+        declared().check("GET", "/v1/models/owner/name", status, kind, body)
+
+
+def test_what_is_not_declared_is_found_in_a_stream():
+    good, bad = b'data: {"type": "ping"}', b'data: {"type": "pong"}'
+    declared().check("POST", "/v1/messages", 200, "text/event-stream", b"event: ping\n" + good + b"\n\n")
+    with pytest.raises(AssertionError):
+        declared().check("POST", "/v1/messages", 200, "text/event-stream", good + b"\n\n" + bad + b"\n\n")
 
 
 def test_the_document_needs_a_key(shared_engine, engine):

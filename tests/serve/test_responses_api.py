@@ -517,14 +517,76 @@ def test_auto_truncation_omits_the_oldest_turns(http, engine):
     assert prompt_of(engine) == "<user>hi<assistant>one<user>more"
 
 
-def kept(size: int) -> Kept:
-    return Kept(b"r" * size, b"", b"", 0)
+def kept(size: int, parent: Kept | None = None, turn: str = "x") -> Kept:
+    messages, reply = ({"role": role, "content": f"{turn}{role[0]}"} for role in ("user", "assistant"))
+    return Kept(b"r" * size, json.dumps([messages]).encode(), json.dumps(reply).encode(), 0, parent=parent)
+
+
+TURN = kept(0).turn
+
+
+class Plain:
+    """What is kept of responses, in the dumb way: each has its whole history, and bytes are counted anew."""
+
+    def __init__(self) -> None:
+        self.kept: dict[tuple[str, str], tuple[Kept, list[Kept]]] = {}  # the last used ones last
+
+    def bytes_of(self, owner: str) -> int:
+        mine = [found for (own, _), found in self.kept.items() if own == owner]
+        turns = {id(one): one.turn for _, line in mine for one in line}
+        return sum(one.own for one, _ in mine) + sum(turns.values())
+
+    def shrink(self, owner: str, most: int) -> None:
+        while self.bytes_of(owner) > most:
+            del self.kept[next(key for key in self.kept if key[0] == owner)]
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 300), st.integers(0, 3)), max_size=40
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_the_store_keeps_what_a_plain_one_does_and_its_histories_survive_what_they_continue(steps):
+    """A random tree of responses; some are deleted, read again, or dropped by the limit of their key alone."""
+    most = 8 * TURN
+    store, plain = ResponseStore(most_bytes_of_key=most), Plain()
+    for number, (owner, back, size, what) in enumerate(steps):
+        name, mine = str(number - back), (owner, str(number - back))
+        if what == 0:
+            with suppress(ApiError):
+                store.delete(owner, name)
+            plain.kept.pop(mine, None)
+        else:
+            parent = None
+            with suppress(ApiError):
+                parent = store.get(owner, name)
+            if mine in plain.kept:
+                plain.kept[mine] = plain.kept.pop(mine)
+            made = kept(size, parent, str(number))
+            store.add(owner, str(number), made)
+            line = [made, *(plain.kept[mine][1] if parent is not None else [])]
+            if made.own + sum(one.turn for one in line) <= most:
+                plain.kept[owner, str(number)] = made, line
+                plain.shrink(owner, most)
+        store.check()
+        for own in "ab":
+            for other in range(number + 1):
+                there = plain.kept.get((own, str(other)))
+                if there is None:
+                    assert not store.has(own, str(other))
+                else:
+                    assert store.has(own, str(other))
+                    said = [message["content"] for message in there[0].history()]
+                    asked = [json.loads(one.messages)[0]["content"] for one in reversed(there[1])]
+                    assert said[::2] == asked
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 60), st.booleans()), max_size=40))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 200), st.booleans()), max_size=40))
 def test_the_store_stays_within_its_caps(steps):
-    store = ResponseStore(most=6, most_bytes=100)
+    store = ResponseStore(most=6, most_bytes=12 * TURN)
     for number, (owner, back, size, delete) in enumerate(steps):
         if not delete:
             store.add(owner, str(number), kept(size))
@@ -534,23 +596,62 @@ def test_the_store_stays_within_its_caps(steps):
         store.check()
 
 
+def names_in(store: ResponseStore, *every: tuple[str, str]) -> str:
+    return "".join(name for owner, name in every if store.has(owner, name))
+
+
 def test_the_store_drops_what_was_not_used_of_the_largest_owner():
-    store = ResponseStore(most=100, most_bytes=100)
-    store.add("small", "s", kept(10))
-    for name in ("a", "b", "c"):
-        store.add("large", name, kept(30))
+    store = ResponseStore(most=100, most_bytes=5 * TURN)
+    for owner, name in (("small", "s"), ("large", "a"), ("large", "b"), ("large", "c")):
+        store.add(owner, name, kept(0))
     store.get("large", "a")
-    store.add("large", "d", kept(30))
-    found = []
-    for owner, name in (("small", "s"), ("large", "a"), ("large", "b"), ("large", "c"), ("large", "d")):
-        try:
-            found.append((store.get(owner, name), name)[1])
-        except ApiError:
-            continue
-    assert found == ["s", "a", "c", "d"]
-    store.add("small", "huge", kept(101))
+    store.add("large", "d", kept(0))
+    store.add("large", "e", kept(0))
+    assert names_in(store, ("small", "s"), *(("large", name) for name in "abcde")) == "sacde"
+    store.add("small", "huge", kept(5 * TURN))
+    assert not store.has("small", "huge")
+
+
+def test_a_key_that_keeps_too_much_drops_its_own_and_nothing_of_others():
+    store = ResponseStore(most_bytes=100 * TURN, most_bytes_of_key=3 * TURN)
+    store.add("other", "o", kept(0))
+    for name in "abcdefgh":
+        store.add("busy", name, kept(0))
+    assert names_in(store, ("other", "o"), *(("busy", name) for name in "abcdefgh")) == "ofgh"
+
+
+def test_a_conversation_takes_the_bytes_of_its_turns_once():
+    store, parent = ResponseStore(most_bytes_of_key=210 * TURN), None
+    for number in range(200):
+        parent = kept(0, parent)
+        store.add("me", str(number), parent)
+    assert all(store.has("me", str(number)) for number in range(200))
+    assert len(store.get("me", "199").history()) == 400
+
+
+def test_what_was_not_used_for_too_long_is_gone():
+    now = [0.0]
+    store = ResponseStore(seconds=10.0, clock=lambda: now[0])
+    for name in "ab":
+        store.add("me", name, kept(0))
+    now[0] = 9.0
+    store.get("me", "b")
+    now[0] = 11.0
+    assert names_in(store, ("me", "a"), ("me", "b")) == "b"
     with pytest.raises(ApiError):
-        store.get("small", "huge")
+        store.get("me", "a")
+    store.check()
+
+
+def test_a_response_whose_parents_are_deleted_is_continued_with_all_that_was_said(http, engine):
+    first = created(http, engine, "one", input="hi")
+    second = created(http, engine, "two", input="more", previous_response_id=first["id"])
+    third = created(http, engine, "three", input="again", previous_response_id=second["id"])
+    for gone in (first, second):
+        assert http.delete(f"{PATH}/{gone['id']}").status_code == 200
+        assert http.get(f"{PATH}/{gone['id']}").status_code == 404
+    created(http, engine, "four", input="last", previous_response_id=third["id"])
+    assert prompt_of(engine) == ("<user>hi<assistant>one<user>more<assistant>two<user>again<assistant>three<user>last")
 
 
 # -- the openai package --------------------------------------------------------------------------------------------

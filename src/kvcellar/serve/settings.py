@@ -59,6 +59,9 @@ class ServeSettings:
     # the page at `/inspector`; None: only without API keys, and where only this machine can reach the server
     inspector: bool | None = None
     client_pins: bool = False  # requests may set cache_pin, and cache_priority above 0
+    # most bytes of responses of `/v1/responses` that are kept for one API key, of 256 MiB for all
+    responses_bytes: int = 64 * 2**20
+    responses_seconds: float = 30 * 86400.0  # how long such a response is kept after it was used last
     drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM
 
     def __post_init__(self) -> None:
@@ -86,9 +89,16 @@ class ServeSettings:
 
     def _check_numbers(self) -> None:
         numbers = "max_body_bytes", "max_upload_bytes", "max_header_bytes", "max_headers", "max_connections"
-        for name in (*numbers, "max_backlog_events"):
+        for name in (*numbers, "max_backlog_events", "responses_bytes"):
             self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in ("header_seconds", "body_seconds", "write_seconds", "ping_seconds", "idle_seconds"):
+        for name in (
+            "header_seconds",
+            "body_seconds",
+            "write_seconds",
+            "ping_seconds",
+            "idle_seconds",
+            "responses_seconds",
+        ):
             self._require(getattr(self, name) > 0, name, "more than 0")
         self._require(0 <= self.port <= 65535, "port", "from 0 to 65535")
         self._require(0 <= self.drain_seconds <= MAX_DRAIN, "drain_seconds", f"from 0 to {MAX_DRAIN:g}")

@@ -105,7 +105,9 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     if body.conversation is not None:
         message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
         raise unsupported("conversation", message)
-    messages = [*_history(store, body, caller), *messages_of(body.input)]
+    previous, turn = body.previous_response_id, messages_of(body.input)
+    parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id")
+    messages = turn if parent is None else [*parent.history(), *turn]
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)
     given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}
@@ -125,23 +127,13 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         fields=_echoed(body),
         store=store if body.store is not False else None,
         owner=caller.owner,
-        messages=json.dumps(messages).encode() if body.store is not False else b"",
+        messages=json.dumps(turn).encode() if body.store is not False else b"",
+        parent=parent,
         system=len(system),
         logprobs=_logprobs(body) is not None,
         input=sent_items(body.input) if body.store is not False else b"",
     )
     return Generation(request, partial(ResponsesWriter, engine, echo))
-
-
-def _history(store: ResponseStore, body: ResponsesBody, caller: Caller) -> list[dict[str, Any]]:
-    """The conversation up to the previous response, without the turns that its prompt omitted: what is kept does not
-    grow beyond a context and a body."""
-    if body.previous_response_id is None:
-        return []
-    kept = store.get(caller.owner, body.previous_response_id, "previous_response_id")
-    messages: list[dict[str, Any]] = json.loads(kept.messages)
-    system = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
-    return [*messages[:system], *messages[max(kept.omitted, system) :], json.loads(kept.reply)]
 
 
 def _max_tokens(body: ResponsesBody) -> int | None:

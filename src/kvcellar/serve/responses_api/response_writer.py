@@ -31,13 +31,14 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 @dataclass(frozen=True, slots=True)
 class Echo:
     """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
-    `messages` are those of the conversation as JSON; the prompt has `system` more in front of them. `input`:
-    the items of the request as JSON."""
+    `messages` are those of its own input as JSON, and `parent` is the response that it continues; the prompt has
+    `system` more in front of the conversation. `input`: the items of the request as JSON."""
 
     fields: Json
     store: ResponseStore | None
     owner: str
     messages: bytes
+    parent: Kept | None
     system: int
     logprobs: bool
     input: bytes = b""
@@ -173,7 +174,8 @@ class ResponsesWriter:
             omitted = max(0, self._replies.prepared.omitted - echo.system)
             reply = json.dumps(self._whole.message()).encode()
             whole = b"".join(json_chunks(response))
-            echo.store.add(echo.owner, self.id, Kept(whole, echo.messages, reply, omitted, echo.input))
+            kept = Kept(whole, echo.messages, reply, omitted, echo.input, echo.parent)
+            echo.store.add(echo.owner, self.id, kept)
         return response
 
 

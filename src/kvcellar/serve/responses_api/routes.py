@@ -19,7 +19,8 @@ PATH = "/v1/responses"
 
 
 def responses_routes(server: Shared) -> list[Route]:
-    store = ResponseStore()
+    settings = server.settings
+    store = ResponseStore(most_bytes_of_key=settings.responses_bytes, seconds=settings.responses_seconds)
     kept = KeptHandler(store)
     return [
         Route(PATH, GenerationHandler(server, partial(parse_response, store)), methods=["POST"]),

@@ -1,90 +1,199 @@
 """store: responses that were kept, by id: to be read again, and to be continued by `previous_response_id`.
 
 What is kept is text, in memory only. The K/V of a response are in the prefix tree like those of every request: a
-request that continues it finds there what is left of them, and computes the rest.
+request that continues it finds there what is left of them, and computes the rest. A response has the messages of its
+own turn; those before it are in the responses that it continues, once for all that continue the same one.
 
 Always true:
-  * a response is found by requests with the API key that it was made with, and by no others;
-  * at most `MOST` responses of `MOST_BYTES` together are kept; those that were not used for the longest time go first,
-    of the key that has the most bytes.
+  * a response is found by requests with the API key that it was made with, and by no others, for `seconds` after it
+    was used last;
+  * turns of a response that was deleted or dropped stay as long as a response is kept that continues it, and count;
+  * one key has at most `most_bytes_of_key`, and all together at most `most_bytes` in `most` responses. What a key adds
+    beyond its own part drops its own responses, those first that were not used for the longest time; where the limits
+    of all are reached, it is the key that has the most bytes.
 """
 
+import json
 import threading
+import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 from kvcellar.serve.api_errors import ApiError
 
 MOST = 10_000
 MOST_BYTES = 256 * 2**20
+MOST_BYTES_OF_KEY = 64 * 2**20
+SECONDS = 30 * 86400.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """`response`: the whole object. `messages`: the conversation up to its input, without instructions; `reply`: the
-    message that it added; `input`: the items that its request had sent, as a list; all are JSON. `omitted`: how many of
-    `messages` its prompt left out, as in `Dialogue`."""
+    """`response`: the whole object. `messages`: those of its own input, without instructions; `reply`: the message that
+    it added; all are JSON. `omitted`: how many of the messages of the whole conversation its prompt left out, as in
+    `Dialogue`. `input`: the items of its input. `parent`: the response that it continues."""
 
     response: bytes
     messages: bytes
     reply: bytes
     omitted: int
     input: bytes = b""
+    parent: "Kept | None" = None
 
     @property
-    def size(self) -> int:
-        return len(self.response) + len(self.messages) + len(self.reply) + len(self.input)
+    def turn(self) -> int:
+        """Bytes of what later responses continue."""
+        return len(self.messages) + len(self.reply)
+
+    @property
+    def own(self) -> int:
+        """Bytes of what is its own."""
+        return len(self.response) + len(self.input)
+
+    def history(self) -> list[dict[str, Any]]:
+        """The messages that a request begins with that continues it: without those that prompts omitted, so that a
+        conversation does not grow beyond a context and a body."""
+        found: list[dict[str, Any]] = []
+        for one in reversed([*self.line()]):
+            found += json.loads(one.messages)
+            system = next((at for at, message in enumerate(found) if message["role"] != "system"), len(found))
+            found = [*found[:system], *found[max(one.omitted, system) :], json.loads(one.reply)]
+        return found
+
+    def line(self) -> "Iterator[Kept]":
+        """Itself, and what it continues, the last one first."""
+        one: Kept | None = self
+        while one is not None:
+            yield one
+            one = one.parent
+
+
+@dataclass(slots=True)
+class _Owner:
+    """`kept`: when each was used, by id, the last used ones last. `holds`: how many kept responses and turns that are
+    held need a turn, of those with any."""
+
+    kept: OrderedDict[str, tuple[Kept, float]] = field(default_factory=OrderedDict[str, tuple[Kept, float]])
+    holds: dict[Kept, int] = field(default_factory=dict[Kept, int])
+    bytes: int = 0
+
+    def add(self, id: str, kept: Kept, now: float) -> None:
+        self.kept[id] = kept, now
+        self.bytes += kept.own
+        for one in kept.line():
+            self.holds[one] = self.holds.get(one, 0) + 1
+            if self.holds[one] > 1:
+                return
+            self.bytes += one.turn
+
+    def remove(self, id: str) -> None:
+        kept, _ = self.kept.pop(id)
+        self.bytes -= kept.own
+        for one in kept.line():
+            self.holds[one] -= 1
+            if self.holds[one]:
+                return
+            del self.holds[one]
+            self.bytes -= one.turn
+
+    def check(self) -> None:
+        held = {one: 0 for kept, _ in self.kept.values() for one in kept.line()}
+        for kept, _ in self.kept.values():
+            held[kept] += 1
+        for one in held:
+            if one.parent is not None:
+                held[one.parent] += 1
+        assert self.holds == held
+        assert self.bytes == sum(kept.own for kept, _ in self.kept.values()) + sum(one.turn for one in held)
 
 
 class ResponseStore:
     """Thread-safe."""
 
-    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        most: int = MOST,
+        most_bytes: int = MOST_BYTES,
+        *,
+        most_bytes_of_key: int = MOST_BYTES_OF_KEY,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._kept: dict[str, OrderedDict[str, Kept]] = {}  # by owner and id; the last used ones last
-        self._bytes: dict[str, int] = {}  # by owner
+        self._most_of_key, self._seconds, self._clock = min(most_bytes, most_bytes_of_key), seconds, clock
+        self._owners: dict[str, _Owner] = {}
         self._lock = threading.Lock()
 
     def add(self, owner: str, id: str, kept: Kept) -> None:
-        """One that is larger than all that may be kept is not."""
-        if kept.size > self._most_bytes:
+        """One that is larger than all that a key may keep is not kept, with what it continues."""
+        if kept.own + sum(one.turn for one in kept.line()) > self._most_of_key:
             return
         with self._lock:
-            assert id not in self._kept.get(owner, {}), "ids are never used twice"
-            self._kept.setdefault(owner, OrderedDict())[id] = kept
-            self._bytes[owner] = self._bytes.get(owner, 0) + kept.size
-            while sum(map(len, self._kept.values())) > self._most or sum(self._bytes.values()) > self._most_bytes:
-                largest = max(self._bytes, key=lambda one: self._bytes[one])
-                self._remove(largest, next(iter(self._kept[largest])))
+            self._expire()
+            mine = self._owners.setdefault(owner, _Owner())
+            assert id not in mine.kept, "ids are never used twice"
+            mine.add(id, kept, self._clock())
+            while mine.bytes > self._most_of_key:
+                self._drop(owner)
+            while sum(len(one.kept) for one in self._owners.values()) > self._most or self._bytes > self._most_bytes:
+                self._drop(max(self._owners, key=lambda one: self._owners[one].bytes))
 
     def get(self, owner: str, id: str, param: str | None = None) -> Kept:
         """Raises `ApiError` 404, about the field `param`."""
         with self._lock:
-            kept = self._kept.get(owner, {}).get(id)
-            if kept is None:
+            self._expire()
+            mine = self._owners.get(owner)
+            if mine is None or id not in mine.kept:
                 raise _unknown(param)
-            self._kept[owner].move_to_end(id)
+            kept, _ = mine.kept[id]
+            mine.kept[id] = kept, self._clock()
+            mine.kept.move_to_end(id)
             return kept
 
-    def delete(self, owner: str, id: str) -> None:
-        """Raises `ApiError` 404. Responses that continue it stay: they have the whole conversation."""
+    def has(self, owner: str, id: str) -> bool:
+        """Whether it is kept; that is no use of it."""
         with self._lock:
-            if id not in self._kept.get(owner, {}):
+            self._expire()
+            return owner in self._owners and id in self._owners[owner].kept
+
+    def delete(self, owner: str, id: str) -> None:
+        """Raises `ApiError` 404. Responses that continue it stay, with its turn."""
+        with self._lock:
+            self._expire()
+            if owner not in self._owners or id not in self._owners[owner].kept:
                 raise _unknown(None)
             self._remove(owner, id)
 
+    @property
+    def _bytes(self) -> int:
+        return sum(one.bytes for one in self._owners.values())
+
+    def _expire(self) -> None:
+        before = self._clock() - self._seconds
+        for owner, mine in [*self._owners.items()]:
+            while mine.kept and next(iter(mine.kept.values()))[1] < before:
+                self._drop(owner)
+
+    def _drop(self, owner: str) -> None:
+        """Remove what was not used for the longest time."""
+        self._remove(owner, next(iter(self._owners[owner].kept)))
+
     def _remove(self, owner: str, id: str) -> None:
-        self._bytes[owner] -= self._kept[owner].pop(id).size
-        if not self._kept[owner]:
-            del self._kept[owner], self._bytes[owner]
+        self._owners[owner].remove(id)
+        if not self._owners[owner].kept:
+            del self._owners[owner]
 
     def check(self) -> None:
         """Assert what is always true."""
         with self._lock:
-            assert sum(map(len, self._kept.values())) <= self._most
-            assert sum(self._bytes.values()) <= self._most_bytes
-            assert self._bytes == {owner: sum(k.size for k in kept.values()) for owner, kept in self._kept.items()}
-            assert all(self._kept.values())
+            assert sum(len(one.kept) for one in self._owners.values()) <= self._most
+            assert self._bytes <= self._most_bytes
+            for mine in self._owners.values():
+                assert mine.kept
+                assert mine.bytes <= self._most_of_key
+                mine.check()
 
 
 def _unknown(param: str | None) -> ApiError:

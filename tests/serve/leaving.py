@@ -64,6 +64,8 @@ def visit(port: int, act: Act) -> bytes | None:
         return _visited(wire, act)
     except ConnectionError:  # the request was refused before it was sent to the end
         return None
+    except TimeoutError as error:
+        raise AssertionError(f"no answer: {act}") from error
     finally:
         wire.close(reset=act.reset)
 

@@ -36,9 +36,10 @@ HTTP get 400, 408 or 431 with an error of OpenAI's shape, whatever their route.
 def document(mounted: Operations = NONE) -> Json:
     """The whole document, as JSON, with the operations of routes that are mounted on the server."""
     table = {**TABLE, **mounted}
-    types: list[tuple[Hashable, Mode, Any]] = [(error, ANSWER, error) for error in ERRORS]
+    types: list[tuple[Hashable, Mode, Any]] = []
+    types.extend((error, ANSWER, error) for error in ERRORS)
     for key, one in table.items():
-        types += [((*key, part), mode, of) for part, mode, of in _parts(one)]
+        types.extend(((*key, part), mode, of) for part, mode, of in _parts(one))
     found, definitions = schemas(types)
     _add_ignored(definitions)
     _add_bounds(definitions)

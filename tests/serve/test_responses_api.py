@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.responses_api import routes
+from kvcellar.serve.responses_api.input_items import page
 from kvcellar.serve.responses_api.items import messages_of
 from kvcellar.serve.responses_api.store import Kept, ResponseStore
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
@@ -469,6 +472,20 @@ def test_a_page_that_cannot_be_had_is_refused_by_its_parameter(http, engine, par
     response = created(http, engine)
     answer = http.get(f"{PATH}/{response['id']}/input_items", params={param: value})
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
+
+
+def test_the_items_of_an_input_are_read_beside_the_event_loop(http, engine, monkeypatch):
+    """They may be megabytes, and nothing else is served while the event loop reads them."""
+    threads = list[str]()
+
+    def watched(*about: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return page(*about)
+
+    monkeypatch.setattr(routes, "page", watched)
+    response = created(http, engine)
+    assert http.get(f"{PATH}/{response['id']}/input_items").status_code == 200
+    assert [name.rpartition("_")[0] for name in threads] == ["kvcellar-conversation"]
 
 
 def test_the_items_of_an_unknown_response_are_not_found(http, engine):

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.body import RequestBody
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.namespaces import owner
@@ -21,7 +22,7 @@ PATH = "/v1/responses"
 def responses_routes(server: Shared) -> list[Route]:
     settings = server.settings
     store = ResponseStore(most_bytes_of_key=settings.responses_bytes, seconds=settings.responses_seconds)
-    kept = KeptHandler(store)
+    kept = KeptHandler(server, store)
     return [
         Route(PATH, GenerationHandler(server, partial(parse_response, store)), methods=["POST"]),
         Route(f"{PATH}/{{id}}", kept.get, methods=["GET"]),
@@ -33,8 +34,8 @@ def responses_routes(server: Shared) -> list[Route]:
 class KeptHandler:
     """Responses that were kept."""
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+    def __init__(self, server: Shared, store: ResponseStore) -> None:
+        self._server, self._store = server, store
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
@@ -43,9 +44,14 @@ class KeptHandler:
         return Response(kept.response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        id = request.path_params["id"]
+        id, query = request.path_params["id"], request.query_params
         kept = self._store.get(owner(request.scope), id)
-        return Response(to_json(page(id, kept.input, request.query_params)), media_type="application/json")
+
+        def work() -> bytes:  # the input may be as long as a body
+            return to_json(page(id, kept.input, query))
+
+        threads, no_body = self._server.threads, RequestBody(self._server.bodies)
+        return Response(await threads.for_conversation(no_body, work), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]

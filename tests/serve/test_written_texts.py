@@ -105,7 +105,7 @@ def test_lines_of_ollama(pieces):
 
 
 def responses(of: Replies, *, logprobs: bool = False) -> Writer:
-    return ResponsesWriter(ENGINE, Echo({}, None, "", b"[]", 0, logprobs), of)
+    return ResponsesWriter(ENGINE, Echo({}, None, "", b"[]", None, 0, logprobs), of)
 
 
 @given(pieces=PIECES)
@@ -129,7 +129,7 @@ def test_log_probabilities_of_a_response_are_the_same_in_all_places_and_encoded_
     real = response_writer.to_json
     monkeypatch.setattr(response_writer, "to_json", lambda value: encoded.append(value) or real(value))
     of = replies(SamplingParams(logprobs=2))
-    writer = ResponsesWriter(ENGINE, Echo({}, None, "", b"[]", 0, True), of)
+    writer = ResponsesWriter(ENGINE, Echo({}, None, "", b"[]", None, 0, True), of)
     deltas = list[Any]()
     for number in range(50):
         entry = TokenLogprob(number, -float(number), ((number, -float(number)), (7, -9.0)))

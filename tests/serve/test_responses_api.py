@@ -1,5 +1,6 @@
 """The Responses API: what its input becomes, its objects and events, and responses that are continued."""
 
+import gc
 import itertools
 import json
 import threading
@@ -17,7 +18,7 @@ from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.responses_api import routes
 from kvcellar.serve.responses_api.input_items import page
 from kvcellar.serve.responses_api.items import messages_of
-from kvcellar.serve.responses_api.store import Kept, ResponseStore
+from kvcellar.serve.responses_api.store import Kept, ResponseStore, Turn
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 from kvcellar.text.replies.families import known
 from tests.serve.fake_engine import FakeEngine
@@ -536,10 +537,11 @@ def test_auto_truncation_omits_the_oldest_turns(http, engine):
 
 def kept(size: int, parent: Kept | None = None, turn: str = "x") -> Kept:
     messages, reply = ({"role": role, "content": f"{turn}{role[0]}"} for role in ("user", "assistant"))
-    return Kept(b"r" * size, json.dumps([messages]).encode(), json.dumps(reply).encode(), 0, parent=parent)
+    before = None if parent is None else parent.turn
+    return Kept(b"r" * size, b"", Turn(json.dumps([messages]).encode(), json.dumps(reply).encode(), 0, before))
 
 
-TURN = kept(0).turn
+TURN = kept(0).turn.size
 
 
 class Plain:
@@ -550,7 +552,7 @@ class Plain:
 
     def bytes_of(self, owner: str) -> int:
         mine = [found for (own, _), found in self.kept.items() if own == owner]
-        turns = {id(one): one.turn for _, line in mine for one in line}
+        turns = {id(one): one.turn.size for _, line in mine for one in line}
         return sum(one.own for one, _ in mine) + sum(turns.values())
 
     def shrink(self, owner: str, most: int) -> None:
@@ -584,7 +586,7 @@ def test_the_store_keeps_what_a_plain_one_does_and_its_histories_survive_what_th
             made = kept(size, parent, str(number))
             store.add(owner, str(number), made)
             line = [made, *(plain.kept[mine][1] if parent is not None else [])]
-            if made.own + sum(one.turn for one in line) <= most:
+            if made.own + sum(one.turn.size for one in line) <= most:
                 plain.kept[owner, str(number)] = made, line
                 plain.shrink(owner, most)
         store.check()
@@ -595,8 +597,8 @@ def test_the_store_keeps_what_a_plain_one_does_and_its_histories_survive_what_th
                     assert not store.has(own, str(other))
                 else:
                     assert store.has(own, str(other))
-                    said = [message["content"] for message in there[0].history()]
-                    asked = [json.loads(one.messages)[0]["content"] for one in reversed(there[1])]
+                    said = [message["content"] for message in there[0].turn.history()]
+                    asked = [json.loads(one.turn.messages)[0]["content"] for one in reversed(there[1])]
                     assert said[::2] == asked
 
 
@@ -643,7 +645,24 @@ def test_a_conversation_takes_the_bytes_of_its_turns_once():
         parent = kept(0, parent)
         store.add("me", str(number), parent)
     assert all(store.has("me", str(number)) for number in range(200))
-    assert len(store.get("me", "199").history()) == 400
+    assert len(store.get("me", "199").turn.history()) == 400
+
+
+def test_a_response_that_was_dropped_is_freed_while_its_turn_is_continued():
+    """Else a conversation would hold every response of it, which are larger than its turns, beyond all caps."""
+    store, parent = ResponseStore(most_bytes_of_key=110 * TURN + 2000), None
+    for number in range(100):
+        parent = kept(1000, parent)
+        store.add("me", str(number), parent)
+    assert not store.has("me", "0")
+    turns, seen = set[int](), [store.get("me", "99").turn]
+    while seen:
+        turns.add(id(one := seen.pop()))
+        holds = gc.get_referents(one)
+        assert not any(isinstance(held, Kept) for held in holds), "a turn holds a whole response"
+        seen += [held for held in holds if isinstance(held, Turn)]
+    assert len(turns) == 100
+    store.check()
 
 
 def test_what_was_not_used_for_too_long_is_gone():

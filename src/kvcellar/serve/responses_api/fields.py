@@ -106,7 +106,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
         raise unsupported("conversation", message)
     previous, turn = body.previous_response_id, messages_of(body.input)
-    parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id")
+    parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id").turn
     messages = turn if parent is None else [*parent.history(), *turn]
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)

@@ -21,7 +21,7 @@ from kvcellar.serve.openai.logprobs import TokenText, finite
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.responses_api.output import Output
-from kvcellar.serve.responses_api.store import Kept, ResponseStore
+from kvcellar.serve.responses_api.store import Kept, ResponseStore, Turn
 from kvcellar.serve.writer import SSE, SSE_PING, encoded_event
 
 Json = dict[str, Any]
@@ -31,14 +31,14 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 @dataclass(frozen=True, slots=True)
 class Echo:
     """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
-    `messages` are those of its own input as JSON, and `parent` is the response that it continues; the prompt has
+    `messages` are those of its own input as JSON, and `parent` is the turn that it continues; the prompt has
     `system` more in front of the conversation. `input`: the items of the request as JSON."""
 
     fields: Json
     store: ResponseStore | None
     owner: str
     messages: bytes
-    parent: Kept | None
+    parent: Turn | None
     system: int
     logprobs: bool
     input: bytes = b""
@@ -174,7 +174,7 @@ class ResponsesWriter:
             omitted = max(0, self._replies.prepared.omitted - echo.system)
             reply = json.dumps(self._whole.message()).encode()
             whole = b"".join(json_chunks(response))
-            kept = Kept(whole, echo.messages, reply, omitted, echo.input, echo.parent)
+            kept = Kept(whole, echo.input, Turn(echo.messages, reply, omitted, echo.parent))
             echo.store.add(echo.owner, self.id, kept)
         return response
 

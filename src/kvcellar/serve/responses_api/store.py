@@ -30,27 +30,20 @@ SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
-    """`response`: the whole object. `messages`: those of its own input, without instructions; `reply`: the message that
-    it added; all are JSON. `omitted`: how many of the messages of the whole conversation its prompt left out, as in
-    `Dialogue`. `input`: the items of its input. `parent`: the response that it continues."""
+class Turn:
+    """What later responses continue. `messages`: those of its own input, without instructions; `reply`: the message
+    that it added; both are JSON. `omitted`: how many of the messages of the whole conversation its prompt left out, as
+    in `Dialogue`. `parent`: the turn before it."""
 
-    response: bytes
     messages: bytes
     reply: bytes
     omitted: int
-    input: bytes = b""
-    parent: "Kept | None" = None
+    parent: "Turn | None" = None
 
     @property
-    def turn(self) -> int:
-        """Bytes of what later responses continue."""
+    def size(self) -> int:
+        """Bytes of its own."""
         return len(self.messages) + len(self.reply)
-
-    @property
-    def own(self) -> int:
-        """Bytes of what is its own."""
-        return len(self.response) + len(self.input)
 
     def history(self) -> list[dict[str, Any]]:
         """The messages that a request begins with that continues it: without those that prompts omitted, so that a
@@ -62,12 +55,27 @@ class Kept:
             found = [*found[:system], *found[max(one.omitted, system) :], json.loads(one.reply)]
         return found
 
-    def line(self) -> "Iterator[Kept]":
+    def line(self) -> "Iterator[Turn]":
         """Itself, and what it continues, the last one first."""
-        one: Kept | None = self
+        one: Turn | None = self
         while one is not None:
             yield one
             one = one.parent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """`response`: the whole object as JSON. `input`: the items of its input. They go when it is deleted or dropped,
+    whatever continues its `turn`."""
+
+    response: bytes
+    input: bytes
+    turn: Turn
+
+    @property
+    def own(self) -> int:
+        """Bytes without its turn."""
+        return len(self.response) + len(self.input)
 
 
 @dataclass(slots=True)
@@ -76,37 +84,37 @@ class _Owner:
     held need a turn, of those with any."""
 
     kept: OrderedDict[str, tuple[Kept, float]] = field(default_factory=OrderedDict[str, tuple[Kept, float]])
-    holds: dict[Kept, int] = field(default_factory=dict[Kept, int])
+    holds: dict[Turn, int] = field(default_factory=dict[Turn, int])
     bytes: int = 0
 
     def add(self, id: str, kept: Kept, now: float) -> None:
         self.kept[id] = kept, now
         self.bytes += kept.own
-        for one in kept.line():
+        for one in kept.turn.line():
             self.holds[one] = self.holds.get(one, 0) + 1
             if self.holds[one] > 1:
                 return
-            self.bytes += one.turn
+            self.bytes += one.size
 
     def remove(self, id: str) -> None:
         kept, _ = self.kept.pop(id)
         self.bytes -= kept.own
-        for one in kept.line():
+        for one in kept.turn.line():
             self.holds[one] -= 1
             if self.holds[one]:
                 return
             del self.holds[one]
-            self.bytes -= one.turn
+            self.bytes -= one.size
 
     def check(self) -> None:
-        held = {one: 0 for kept, _ in self.kept.values() for one in kept.line()}
+        held = {one: 0 for kept, _ in self.kept.values() for one in kept.turn.line()}
         for kept, _ in self.kept.values():
-            held[kept] += 1
+            held[kept.turn] += 1
         for one in held:
             if one.parent is not None:
                 held[one.parent] += 1
         assert self.holds == held
-        assert self.bytes == sum(kept.own for kept, _ in self.kept.values()) + sum(one.turn for one in held)
+        assert self.bytes == sum(kept.own for kept, _ in self.kept.values()) + sum(one.size for one in held)
 
 
 class ResponseStore:
@@ -128,7 +136,7 @@ class ResponseStore:
 
     def add(self, owner: str, id: str, kept: Kept) -> None:
         """One that is larger than all that a key may keep is not kept, with what it continues."""
-        if kept.own + sum(one.turn for one in kept.line()) > self._most_of_key:
+        if kept.own + sum(one.size for one in kept.turn.line()) > self._most_of_key:
             return
         with self._lock:
             self._expire()

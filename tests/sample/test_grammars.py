@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,20 @@ def test_what_cannot_be_honoured_is_refused_with_its_reason_and_the_field_it_cam
     assert caught.value.param == "response_format"
     assert len(caught.value.message) < 500
     made.check()
+
+
+@pytest.mark.parametrize(
+    ("constraint", "says"),
+    [
+        (Constraint.grammar('start: "a" @answer?'), "unknown grammar @answer"),
+        (Constraint.json_schema({"$ref": "#"}), "no answer can begin"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.kind,
+)
+def test_what_is_refused_alone_is_refused_where_reasoning_may_come_before_it(constraint, says) -> None:
+    """There the beginning of the reasoning could follow, and the answer never."""
+    with pytest.raises(BadRequest, match=says):
+        grammars().matcher(replace(constraint, around='start: ("b" "c")? @answer'))
 
 
 @pytest.mark.parametrize(

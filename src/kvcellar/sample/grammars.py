@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -105,6 +106,8 @@ class Grammars:
                 self._waiting -= 1
 
     def _compile(self, constraint: Constraint) -> Matcher:
+        if constraint.around:  # it has to be one alone: `answer` is no name in it, and reasoning is no beginning of it
+            self._compile(replace(constraint, around=""))
         tokenizer = self._read(constraint.param)
         limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_ROW, verbose_errors=False)
         found = LLMatcher(tokenizer, as_read(constraint), log_level=0, limits=limits)

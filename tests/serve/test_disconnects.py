@@ -27,6 +27,8 @@ def many_leave(crowd: Crowd, model: str, count: int, check: Callable[[], object]
         before = crowd.send(acts[: count // 5], check=check)
         after = crowd.send(acts[count // 5 :], check=check)
     assert crowd.tally.requests == count
+    assert crowd.tally.answered[200], "no answer was read to its end"
+    assert crowd.tally.answered[400], "no request was invalid"
     assert after.files == before.files
     left = {kind: number for kind, number in (after.objects - before.objects).items() if number > CLIENTS}
     assert not left, "a part of the requests has left objects of the server behind"

@@ -2,6 +2,7 @@
 the next request is served."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.serve.faults.table import FAULTS, PAGE, page
 
 ROOT = Path(__file__).parents[2]
 ADMIN = "the-key-of-the-operator"
+LONG = 20  # characters of a name, of which an error has the first ones
 SETTINGS: dict[str, Any] = {"port": 0, "max_body_bytes": 2**20, "admin_digests": (key_digest(ADMIN),)}
 AS_ADMIN = {"Authorization": f"Bearer {ADMIN}"}
 
@@ -59,7 +61,8 @@ def wrong_with(response: httpx.Response, case: Case) -> str | None:
     text, param = error_of("" if case.unrouted else case.path, body)
     if text is None:
         return "the format"
-    if case.names and not (param or "").startswith(case.names) and case.names not in f"{param} {text}":
+    ends = r"(?!\w)" if len(case.names) < LONG else ""
+    if case.names and not re.search(rf"(?<!\w){re.escape(case.names)}{ends}", f"{param} {text}"):
         return f"what it names, not {case.names!r}"
     return None
 

@@ -209,8 +209,8 @@ def _ended(
 ) -> tuple[int, bytes, bytes]:
     """Its status and what it prints, once it has ended. In a process group of its own: a compiler starts others."""
     latest = time.monotonic() + PATIENCE
-    pipes: dict[str, int] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, process_group=0, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, process_group=0, stdout=pipe, stderr=pipe) as process:
         try:
             while True:
                 try:

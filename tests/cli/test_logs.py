@@ -131,7 +131,8 @@ class Served(FakeEngine):
 def one_request(monkeypatch, path: str) -> Iterator[None]:
     """`kvcellar serve` with a fake engine; it ends after one completion and one GET of `path`."""
 
-    def run(host, settings, *, listener, ready, **others):
+    def run(host, settings, *, listener, load, ready, **others):
+        load()
         with Server(host, settings, listener=listener) as server, httpx.Client(base_url=server.url) as client:
             ready(server.url)
             body = {"model": host.default.model.name, "prompt": "my secret prompt", "max_tokens": 4}

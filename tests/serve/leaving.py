@@ -95,7 +95,7 @@ def _visited(wire: Wire, act: Act) -> bytes | None:
 
 
 SERVING = ("kvcellar.serve.", "uvicorn.", "h11.", "starlette.", "asyncio.", "_asyncio.", "anyio.")
-KEPT = {"Kept"}  # responses that clients asked to be kept: limited by their store
+KEPT = {"Kept", "Turn"}  # responses that clients asked to be kept, and what they continue: limited by their store
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def test_after_requests_of_all_fates_all_cells_are_free(count):
         assert engine.healthy
 
     ends = Counter("broken" if ear.broken else kind_of_end(ear) for ear in ears)
-    assert set(ends) == {"stop", "length", "cancelled", "EngineFailed", "NoToken", "broken"}
+    assert set(ends) == {"stop", "length", "cancelled", "EngineFailed", "ScoresNotNumbers", "broken"}
     assert ends["cancelled"] > count / 10
     for ear in ears:
         ear.ticket = None

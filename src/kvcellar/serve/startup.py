@@ -15,6 +15,7 @@ from kvcellar.progress import Progress
 from kvcellar.serve.api_errors import ApiError
 
 RETRY_SECONDS = "5"
+SIGNAL_SECONDS = 0.1  # until a signal is heard while a load is waited for
 
 
 class Startup:
@@ -84,8 +85,9 @@ class LoadThread:
     def join(self) -> None:
         """After the server has ended: stops a load that is running, and raises what `load` raised by itself."""
         self._startup.stop()
-        if self._thread.ident is not None:
-            self._thread.join()
+        # The system may hand a signal to another thread, which does not wake this one: it looks for them by itself.
+        while self._thread.is_alive():
+            self._thread.join(SIGNAL_SECONDS)
         if self._error is not None:
             raise self._error
 

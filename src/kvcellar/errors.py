@@ -166,7 +166,8 @@ class NoToken(KvcellarError):
 
 
 class ScoresNotNumbers(NoToken):
-    """Scores hold NaN or infinity: those that a token is drawn by, or those of a prompt whose tokens are scored."""
+    """Scores hold NaN or infinity: those that a token is drawn by, or those of a prompt whose tokens are scored. Or the
+    hidden states do that an embedding is pooled from."""
 
 
 class ConstraintFailed(NoToken):

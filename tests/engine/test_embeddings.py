@@ -5,6 +5,8 @@ import math
 import pytest
 
 from kvcellar import BadRequest, Engine, PromptTooLong
+from kvcellar.engine.prompt_rows import PromptRows
+from kvcellar.errors import ScoresNotNumbers
 from kvcellar.models.pooling import Pooling, pooling_of
 from tests.engine.embedding_models import END, expected, saved, written
 from tests.engine.mixes import assert_at_rest
@@ -132,3 +134,30 @@ def test_the_files_are_read_as_sentence_transformers_writes_them(tmp_path):
     assert pooling_of(tmp_path) == Pooling("mean", normalised=False, sizes=None)
     written(tmp_path / "modules.json", [*MODULES, {"type": "sentence_transformers.models.Normalize"}])
     assert pooling_of(tmp_path) == Pooling("mean", normalised=True, sizes=None)
+
+
+@pytest.mark.parametrize("mode", ["lasttoken", "mean_tokens"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_embedding_that_is_no_numbers_fails_alone(tmp_path, monkeypatch, mode, value):
+    """By an error that names it, which has the way out; one number of one row that is pooled is enough."""
+
+    def damaged(self, logits, hidden):
+        for completion, _, rows, _ in self._parts:
+            if rows and len(completion.request.prompt) == len(long):
+                hidden = hidden.clone()
+                hidden[rows[-1], 3] = value
+        return real(self, logits, hidden)
+
+    saved(tmp_path / "m", mode=mode)
+    real = PromptRows.values
+    with Engine(tmp_path / "m", step_tokens=7, **SMALL) as engine:
+        long, wanted = engine.encode(TEXTS[2]), engine.embeddings.of(TEXTS)
+        monkeypatch.setattr(PromptRows, "values", damaged)
+        for _ in range(2):
+            with pytest.raises(ScoresNotNumbers, match="hidden states that were pooled hold NaN or infinity"):
+                engine.embeddings.of(TEXTS)
+        for found, one in zip(engine.embeddings.of(TEXTS[:2]), wanted, strict=False):
+            assert near(found.vector, one.vector)
+        monkeypatch.setattr(PromptRows, "values", real)
+        assert near(engine.embeddings.of([TEXTS[2]])[0].vector, wanted[2].vector)
+        assert_at_rest(engine)

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from kvcellar import Engine
+from kvcellar.engine.prompt_rows import PromptRows
 from kvcellar.serve import Server, ServeSettings, embeddings
 from tests.engine.embedding_models import saved
 from tests.engine.mixes import assert_at_rest
@@ -124,3 +125,17 @@ def test_other_models_do_not_embed():
         assert answer["message"].startswith("model does not do embeddings: ")
         assert answer["param"] == "model"
         assert post(server, "/api/embed", model=engine.model.name, input="a").status_code == 400
+
+
+def test_an_embedding_that_is_no_numbers_is_an_error_in_every_encoding(server, engine, monkeypatch):
+    """JSON has no NaN, and nothing is near to it in base64."""
+    real = PromptRows.values
+    monkeypatch.setattr(PromptRows, "values", lambda self, logits, hidden: real(self, logits, hidden * math.nan))
+    for encoding in ("float", "base64"):
+        answer = post(server, "/v1/embeddings", input="a dog", encoding_format=encoding)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "scores_not_numbers")
+        assert "that were pooled hold NaN" in answer.json()["error"]["message"]
+    for path, given in (("/api/embed", {"input": "a"}), ("/api/embeddings", {"prompt": "a"})):
+        answer = post(server, path, model=engine.model.name, **given)
+        assert answer.status_code == 500
+        assert "that were pooled hold NaN" in answer.json()["error"]

@@ -10,9 +10,11 @@ Always true of a reading:
   * it becomes an event once, and is `done` then.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Embedded, PromptScored, TokenLogprob
 
 PoolingMode = Literal["last", "mean"]
@@ -47,14 +49,21 @@ class Pooled:
         self._sum: Any = 0.0  # a tensor [H] in float64, so that the sizes of chunks make no difference
 
     def add(self, values: Any, count: int) -> Embedded | None:
-        """`count` more rows have this sum [H], and are in memory. Returns the event when there are no more."""
+        """`count` more rows have this sum [H], and are in memory. Returns the event when there are no more. Raises
+        `ScoresNotNumbers` for NaN or infinity: JSON has neither, and such vectors cannot be compared."""
         self.known += count
         self._sum = self._sum + values
         self.done = self.known == self.end
         if not self.done:
             return None
         pooled = self._sum / self.end if self._mode == "mean" else self._sum
-        return Embedded(tuple(pooled.float().tolist()))
+        vector = tuple(pooled.float().tolist())
+        if not all(map(math.isfinite, vector)):
+            raise ScoresNotNumbers(
+                "the hidden states that were pooled hold NaN or infinity. The weights may be damaged; if not, load the "
+                "model with dtype float32."
+            )
+        return Embedded(vector)
 
 
 PromptReading = PromptLogprobs | Pooled

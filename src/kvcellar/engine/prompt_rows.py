@@ -66,11 +66,21 @@ class PromptRows:
         that end here, and why."""
         failed: list[tuple[Completion, ScoresNotNumbers]] = []
         for (completion, reading, rows, _), value in zip(self._parts, values, strict=True):
-            if isinstance(value, ScoresNotNumbers):
-                failed.append((completion, value))
-            elif (event := reading.add(value, len(rows))) is not None:
-                completion.request.emit(event)
+            try:
+                event = reading.add(_checked(value), len(rows))
+            except ScoresNotNumbers as error:
+                failed.append((completion, error))
+            else:
+                if event is not None:
+                    completion.request.emit(event)
         return failed
+
+
+def _checked(value: Any) -> Any:
+    """What was found of a part. Raises the error that was found instead."""
+    if isinstance(value, ScoresNotNumbers):
+        raise value
+    return value
 
 
 def _scores(logits: Tensor, tokens: Sequence[int], most: int) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,42 @@ def reading_of(engine, name):
     if name == "required":
         return engine.replies.reading(tools=TOOLS, choice="required")
     return engine.replies.reading(answer=KINDS[name][0], tools=tools if name == "strict" else None)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "json_object"])
+@pytest.mark.parametrize("names", [(), ("weather",)])
+def test_a_required_call_has_no_content_that_a_format_could_bind(engine, kind, names):
+    """What is generated and how it is read is as without the format, which is refused where it cannot be honoured."""
+    wanted = {"tools": TOOLS, "choice": "required", "names": names}
+    reading = engine.replies.reading(**wanted, answer=KINDS[kind][0])
+    for text, fits in ((CALL, True), (f"<think>\nhm\n</think>\n\n{CALL}", True), (KINDS[kind][1], False)):
+        for one in (reading, engine.replies.reading(**wanted)):
+            matcher = engine._built.intake.grammars.matcher(one.constraint)
+            assert matcher_takes(matcher, engine.encode(text, special=False)) == fits, text
+    pieces, _, _ = answered(engine, f"<think>\n{CALL}\n</think>\n\n{CALL}", reading=reading)
+    assert not any(isinstance(piece, Content) for piece in pieces)
+    assert sum(isinstance(piece, CallOpened) for piece in pieces) == 1
+    unknown = Constraint.json_schema({"not": {}}, param="response_format")
+    refused = engine.replies.reading(**wanted, answer=unknown).constraint
+    with pytest.raises(BadRequest, match="response_format: this json_schema cannot be honoured: Unimpl"):
+        engine.generate(ASKED[0]["content"], constraint=refused, max_tokens=1)
+
+
+def test_a_schema_of_a_tool_that_cannot_be_honoured_is_not_blamed_on_the_format(engine):
+    parameters = {"type": "object", "properties": {"a": {"not": {}}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
+    for choice in ("auto", "required"):
+        made = engine.replies.reading(tools=tools, choice=choice, answer=Constraint.json_object())
+        with pytest.raises(BadRequest, match=r"cannot be honoured beside reasoning and calls of tools: .*Unimpl"):
+            engine.generate(ASKED[0]["content"], constraint=made.constraint, max_tokens=1)
+
+
+@pytest.mark.parametrize("kind", ["regex", "choice", "grammar", "gbnf"])
+def test_a_required_call_is_refused_beside_a_text_that_the_model_must_write(engine, kind):
+    answer = replace(KINDS[kind][0], param="structured_outputs.x")
+    assert engine.replies.reading(tools=TOOLS, answer=answer).constraint.around, "a call may be in its place"
+    with pytest.raises(BadRequest, match=r"^tool_choice requires a call, and structured_outputs\.x another text"):
+        engine.replies.reading(tools=TOOLS, choice="required", answer=answer)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.intake import TextCodec
 
 CHOICES = ("auto", "none", "required")
+FORMATS = ("json_schema", "json_object")  # constraints of the content; others say what the model writes as a whole
 
 
 class ServedReading(ReplyReading, Protocol):
@@ -110,9 +111,11 @@ class Replies:
 
         `choice`: whether the model may call `tools` ("auto"), does not ("none"), or must ("required"); it must call one
         of `names`, if there are any. Without `parallel`, an answer ends with its first call. Without `deltas`, calls
-        are told whole: one that is cut off, or no JSON, is content. `answer` is what the content has to match.
+        are told whole: one that is cut off, or no JSON, is content. `answer` is what the content has to match: where a
+        call is required, there is none.
 
-        Raises `BadRequest` for tools that are invalid or whose calls cannot be read.
+        Raises `BadRequest` for tools that are invalid or whose calls cannot be read, and where a call is required and
+        `answer` is more than a format of the content.
         """
         if choice not in CHOICES:
             raise BadRequest(f"the choice of tools is one of {', '.join(CHOICES)}, not {shown(choice)}", "tool_choice")
@@ -121,8 +124,12 @@ class Replies:
             raise BadRequest(f"tools cannot be used with this model: {self.refusal}", "tools")
         if found is None and (choice == "required" or names):
             raise BadRequest("tool_choice requires a call, and there are no tools", "tool_choice")
+        if choice == "required" and answer is not None and answer.kind not in FORMATS:
+            both = f"tool_choice requires a call, and {answer.param} another text; send one of them"
+            raise BadRequest(both, answer.param)
         wanted = found.only(names) if found is not None and choice != "none" else None
-        outline = Outline(self._form, wanted, deltas=deltas, parallel=parallel, answers=answer is not None)
+        answers = answer is not None and choice != "required"
+        outline = Outline(self._form, wanted, deltas=deltas, parallel=parallel, answers=answers)
         made = RequestReading(outline, self._codec.template.opening(checked_options(options)))
         made.constraint = self._constraint(made.thinking, wanted, choice, answer, parallel=parallel)
         return made
@@ -133,7 +140,10 @@ class Replies:
         """What an answer has to match: calls that are required or strict, and `answer` behind the reasoning."""
         if tools is not None and choice == "required":
             grammar = Grammar(self._form, _closed(tools, every=True), self._codec.added)
-            return Constraint("grammar", grammar.required(thinking=thinking, parallel=parallel), param="tools")
+            calls = grammar.required(thinking=thinking, parallel=parallel)
+            if answer is not None:  # it binds no text of these answers, and is refused where it cannot be honoured
+                return replace(answer, around=calls)
+            return Constraint("grammar", calls, param="tools")
         free = tools is None or not any(tool.strict for tool in tools.every)
         if answer is None and free:
             return None

@@ -31,7 +31,8 @@ class Constraint:
     `source` is, by kind: a JSON Schema as JSON; "" (`json_object`: any object); a regular expression that matches the
     whole answer; a JSON list of strings; a grammar in Lark's or llama.cpp's notation. With `compact`, JSON has no
     whitespace between its parts; else a space, or a new line and its indentation. `around` is a grammar in Lark's
-    notation in which `@answer` stands for all this: reasoning and calls of tools may come before it, or in its place.
+    notation in which `@answer` stands for all this: reasoning and calls of tools may come before it, or in its place;
+    it is absent where calls are required.
     """
 
     kind: Kind

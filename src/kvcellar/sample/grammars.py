@@ -151,7 +151,9 @@ class Grammars:
 
 
 def _refused(constraint: Constraint, reason: str) -> BadRequest:
-    return BadRequest(f"{constraint.param}: this {constraint.kind} cannot be honoured: {reason}", constraint.param)
+    beside = " beside reasoning and calls of tools" if constraint.around else ""  # alone, it was compiled before
+    what = f"{constraint.param}: this {constraint.kind} cannot be honoured{beside}"
+    return BadRequest(f"{what}: {reason}", constraint.param)
 
 
 def as_read(constraint: Constraint) -> str:

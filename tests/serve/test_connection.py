@@ -286,6 +286,34 @@ def test_invalid_http_gets_an_error_in_the_api_format(server, head, status):
         assert shape(read_response(wire))[0] == status
 
 
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        (COMPLETIONS, {"error": {"message", "type", "param", "code"}}),
+        ("/v1/messages", {"type": None, "error": {"type", "message"}}),
+        ("/v1/messages/count_tokens", {"type": None, "error": {"type", "message"}}),
+        ("/api/chat", {"error": None}),
+    ],
+)
+def test_errors_before_the_body_is_read_have_the_form_of_the_api(server, path, form):
+    """Also those of the connection, once its path is known: a chunk that is none."""
+    head = request(path, {}, "Transfer-Encoding: chunked").replace(b"Content-Length: 2\r\n", b"")[:-2]
+    sent = (
+        (head + b'2\r\n{"\r\nzz\r\n', 400),
+        (request(path, {}, "Content-Length: 5000000")[:-2], 413),
+        (b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % path.encode(), 405),
+        (request(path + "/nothing", {}), 404),
+    )
+    for data, status in sent:
+        with connected(server) as wire:
+            wire.sendall(data)
+            found, body = read_response(wire)
+            assert found == status
+            error = json.loads(body)
+            assert error.keys() == form.keys(), error
+            assert all(set(error[name]) == keys for name, keys in form.items() if keys), error
+
+
 def test_an_invalid_chunk_is_refused(server, engine):
     with connected(server) as wire:
         wire.sendall(request(COMPLETIONS, {}, "Transfer-Encoding: chunked").replace(b"Content-Length: 2\r\n", b"")[:-2])

@@ -279,6 +279,7 @@ INPUTS: list[tuple[dict[str, object], str]] = [
         "input[0].content[0].type must be one of input_text, output_text, text, refusal; other media are not supported",
     ),
     ({"input": [OUTPUT | {"call_id": 5, "output": "x"}]}, "input[0].call_id must be a string"),
+    ({"input": [USER, OUTPUT | {"output": "x"}]}, "input[1].call_id is 'c1', which no function_call before it has"),
     ({"input": "hi", "n": 2}, "n is 2; a response has one answer"),
     ({"input": "hi", "conversation": "x"}, f"conversation is not supported here; {NO_CONVERSATION}"),
     ({"input": "hi", "previous_response_id": "x"}, f"previous_response_id: {GONE}"),

@@ -299,6 +299,27 @@ def test_text_parts_of_all_kinds_are_text(content):
     ]
 
 
+def test_a_result_without_its_call_is_named_by_its_item(http, calling):
+    """Also where instructions and earlier turns are in front of it, whose calls it may have."""
+    tools = {"tools": [TIME]}
+    first = created(http, calling, call("time"), input=[USER], **tools)
+    call_id = next(item["call_id"] for item in first["output"] if item["type"] == "function_call")
+    more = {"previous_response_id": first["id"], "instructions": "Be brief.", **tools}
+    created(http, calling, "ok", input=[RESULT | {"call_id": call_id}], **more)
+    created(http, calling, "ok", input=[USER, CALL, RESULT])
+    for items, at, fields in (
+        ([USER, RESULT], 1, {}),
+        ([RESULT, CALL], 0, {}),
+        ([RESULT | {"call_id": call_id}], 0, {}),
+        ([RESULT | {"call_id": call_id}, RESULT], 1, more),
+    ):
+        response = http.post(PATH, json={"input": items, **fields})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, f"input[{at}].call_id"), error
+        assert error["message"].startswith(f"input[{at}].call_id is ")
+        assert "messages" not in error["message"]
+
+
 def test_reasoning_without_a_text_says_nothing():
     assert messages_of([USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}]) == [USER]
     (_, message) = messages_of([USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}])

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import h11
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -201,16 +202,16 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         if not running:  # otherwise the middleware writes the line when the application has ended
             request.write()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._write_response(error, request.request_id)
+            path: str = cast(Any, self.cycle.scope)["path"] if running else ""  # unknown before the head is complete
+            self._write_response(error.response(path), request.request_id)
         if running:  # the application waits for a body that will not arrive
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()
         self._write_timer.start()
 
-    def _write_response(self, error: ApiError, request_id: str) -> None:
-        response = error.response()
+    def _write_response(self, response: Response, request_id: str) -> None:
         headers = [*response.raw_headers, (b"connection", b"close"), (b"x-request-id", request_id.encode())]
-        start = h11.Response(status_code=error.status, headers=headers)
+        start = h11.Response(status_code=response.status_code, headers=headers)
         for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

@@ -24,7 +24,7 @@ from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.responses_api.input_items import sent as sent_items
-from kvcellar.serve.responses_api.items import messages_of
+from kvcellar.serve.responses_api.items import check_results, messages_of
 from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
 from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
@@ -107,7 +107,9 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         raise unsupported("conversation", message)
     previous, turn = body.previous_response_id, messages_of(body.input)
     parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id").turn
-    messages = turn if parent is None else [*parent.history(), *turn]
+    history = [] if parent is None else parent.history()
+    check_results(body.input, history)
+    messages = [*history, *turn]
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)
     given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}

@@ -38,6 +38,19 @@ def messages_of(given: object) -> list[Json]:
     return merged.messages
 
 
+def check_results(given: object, before: Sequence[Mapping[str, Any]]) -> None:
+    """Raises `ApiError` for a result in `given`, which `messages_of` has read, whose call is neither in front of it nor
+    in the messages `before`."""
+    called = {call["id"] for message in before for call in message.get("tool_calls", ())}
+    items = cast("Sequence[Mapping[str, Any]]", given if isinstance(given, list) else ())
+    for at, item in enumerate(items):
+        if item.get("type") == "function_call":
+            called.add(item["call_id"])
+        elif item.get("type") == "function_call_output" and item["call_id"] not in called:
+            where, shown = f"input[{at}].call_id", printable(repr(item["call_id"]), 60)
+            raise _invalid(where, f"{where} is {shown}, which no function_call before it has")
+
+
 class Merged:
     """Messages, the last of which may still be the assistant's: then it gets more of what the model wrote."""
 

@@ -669,6 +669,28 @@ def test_a_conversation_takes_the_bytes_of_its_turns_once():
     assert len(store.get("me", "199").turn.history()) == 400
 
 
+def test_keeping_a_response_visits_as_many_turns_of_a_long_conversation_as_of_a_short_one(monkeypatch):
+    """The event loop does it, which serves all others meanwhile."""
+    visited, line = list[Turn](), Turn.line
+
+    def counted(turn: Turn) -> Iterator[Turn]:
+        for one in line(turn):
+            visited.append(one)
+            yield one
+
+    store, before = ResponseStore(), None
+    for number in range(300):
+        before = kept(0, before, str(number))
+        with monkeypatch.context() as patch:
+            patch.setattr(Turn, "line", counted)
+            store.add("me", str(number), before)
+        assert len(visited) <= 2
+        visited.clear()
+    store.check()
+    assert before is not None
+    assert len(before.turn.history()) == 600
+
+
 def test_a_response_that_was_dropped_is_freed_while_its_turn_is_continued():
     """Else a conversation would hold every response of it, which are larger than its turns, beyond all caps."""
     store, parent = ResponseStore(most_bytes_of_key=110 * TURN + 2000), None

@@ -33,12 +33,16 @@ SECONDS = 30 * 86400.0
 class Turn:
     """What later responses continue. `messages`: those of its own input, without instructions; `reply`: the message
     that it added; both are JSON. `omitted`: how many of the messages of the whole conversation its prompt left out, as
-    in `Dialogue`. `parent`: the turn before it."""
+    in `Dialogue`. `parent`: the turn before it. `total`: bytes with those of all turns before it."""
 
     messages: bytes
     reply: bytes
     omitted: int
     parent: "Turn | None" = None
+    total: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", self.size + (0 if self.parent is None else self.parent.total))
 
     @property
     def size(self) -> int:
@@ -114,6 +118,7 @@ class _Owner:
             if one.parent is not None:
                 held[one.parent] += 1
         assert self.holds == held
+        assert all(one.total == sum(each.size for each in one.line()) for one in held)
         assert self.bytes == sum(kept.own for kept, _ in self.kept.values()) + sum(one.size for one in held)
 
 
@@ -135,8 +140,9 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def add(self, owner: str, id: str, kept: Kept) -> None:
-        """One that is larger than all that a key may keep is not kept, with what it continues."""
-        if kept.own + sum(one.size for one in kept.turn.line()) > self._most_of_key:
+        """One that is larger than all that a key may keep is not kept, with what it continues. Runs on the event loop:
+        it takes as long for a conversation of many turns as for one of few, where the turn before it is kept."""
+        if kept.own + kept.turn.total > self._most_of_key:
             return
         with self._lock:
             self._expire()

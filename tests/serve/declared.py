@@ -12,6 +12,7 @@ from jsonschema import Draft202012Validator
 
 from kvcellar.cli.inspecting import OPERATIONS
 from kvcellar.serve.openapi.document import document
+from kvcellar.serve.openapi.errors import error_type
 
 Json = dict[str, Any]
 STREAMS = ("text/event-stream", "application/x-ndjson")
@@ -50,6 +51,7 @@ class Declared:
         where = f"{method} {path}"
         declared = operation["responses"].get(str(status))
         if declared is None and (status in BEFORE_ROUTES or NO_ROUTE in body):
+            self._check_error(method, url, content_type, body)
             return
         assert declared is not None, f"{where}: the status {status} is not declared: {body[:300]!r}"
         content = self._resolved(declared).get("content", {})
@@ -63,6 +65,15 @@ class Declared:
             for value in _values(kind, body):
                 for error in validator.iter_errors(value):
                     raise AssertionError(f"{where}, {status}: {error.json_path}: {error.message[:500]}")
+
+    def _check_error(self, method: str, url: str, content_type: str, body: bytes) -> None:
+        """An error that no route declares has the form of the API that has the path."""
+        assert content_type.partition(";")[0] == "application/json", f"{method} {url}: an error of {content_type!r}"
+        if method == "HEAD":
+            return
+        form = {"$ref": f"#/components/schemas/{error_type(url).__name__}", "components": self._components}
+        for error in Draft202012Validator(form).iter_errors(json.loads(body)):
+            raise AssertionError(f"{method} {url}: {error.json_path}: {error.message[:500]}")
 
     def _resolved(self, value: Json) -> Json:
         return self._components["responses"][value["$ref"].split("/")[-1]] if "$ref" in value else value

@@ -127,7 +127,7 @@ class CacheFull(KvcellarError):
             f"need {need} {unit} in group {group}; {free} are free. "
             f"Wait for a running request, shorten the prompt, or raise cache_bytes."
         )
-        self.group, self.need, self.free = group, need, free
+        self.group, self.need, self.free, self.unit = group, need, free, unit
 
 
 class NotSupported(KvcellarError):

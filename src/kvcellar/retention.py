@@ -12,6 +12,7 @@ from kvcellar.spans import Span
 PRIORITIES = range(-8, 9)
 MOST_TTL = 10 * 365 * 86400.0  # seconds
 MOST_OWNER = 255  # bytes
+LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class RetentionOptions:
     stored     they may be written to the store, if there is one
     recurring  more requests with the same beginning will follow: what the request computes is worth as much to eviction
                as what was used again
-    owner      the tenant that quotas count them for; "": none
+    owner      the tenant that quotas count them for, and that shares sequences with others; "": none
+    weight     how many sequences the owner has in proportion to others, where not all can run at once
     """
 
     priority: int = 0
@@ -74,6 +76,7 @@ class RetentionOptions:
     stored: bool = True
     recurring: bool = False
     owner: str = ""
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if type(self.priority) is not int or self.priority not in PRIORITIES:
@@ -84,6 +87,9 @@ class RetentionOptions:
         for name in ("pinned", "stored", "recurring"):
             if not isinstance(value := getattr(self, name), bool):
                 raise BadRequest(f"{name} must be True or False, not {shown(value)}", name)
+        if type(self.weight) not in (int, float) or not LEAST_WEIGHT <= self.weight <= MOST_WEIGHT:
+            allowed = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            raise BadRequest(f"weight must be a number {allowed}, not {shown(self.weight)}", "weight")
         owner = self.owner
         if type(owner) is not str or not owner.isprintable() or len(owner.encode()) > MOST_OWNER:
             raise BadRequest(f"owner must be printable text of up to {MOST_OWNER} bytes, not {shown(owner)}", "owner")

@@ -155,14 +155,14 @@ def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, faul
 
 
 OF_ONE = {  # the request of the completion that they are given is the one that fails
-    "manager": ["waits", "admit", "start", "next_end", "fork", "release", "drop", "shift"],
+    "manager": ["shares", "reads_back", "reuse", "admit", "start", "next_end", "fork", "release", "drop", "shift"],
     "scheduler": ["enqueue", "add_running", "remove", "_add", "_fits"],
     "completion": ["accept", "become"],
 }
 OF_MANY = {  # of a step, or of what a completion's operation needs: one request fails at most
-    "manager": ["free", "available", "evict", "_publish", "_publish_needed"],
+    "manager": ["free", "available", "reserve", "evict", "_publish", "_publish_needed"],
     "scheduler": [
-        "schedule", "_preempt", "preempt_youngest", "_admit", "_make_free", "_missing", "_shortened",
+        "schedule", "_preempt", "preempt_last", "_admit", "_make_free", "_missing", "_shortened",
         "_add_drafts", "_draft",
     ],
     "drafting": ["chain", "learn", "close", "fork", "report", "conclude"],

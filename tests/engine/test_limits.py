@@ -226,11 +226,12 @@ def test_none_is_what_was_not_said(engine, name, value):
     assert said.token_ids[:4] == engine.generate([5, 6], max_tokens=4).token_ids
 
 
-def test_more_answers_than_may_be_written_at_once_are_refused(engine):
-    assert len(engine.generate([5], n=4, max_tokens=2).choices) == 4
-    with pytest.raises(BadRequest, match="n is 5; at most 4 answers") as caught:
-        engine.generate([5], n=5, max_tokens=2)
-    assert caught.value.param == "n"
+def test_outputs_that_there_are_no_sequences_for_follow_and_are_those_of_a_roomy_engine(engine):
+    how = {"n": 11, "max_tokens": 6, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+    with small_engine("llama") as roomy:
+        wanted = [choice.token_ids for choice in roomy.generate([5, 6, 7], **how).choices]
+    assert engine._built.settings.max_sequences < 11 < roomy._built.settings.max_sequences
+    assert [choice.token_ids for choice in engine.generate([5, 6, 7], **how).choices] == wanted
 
 
 def test_more_answers_than_a_step_has_tokens_are_written_all_the_same():
@@ -328,16 +329,11 @@ def test_the_model_is_described(engine):
 
 
 @pytest.mark.parametrize("name", ["mamba2", "lfm3"])
-def test_no_more_answers_are_asked_for_than_there_are_rows_of_state(name):
-    """Though `max_sequences` would allow them; and as many as there are rows for do come."""
+def test_more_outputs_than_there_are_rows_of_state_for_are_written_one_after_the_other(name):
     with small_engine(name, cache_bytes=1_400_000, context=32, max_sequences=64, step_tokens=8) as engine:
         most = engine._built.capacity.states.sequences
         assert 1 < most < 64
-        for n in (most + 1, 64):
-            with pytest.raises(BadRequest, match=f"n is {n}; at most {most} answers .* raise cache_bytes") as caught:
-                engine.generate([5, 6, 7], n=n, max_tokens=2)
-            assert caught.value.param == "n"
-        for _ in range(2):
-            result = engine.generate([5, 6, 7], n=most, max_tokens=9, ignore_eos=True, temperature=0.0)
-            assert [len(choice.token_ids) for choice in result.choices] == [9] * most
+        for n in (most, most + 1, 64):
+            result = engine.generate([5, 6, 7], n=n, max_tokens=9, ignore_eos=True, temperature=0.0)
+            assert [len(choice.token_ids) for choice in result.choices] == [9] * n
         engine.check()

@@ -1,5 +1,6 @@
 """The scheduler's laws, for requests that nobody wrote: who may be served, who must be, and that everybody is."""
 
+from dataclasses import replace
 from random import Random
 
 from hypothesis import given, settings
@@ -31,24 +32,20 @@ def worlds(draw):
         max(n for n in range(1, CONTEXT + 1) if layout.most_cells(n, 1) <= cells[name])
         for name, layout in layouts.items()
     )
+    weights = {"": 1.0, "light": 0.5, "heavy": 2.0}
+    owners = st.sampled_from([""] if draw(st.booleans()) else sorted(weights))
     asks = st.builds(
         Ask,
         at=st.integers(0, 40),
         prompt=st.integers(1, min(fits, 30)),
         max_tokens=st.integers(1, 30),
-        n=st.one_of(st.just(1), st.integers(1, settings["max_sequences"])),
+        n=st.one_of(st.just(1), st.integers(1, 2 * settings["max_sequences"])),
         cancel=st.one_of(st.none(), st.none(), st.integers(0, 80)),
+        family=st.one_of(st.none(), st.integers(0, 3)),
+        owner=owners,
     )
-    families = st.builds(
-        Ask,
-        at=st.integers(0, 40),
-        prompt=st.integers(1, min(fits, 30)),
-        max_tokens=st.integers(1, 20),
-        cancel=st.one_of(st.none(), st.none(), st.integers(0, 80)),
-        n=st.one_of(st.just(1), st.integers(1, settings["max_sequences"])),
-        family=st.integers(0, 3),
-    )
-    return world, draw(st.lists(st.one_of(asks, families), min_size=1, max_size=14))
+    drawn = draw(st.lists(asks, min_size=1, max_size=14))
+    return world, [replace(ask, weight=weights[ask.owner]) for ask in drawn]
 
 
 def least(world: World, ask: Ask) -> int:

@@ -248,7 +248,7 @@ def test_a_completion_that_was_preempted_for_a_short_time_computes_next_to_nothi
         def stepped(scheduled: Any) -> None:
             step(scheduled)
             if loop.steps in (4, 9):
-                done.append(loop.scheduler.preempt_youngest(loop.scheduler.running[0]))
+                done.append(loop.scheduler.preempt_last(loop.scheduler.running[0]))
 
         runner.step = stepped  # type: ignore[method-assign]
         with held(engine):

@@ -321,7 +321,7 @@ def test_a_cancelled_request_frees_what_was_read_for_it(saved, tmp_path, monkeyp
         assert collector.result().finish_reason == "cancelled"
         go.set()
         settled(engine)
-        assert not engine._loop.manager._fetches
+        assert not engine._loop.manager._waiting
         assert engine.generate(prompt, **GREEDY).token_ids == wanted
 
 

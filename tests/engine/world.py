@@ -16,13 +16,12 @@ from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.prefixes import NEAR
 from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.scheduler import ROUND, Scheduled, Scheduler
+from kvcellar.engine.scheduler import PASSED, ROUND, Scheduled, Scheduler
 from kvcellar.events import Delta, Done, Event, Failed, Finished
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch
-from kvcellar.prefix.node import common_prefix
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Plane
@@ -49,6 +48,8 @@ class Ask:
     n: int = 1
     cancel: int | None = None
     family: int | None = None  # prompts of a family begin alike; others differ from their first token on
+    owner: str = ""
+    weight: float = 1.0
 
 
 @dataclass
@@ -129,9 +130,12 @@ class World:
         params = SamplingParams(max_tokens=ask.max_tokens, n=ask.n, temperature=0.0)
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
         prompt = (first, *range(1, ask.prompt))
-        request = self.requests[number] = Request(prompt, params, heard, number=len(self.requests))
+        retention = RetentionOptions(owner=ask.owner, weight=ask.weight)
+        arrival = len(self.requests)
+        request = self.requests[number] = Request(prompt, params, heard, number=arrival, retention=retention)
         request.completions.append(self._completion(request, list(prompt), 0))
         self.scheduler.enqueue(request.completions[0])
+        self.manager.arrived(request.completions[0])
 
     def _completion(self, request: Request, tokens: list[int], choice: int) -> Completion:
         state = Sampler(request.params, seed=0, index=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
@@ -212,10 +216,10 @@ class World:
         scheduler, manager = self.scheduler, self.manager
 
         def inside(act: Callable[..., Any]) -> Callable[..., Any]:
-            def entered(completion: Completion, step: Any) -> Any:
+            def entered(completion: Completion, step: Any, most: int) -> Any:
                 steps.append(step)
                 try:
-                    return act(completion, step)
+                    return act(completion, step, most)
                 finally:
                     steps.pop()
 
@@ -241,18 +245,26 @@ class World:
         request = completion.request
         if completion.sampler.produced:
             return [completion]
-        for choice in range(1, request.params.n):
-            twin = self._completion(request, list(completion.tokens), choice)
+        first = len(request.completions)
+        twins = range(first, min(request.params.n, first + self.scheduler.spare()))
+        made = [self._completion(request, list(completion.tokens), choice) for choice in twins]
+        for twin in made:
+            request.completions.append(twin)
             self.manager.fork(completion, twin)
             twin.become(Status.PREFILL)
             twin.become(Status.DECODE)
-            request.completions.append(twin)
             self.scheduler.add_running(twin)
-        return list(request.completions)
+        if (choice := len(request.completions)) < request.params.n:
+            following = self._completion(request, list(completion.tokens), choice)
+            request.completions.append(following)
+            self.scheduler.enqueue(following)
+            self.manager.arrived(following)
+        return [completion, *made]
 
     def _end(self, completion: Completion, reason: str) -> None:
         self.scheduler.remove(completion)
         self.manager.release(completion)
+        self.manager.forget(completion)
         completion.finish(reason)  # type: ignore[arg-type]
 
     # -- laws ---------------------------------------------------------------------------------------------------
@@ -283,11 +295,12 @@ class World:
             assert share.completion in self.scheduler.running
 
         now = self.scheduler.running
-        if running:
-            oldest = running[0]
-            assert oldest in now, "the oldest was sent back"
+        order = ranked([*now, *self.scheduler.waiting])
+        if order and order[0] in running:
+            first = order[0]
+            assert first in now, "the one that ranks first was preempted"
             decoding = sum(completion.status is Status.DECODE for completion in now)
-            assert (id(oldest) in given) != (oldest in stuck) or decoding >= self.step_tokens, "the oldest has to wait"
+            assert (id(first) in given) != (first in stuck) or decoding >= self.step_tokens, "the first has to wait"
         assert all(completion is now[0] and len(now) == 1 for completion in stuck), (
             "ended although others could be sent back"
         )
@@ -295,11 +308,54 @@ class World:
         if readers_served:
             unserved = [x for x in now if x.status is Status.DECODE and id(x) not in given]
             assert not unserved, "a completion that reads was served before one that writes"
-        admitted = [completion for completion in waiting if completion in now]
-        assert admitted == sorted(admitted, key=lambda completion: completion.key)
-        for other in self.scheduler.waiting:
-            if admitted and other in waiting and other.key < admitted[-1].key:
-                alike = max(common_prefix(other.tokens, one.tokens) for one in now if one.status is Status.PREFILL)
-                assert alike >= NEAR, "a later request was admitted before one that waits for no other"
-        assert sum(r.params.n if len(r.completions) == 1 else 1 for r in (x.request for x in now)) <= self.max_sequences
+        assert len(now) <= self.max_sequences
+        if total < self.step_tokens:
+            self.check_bound(order)
         assert shares or stuck or not (waiting or running), "nothing happens"
+
+    def check_bound(self, order: Sequence[Completion]) -> None:
+        """While a completion waits that could go on, those that rank before it leave it no sequence or no cells."""
+        ahead: list[Completion] = []
+        refused = 0
+        for completion in order:
+            if completion in self.scheduler.running:
+                ahead.append(completion)
+            elif not self._shares(completion):
+                full = len(ahead) >= self.max_sequences
+                assert full or refused >= PASSED or not self._surely_fits(completion, ahead), "it waits for others"
+                refused += 1
+
+    def _shares(self, completion: Completion) -> bool:
+        """Whether it may wait for the prompt of an older request."""
+        prompts = [one for one in self.scheduler.running if one.status is Status.PREFILL and one.key < completion.key]
+        return any(one.tokens[0] == completion.tokens[0] for one in prompts)
+
+    def _surely_fits(self, completion: Completion, ahead: Sequence[Completion]) -> bool:
+        """Whether it fits beside others if nothing is shared, and each holds all that it ever does."""
+
+        def most(one: Completion, layout: Layout) -> int:
+            tokens = min(len(one.tokens) + 1, self.context)
+            return layout.most_cells(tokens, self.step_tokens) + layout.most_cells(tokens, 1)
+
+        return all(
+            sum(most(one, layout) for one in (*ahead, completion)) <= self.capacity[name]
+            for name, layout in self.layouts.items()
+        )
+
+
+def ranked(completions: Sequence[Completion]) -> list[Completion]:
+    """In order of rank, as the scheduler's docstring defines it."""
+
+    def depth(one: Completion) -> int:
+        return sum(
+            other.status is not Status.DONE
+            for other in one.request.completions
+            if other.sampler.index < one.sampler.index
+        )
+
+    def rank(one: Completion) -> tuple[float, tuple[int, int]]:
+        mine = [other for other in completions if other.request.retention.owner == one.request.retention.owner]
+        before = sum((depth(other), other.key) < (depth(one), one.key) for other in mine)
+        return before / one.request.retention.weight, one.key
+
+    return sorted(completions, key=rank)

@@ -33,7 +33,6 @@ from kvcellar.tiers.archive import MemoryArchive
 
 VOCABULARY = 256
 CONTEXT = 20_000
-MOST_COMPLETIONS = 256  # of one request
 PATIENCE = 120.0  # seconds; only a test that fails waits so long
 
 
@@ -354,9 +353,6 @@ class FakeEngine:
     def _admit(self, prompt: Sequence[int], params: SamplingParams) -> None:
         prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context - 1)
         check_ids(params, self.model.vocab_size)
-        if params.n > MOST_COMPLETIONS:
-            message = f"n is {params.n}; at most {MOST_COMPLETIONS} answers to one request are generated at once"
-            raise BadRequest(message, "n")
 
     def _work(self) -> None:
         while True:

@@ -12,9 +12,11 @@ import httpx
 import pytest
 
 from kvcellar.errors import BadRequest
+from kvcellar.retention import NO_OPTIONS
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.keys import named_keys, read_keys
+from kvcellar.serve.retained import allowed
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_to_end, read_until, request
@@ -66,6 +68,34 @@ def test_names_of_keys_are_those_of_comments_or_their_lines(files):
     )
     assert list(named_keys(files.api, {}).values()) == ["keys.txt:2", "b_2.c@d", "keys.txt:7"]
     assert named_keys(None, {"KVCELLAR_API_KEY": "sk-alice-1"}) == {key_digest("sk-alice-1"): "$KVCELLAR_API_KEY"}
+
+
+def test_weights_of_keys_are_those_of_the_comments_above_them(files):
+    first, third = "# weight: 2\n# name: a\nsk-alice-1\nsk-second-1\n", "# weight: 3\n\nsk-third-1\n"
+    files.api.write_text(f"{first}{third}#weight:0.5\nsk-fourth-1\n")
+    read = read_keys(files.api, files.admin, None, {})
+    assert list(read.weights.values()) == [2.0, 1.0, 1.0, 0.5]
+    assert next(iter(read.api.values())) == "a"
+
+
+@pytest.mark.parametrize("stated", ["", "two", "0", "-1", "1e3", "nan", "101"])
+def test_a_weight_that_is_none_is_refused_with_its_line(files, stated):
+    files.api.write_text(f"sk-alice-1\n# weight: {stated}\nsk-second-1\n")
+    with pytest.raises(BadRequest, match=r"keys.txt, line 2: the weight of a key is a number from 0.01 to 100"):
+        read_keys(files.api, files.admin, None, {})
+
+
+def test_a_request_has_the_owner_and_the_weight_of_its_key(files):
+    files.api.write_text("# weight: 2\nsk-alice-1\nsk-second-1\n")
+    ring = KeyRing(settings_of(ServeSettings(port=0), files), files.read)
+    found = {}
+    for key in ("sk-alice-1", "sk-second-1"):
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers}
+        ring.check(scope)
+        found[key] = allowed(NO_OPTIONS, scope, ServeSettings(port=0))
+    assert [one.weight for one in found.values()] == [2.0, 1.0]
+    assert len({one.owner for one in found.values()}) == 2
 
 
 def test_a_stream_goes_on_while_its_key_is_replaced(serving, engine, files):

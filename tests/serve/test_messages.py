@@ -84,7 +84,7 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"cache_priority": 1}, "this server does not allow a cache_priority above 0; leave it out"),
     ({"top_p": 0}, "top_p must be a finite number above 0 to 1, not 0.0"),
     ({"n": 3, "best_of": 4}, "best_of is 4, which is not supported; leave it out, or send n, which is 3"),
-    ({"n": 100}, "n is 100; at most 4 answers to one request are generated at once"),
+    ({"n": 129}, "n must be a whole number from 1 to 128, not 129"),
     ({"stop": ""}, "every stop string needs 1 to 4096 characters"),
     ({"stop": ["a"] * 65}, "stop has 65 strings; 64 are allowed"),
     ({"max_tokens": 4, "min_tokens": 5}, "min_tokens 5 is more than max_tokens 4"),

@@ -7,6 +7,7 @@ Always true:
   * pieces cover [1, capacity] without gap or overlap, linked in order;
   * a piece is free exactly when its `holders` is 0, and no two free pieces are adjacent;
   * `free` is the sum of the lengths of the free pieces, each of which is in the bin of its size;
+  * `reserved` of the free cells, at most all, are for the steps to come (see `Memory.reserve`): `spare` are the others;
   * a held run starts where a piece starts, and all its cells have at least one holder;
   * adjacent pieces have different numbers of holders, unless a held run begins at their border.
 """
@@ -37,7 +38,7 @@ class Cells:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.near = 0  # new runs are placed below this cell as long as there is a wide free piece
-        self.free = 0
+        self.free = self.reserved = 0
         self._at: dict[int, Piece] = {}  # by first cell
         self._bins: dict[int, dict[int, Piece]] = {}  # free pieces by size class, then by start
         self._head: Piece | None = None
@@ -49,6 +50,11 @@ class Cells:
     @property
     def used(self) -> int:
         return self.capacity - self.free
+
+    @property
+    def spare(self) -> int:
+        """Free cells that are not reserved for a step."""
+        return self.free - self.reserved
 
     @property
     def highest(self) -> int:
@@ -350,6 +356,7 @@ class Cells:
             at, before, piece, seen = piece.end, piece, piece.next, seen + 1
         assert at == self.capacity + 1, f"pieces end at {at}, the cells at {self.capacity + 1}"
         assert free == self.free, f"{free} cells are free, {self.free} were counted"
+        assert 0 <= self.reserved <= self.free, f"{self.reserved} of {self.free} free cells are reserved"
         assert seen == len(self._at), "there are pieces outside the chain"
         assert sum(map(len, self._bins.values())) == sum(p.holders == 0 for p in self._at.values())
 

@@ -42,8 +42,8 @@ def check_planes(stores: Sequence[GroupStore], n: int, planes: Planes) -> None:
 def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.device) -> list[Table]:
     """A table of new cells with the input, for each group. Raises `CacheFull` before anything is taken."""
     for store in stores:
-        if store.cells.free < n:
-            raise CacheFull(store.group.name, n, store.cells.free)
+        if store.cells.spare < n:
+            raise CacheFull(store.group.name, n, store.cells.spare)
     tables: list[Table] = []
     try:
         for store in stores:

@@ -10,7 +10,8 @@ Always true:
     allocated it;
   * a new sequence has only what the open step allocated for it, and is dropped if the step is abandoned;
   * every cell that a sequence holds was written since its allocation, in all planes of all layers of its group;
-  * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`.
+  * an operation that raises has changed nothing; `abandon` leaves the memory as it was before `begin`;
+  * cells and rows that are reserved for steps are taken by steps only.
 
 A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited meanwhile.
 """
@@ -112,8 +113,12 @@ class Memory:
         return self._sequences.record(seq).states.positions
 
     def free(self) -> dict[str, int]:
-        """Free cells of each group."""
+        """Free cells of each group, those that are reserved for steps among them."""
         return {store.group.name: store.cells.free for store in self._stores.all}
+
+    def spare(self) -> dict[str, int]:
+        """Free cells of each group that are not reserved: what edits, inputs and restored snapshots may take."""
+        return {store.group.name: store.cells.spare for store in self._stores.all}
 
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest position up to `pos` at which all groups can resume if all behind it is removed. Changes nothing.
@@ -126,6 +131,17 @@ class Memory:
         return self._sequences.can_cut(seq, pos)
 
     # -- a step -------------------------------------------------------------------------------------------------
+
+    def reserve(self, tokens: int, sequences: int = 0) -> None:
+        """Reserve a cell of each group for each of `tokens` new tokens of the steps to come, and a state row for each
+        of `sequences`, in place of what was reserved before. Until these steps begin nothing else can take them. The
+        owner has made sure that so many cells are free; rows may become free until then."""
+        self._idle("reserve")
+        for store in self._stores.all:
+            if not store.group.of_input:
+                assert tokens <= store.cells.free, f"{tokens} cells of {store.group.name} are promised and not free"
+                store.cells.reserved = tokens
+        self.rows.reserved = sequences
 
     def begin(self, batch: Batch, *, reserve: bool = False) -> Plan:
         """Open a step: allocate cells for the new tokens of `batch`, and plan what each token sees.
@@ -141,7 +157,14 @@ class Memory:
         self._idle("begin")
         start = Step.reserve if reserve else Step.open
         self.step = start(self._stores, self._sequences, self.states, batch)
+        if not reserve:
+            self._use_reserved(batch)
         return self.step.plan
+
+    def _use_reserved(self, batch: Batch) -> None:
+        for store in self._stores.all:
+            store.cells.reserved = max(0, store.cells.reserved - batch.stored)
+        self.rows.reserved = max(0, self.rows.reserved - len(batch.feeds))
 
     def put(self, layer: int, k: Tensor | None = None, v: Tensor | None = None, **planes: Tensor) -> None:
         """Store k [T,G,D] and v [T,G,Dv] of one layer, for the rows of the plan that store, in order.
@@ -248,9 +271,10 @@ class Memory:
         self._sequences.drop(seq)
 
     def clear(self) -> None:
-        """Drop all sequences and claims, and abandon an open step."""
+        """Drop all sequences and claims, abandon an open step, and reserve nothing."""
         if self.step is not None:
             self.abandon()
+        self.reserve(0)
         self.claims.clear()
         for seq in self.sequences:
             self.drop(seq)

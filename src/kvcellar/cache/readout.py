@@ -311,9 +311,9 @@ def _check_free(record: Record, stores: Sequence[GroupStore], states: States) ->
     for stretch in record.stretches:
         need[stretch.group] += len(stretch.span)
     for store in stores:
-        if need[store.group.name] > store.cells.free:
-            raise CacheFull(store.group.name, need[store.group.name], store.cells.free)
-    rows = states.rows.free
+        if need[store.group.name] > store.cells.spare:
+            raise CacheFull(store.group.name, need[store.group.name], store.cells.spare)
+    rows = states.rows.spare
     if rows is not None and len(record.checkpoints) > rows:
         raise CacheFull(NAME, len(record.checkpoints), rows, unit="rows")
 

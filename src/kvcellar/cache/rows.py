@@ -51,6 +51,7 @@ class Rows:
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self._free = list(range(capacity or 0, 0, -1))
+        self.reserved = 0  # for the steps to come (see `Memory.reserve`)
         self._rows: dict[int, Row] = {}
         self._kept: set[int] = set()  # rows that are referenced as checkpoints only
         self._numbers = count()
@@ -59,6 +60,11 @@ class Rows:
     @property
     def free(self) -> int | None:
         return None if self.capacity is None else len(self._free)
+
+    @property
+    def spare(self) -> int | None:
+        """Free rows beside those that are reserved: below 0 if that are more than are free."""
+        return None if self.capacity is None else len(self._free) - self.reserved
 
     @property
     def used(self) -> int:

@@ -75,10 +75,12 @@ class Sequences:
         record = self.records.get(seq)
         return record.tables[self._inputs[0]].end if record is not None and self._inputs else 0
 
-    def cells(self, index: int) -> int:
-        """How many cells of one group sequences hold; a shared one counts once. Costs their runs."""
+    def cells(self, index: int, seqs: Iterable[int] | None = None) -> int:
+        """How many cells of one group these sequences hold, by default all; a shared one counts once. Costs their
+        runs."""
         total = end = 0
-        for run in sorted(run for table in self.tables(index) for run in table.runs):
+        tables = self.tables(index) if seqs is None else [self.known(seq)[index] for seq in seqs]
+        for run in sorted(run for table in tables for run in table.runs):
             total += max(0, run.end - max(end, run.cell))
             end = max(end, run.end)
         return total

@@ -79,10 +79,10 @@ def _ways(store: GroupStore, parts: Sequence[Part], room: int | None) -> list[_W
     if not store.group.rotations:
         return [_Way(part, in_place=True) for part in parts]
     need = sum(part.n for part in parts)
-    missing = max(0, need - store.cells.free)
+    missing = max(0, need - store.cells.spare)
     owned = sum(part.n for part in parts if not part.shared)
     if missing > owned or (room is not None and missing * store.undo > room):
-        raise CacheFull(store.group.name, need, store.cells.free)
+        raise CacheFull(store.group.name, need, store.cells.spare)
     ways: list[_Way] = []
     for part in reversed(parts):
         here = 0 if part.shared else min(missing, part.n)

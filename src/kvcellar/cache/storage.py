@@ -6,7 +6,7 @@ Always true:
   * an operation that raises has changed nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -216,11 +216,11 @@ class Storage:
         states: States,
         max_bytes: int | None,
         idle: Callable[[str], None],
-        used: Callable[[int], int],
+        used: Callable[[int, Iterable[int] | None], int],
         tables: Callable[[int], Sequence[Table]],
     ) -> None:
         """`idle(operation)` raises `WrongStage` while a step is open. `used` returns how many cells of a group, by its
-        index, sequences hold; `tables` those of a sequence, by its number, one for each group."""
+        index, these or all sequences hold; `tables` those of a sequence, by its number, one for each group."""
         self._stores, self._states, self._idle, self._used, self._tables = stores, states, idle, used, tables
         self.max_bytes, self.scratch = max_bytes, 0
 
@@ -253,10 +253,10 @@ class Storage:
         """Bytes of the cap that are left beside planes and staging while no step is open; None without a cap."""
         return None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
 
-    def used(self) -> dict[str, int]:
-        """How many cells of each group sequences hold; a shared one counts once. Claims may hold others. Costs the runs
-        of all sequences."""
-        return {store.group.name: self._used(index) for index, store in enumerate(self._stores.all)}
+    def used(self, seqs: Collection[int] | None = None) -> dict[str, int]:
+        """How many cells of each group these sequences hold, by default all; a shared one counts once. Claims may hold
+        others. Costs the runs of the sequences."""
+        return {store.group.name: self._used(index, seqs) for index, store in enumerate(self._stores.all)}
 
     def capacity(self) -> dict[str, int]:
         """Number of cells of each group."""

@@ -31,7 +31,7 @@ from kvcellar.engine.open_store import open_draft_store, open_store
 from kvcellar.engine.recorded import record_steps, without_preparing
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
-from kvcellar.engine.scheduler import SCORED, Scheduler
+from kvcellar.engine.scheduler import SCORED, Chunks, Scheduler
 from kvcellar.engine.settings import Settings, text_bytes_of
 from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, forked_from
@@ -154,7 +154,7 @@ def _assembled(
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
-    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting, _scored(capacity, intake))
+    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting, capacity)
     adapters.loop = loop
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     try:
@@ -209,8 +209,6 @@ def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int, ad
         end_ids=loaded.end_ids,
         padding=padding_token(loaded.model),
         groups={group.name: (group.layout, capacity.cells[group.name]) for group in memory.storage.groups},
-        most_completions=capacity.states.sequences,
-        max_sequences=settings.max_sequences,
         adapters=adapters,
         grammars=grammars,
     )
@@ -224,9 +222,9 @@ def _running(
     threads: Threads,
     device: DeviceThread,
     drafting: Drafting,
-    scored: int,
+    capacity: Capacity,
 ) -> tuple[Loop, Runner]:
-    """The parts that run on the device's thread. `scored`: the most rows of prompts of which a step has the logits."""
+    """The parts that run on the device's thread."""
     context = intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
     manager = SequenceManager(
@@ -237,18 +235,19 @@ def _running(
         manager,
         layouts,
         context=context,
-        max_sequences=intake.most_completions,
+        max_sequences=capacity.states.sequences,
         step_tokens=settings.step_tokens,
         draft=drafting.propose,
-        scored=scored,
+        scored=_scored(capacity, intake),
+        chunks=Chunks(settings.stream_gap),
     )
-    loop = Loop(manager, scheduler, context=context, threads=threads.count, device=device)
+    loop = Loop(manager, scheduler, siblings=intake.siblings, context=context, threads=threads.count, device=device)
     runner = Runner(
         guest,
         memory,
         drafting,
         context=context,
-        siblings=intake.siblings,
+        siblings=loop.siblings,
         fork=loop.fork,
         end=loop.end,
         feeds=manager.feeds,

@@ -24,7 +24,7 @@ def shift(completion: Completion, manager: SequenceManager, scheduler: Scheduler
             short = full.need - full.free
             if manager.evict(full.group, short) or manager.clear_cache():
                 continue
-            if not (scheduler.preempt_youngest(completion) or manager.unpin()):
+            if not (scheduler.preempt_last(completion) or manager.unpin()):
                 scheduler.current = completion
                 manager.drop(completion, span, f"too few free cells in group {full.group}")
                 return

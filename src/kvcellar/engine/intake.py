@@ -52,8 +52,6 @@ class Intake:
     end_ids: frozenset[int]
     padding: int | None  # the padding token, in models that do not count it as a position
     groups: Mapping[str, tuple[Layout, int]]  # layout and cells of each
-    most_completions: int  # that can run at once
-    max_sequences: int  # as set; more than `most_completions` where state rows are fewer
     adapters: "Adapters"
     grammars: "Grammars"
 
@@ -62,7 +60,6 @@ class Intake:
         found = prompt_ids(ids, vocab_size=self.vocab_size, context=self.context)
         self._check_padding(found)
         check_ids(params, self.vocab_size)
-        self._check_completions(params.n)
         if params.stop and not self.codec.has_text:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
         self._check_fits(len(found))
@@ -122,12 +119,13 @@ class Intake:
         )
         return self._completion(request, sampler, request.prompt)
 
-    def siblings(self, completion: Completion) -> list[Completion]:
-        """The other completions of a request whose prompt `completion` has prefilled; none if they exist already."""
-        missing = range(len(completion.request.completions), completion.request.params.n)
-        return [
-            self._completion(completion.request, completion.sampler.fork(index), completion.tokens) for index in missing
-        ]
+    def siblings(self, completion: Completion, most: int) -> list[Completion]:
+        """The next outputs, up to `most`, of a request whose prompt `completion` has prefilled; none if it has drawn a
+        token already."""
+        request = completion.request
+        first = len(request.completions)
+        missing = range(first, min(request.params.n, first + most)) if not completion.sampler.produced else ()
+        return [self._completion(request, completion.sampler.fork(index), completion.tokens) for index in missing]
 
     def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
         output = self.codec.output(request.stops, request.prompt, request.reply)
@@ -168,14 +166,6 @@ class Intake:
         for name, (layout, cells) in self.groups.items():
             if layout.most_cells(tokens, 1) > cells:
                 raise PromptTooLong(tokens, cells, f"the memory for {name} layers", hint="Or raise cache_bytes.")
-
-    def _check_completions(self, n: int) -> None:
-        """Raise `BadRequest` if so many completions could not run at once."""
-        most, wanted = self.most_completions, self.max_sequences
-        if n > most:
-            rows = f"Or raise cache_bytes: max_sequences is {wanted}, but there are no more rows of recurrent state."
-            hint = rows if most < wanted else "Or raise max_sequences."
-            raise BadRequest(f"n is {n}; at most {most} answers to one request are generated at once", "n", hint=hint)
 
 
 class TextCodec:

@@ -37,7 +37,7 @@ from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.result import LastRequests
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduled, Scheduler
-from kvcellar.errors import EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
+from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -48,9 +48,18 @@ class Loop:
     """Takes its turns on the thread of a device. Call `start` once, and `close`."""
 
     def __init__(
-        self, manager: SequenceManager, scheduler: Scheduler, *, context: int, threads: int, device: DeviceThread
+        self,
+        manager: SequenceManager,
+        scheduler: Scheduler,
+        *,
+        siblings: Callable[[Completion, int], Sequence[Completion]],
+        context: int,
+        threads: int,
+        device: DeviceThread,
     ) -> None:
+        """`siblings` makes the next outputs of a request, up to so many, whose prompt a completion has prefilled."""
         self.manager, self.scheduler, self.threads = manager, scheduler, threads
+        self._siblings = siblings
         self.compaction = Compaction(manager.memory.storage)
         self._context, self._device = context, device
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -246,11 +255,30 @@ class Loop:
 
     def _forward(self, scheduled: Sequence[Scheduled]) -> None:
         began = time.perf_counter()
-        self._runner.step(scheduled)
+        prompts = sum(one.tokens for one in scheduled if one.completion.status is Status.PREFILL)
+        try:
+            self._runner.step(scheduled)
+        except CacheFull as full:
+            self._make_room(scheduled, full)
+            return
+        seconds = time.perf_counter() - began
         self.steps += 1
+        self.scheduler.stepped(scheduled, prompts, seconds)
         if self.manager.store is not None:
-            self.manager.store.stepped(sum(one.tokens for one in scheduled), time.perf_counter() - began)
+            self.manager.store.stepped(sum(one.tokens for one in scheduled), seconds)
         self._pump()
+
+    def _make_room(self, scheduled: Sequence[Scheduled], full: CacheFull) -> None:
+        """A step did not begin for want of memory, which should not happen, since it was reserved: no request ends for
+        that, and the tree stays. What no sequence uses is evicted, or the completion that ranks last is preempted, and
+        the next step is scheduled anew. Raises `full` where neither is possible."""
+        log.error("a step of %d sequences found too little memory and is scheduled again: %s", len(scheduled), full)
+        group = None if full.unit == "rows" else full.group
+        if self.manager.evict(group, max(1, full.need - full.free)):
+            return
+        if self.scheduler.running and not self.scheduler.preempt_last(self.scheduler.running[0]):
+            self.scheduler.current = self.scheduler.running[0]
+            raise full
 
     def end(self, completion: Completion, reason: FinishReason | Exception) -> None:
         """End a completion: with a reason, or with an error, which ends its whole request. Raises nothing."""
@@ -303,19 +331,28 @@ class Loop:
         self.manager.forget(completion)
 
     def fork(self, completion: Completion, siblings: Sequence[Completion]) -> None:
-        """At the end of prefill: start decode of `completion`, and of its `siblings`, which share its cells. An error
-        ends their request."""
+        """At the end of prefill: start decode of `completion`, and of its `siblings`, which share its cells. Of the
+        outputs that there are no sequences for yet, the next one waits. An error ends their request."""
+        request = completion.request
 
         def act() -> None:
             completion.become(Status.DECODE)
             for sibling in siblings:
-                completion.request.completions.append(sibling)  # first: it must end with the others if a fork fails
+                request.completions.append(sibling)  # first: it must end with the others if a fork fails
                 self.manager.fork(completion, sibling)
                 sibling.become(Status.PREFILL)
                 sibling.become(Status.DECODE)
                 self.scheduler.add_running(sibling)
+            for following in self._siblings(completion, 1):
+                request.completions.append(following)
+                self.scheduler.enqueue(following)
+                self.manager.arrived(following)
 
-        self._guard("sharing the prompt among its completions", completion.request, act)
+        self._guard("sharing the prompt among its completions", request, act)
+
+    def siblings(self, completion: Completion) -> Sequence[Completion]:
+        """The next outputs of a request whose prompt is computed, as many as there are sequences for."""
+        return self._siblings(completion, self.scheduler.spare())
 
     def _cancel(self, request: Request) -> None:
         def end() -> None:

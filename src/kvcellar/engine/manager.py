@@ -10,8 +10,8 @@ Always true:
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.restores import Fetch
-from kvcellar.engine.scheduler import Scheduled
+from kvcellar.engine.scheduler import Reuse, Scheduled
 from kvcellar.engine.shares import USUAL, Shares
 from kvcellar.engine.store import BUSY, Store
 from kvcellar.errors import NotSupported
@@ -34,6 +34,15 @@ if TYPE_CHECKING:
     from kvcellar.cache.memory import Memory
 
 log = logging.getLogger("kvcellar.engine")
+
+
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """What is known of a completion that waits. Its tokens do not change meanwhile."""
+
+    key: bytes  # of its tokens
+    fetch: Fetch | None = None  # where its tokens are read back
+    shared: dict[int, int] = field(default_factory=dict[int, int])  # how many tokens it waits for, by prompt's sequence
 
 
 class SequenceManager:
@@ -55,7 +64,7 @@ class SequenceManager:
         self.prefixes = Prefixes(memory, shares=shares, watch=events)
         self._numbers = count(1)
         self.store: Store | None = None
-        self._fetches: dict[Completion, Fetch] = {}  # of waiting completions
+        self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0
         self.shifts = 0  # context shifts that rotated keys
@@ -66,12 +75,15 @@ class SequenceManager:
     def free(self) -> Mapping[str, int]:
         return self.memory.free()
 
-    def available(self) -> Mapping[str, int]:
-        """Cells of each group that are free, or could be: no sequence uses them, and they are not pinned. Costs the
-        runs of all sequences."""
+    def available(self, beside: Collection[Completion]) -> Mapping[str, int]:
+        """Cells of each group that are free, or could be without these completions: none of them uses them, and they
+        are not pinned. Costs the runs of their sequences."""
         storage, pinned = self.memory.storage, self.prefixes.pinned_cells()
-        used = storage.used()
+        used = storage.used([one.seq for one in beside if one.seq is not None and self.memory.has(one.seq)])
         return {name: cells - used[name] - pinned.get(name, 0) for name, cells in storage.capacity().items()}
+
+    def reserve(self, tokens: int, sequences: int) -> None:
+        self.memory.reserve(tokens, sequences)
 
     def evict(self, group: str | None, cells: int, *, restores: bool = True) -> bool:
         """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
@@ -92,10 +104,11 @@ class SequenceManager:
 
     def _stop_restore(self) -> bool:
         """End the restore of the youngest waiting completion that has locked memory. False if there is none."""
-        locking = [completion for completion, fetch in self._fetches.items() if fetch.node is not None]
+        fetches = {one.key: of.fetch for one, of in self._waiting.items() if of.fetch is not None}
+        locking = [key for key, fetch in fetches.items() if fetch.node is not None]
         if self.store is None or not locking:
             return False
-        self.store.restores.cancel(self._fetches[max(locking, key=lambda completion: completion.key)])
+        self.store.restores.cancel(fetches[max(locking)])
         return True
 
     def unpin(self) -> bool:
@@ -109,7 +122,7 @@ class SequenceManager:
     def _pin(self, completion: Completion) -> None:
         """Pin the prompt of a completion, as far as it is in memory."""
         request = completion.request
-        namespace, key, tree = request.space, key_of(request.prompt), self.prefixes.tree
+        namespace, key, tree = request.space, request.key, self.prefixes.tree
         if not tree.pin(tree.peek(namespace), key) and self.prefixes.restorable(namespace, key):
             self.pins_refused += 1
             log.warning("a prompt of %d tokens was not pinned: too much is pinned already", len(request.prompt))
@@ -118,52 +131,61 @@ class SequenceManager:
 
     def arrived(self, completion: Completion) -> None:
         """A completion waits from now on: what tiers have of its tokens is read meanwhile."""
+        waiting = self._waiting[completion] = _Waiting(completion.text_key)
         if self.store is not None and completion.reusable:
-            self._fetches[completion] = self.store.restores.prefetch(
-                completion.request.space, lambda: key_of(completion.tokens)
-            )
+            waiting.fetch = self.store.restores.prefetch(completion.request.space, lambda: waiting.key)
             self.drafting.expect(completion)
 
     def forget(self, completion: Completion) -> None:
         """A completion is over, whether it has run or not."""
-        fetch = self._fetches.pop(completion, None)
-        if fetch is not None and self.store is not None:
-            self.store.restores.cancel(fetch)
+        waiting = self._waiting.pop(completion, None)
+        if waiting is not None and waiting.fetch is not None and self.store is not None:
+            self.store.restores.cancel(waiting.fetch)
 
-    def waits(self, completion: Completion, *, next_in: bool) -> bool:
-        """Whether a running prompt is about to compute tokens that a waiting completion needs, too: then it waits for
-        them. The running one leaves a checkpoint where they diverge. It also waits while its tokens are read back from
-        the store."""
-        if self._read_back(completion, next_in=next_in):
-            return True
-        namespace, tokens, key = completion.request.space, completion.tokens, b""
-        most = completion.reusable
-        for other, prefix in self._running.values():
-            at = other.computed
-            if other.status is not Status.PREFILL or prefix.root.namespace != namespace or at >= most:
+    def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
+        """Whether one of the running `prompts` is about to compute tokens that a waiting completion needs, too: then it
+        waits for them. The running one leaves a checkpoint where they diverge. It waits for older requests only: else
+        younger ones could overtake it without end."""
+        waiting, space = self._of(completion), completion.request.space
+        for other in prompts:
+            found = self._running.get(other.seq or 0)
+            if found is None or other.key > completion.key or other.request.space != space:
                 continue
-            if tokens[at] != other.tokens[at]:  # which is cheap to find out
-                continue
-            key = key or key_of(tokens)
-            alike = min(common(prefix.key, key), most)
-            if alike > at and alike >= self.prefixes.restorable(namespace, key) + NEAR:
-                self.prefixes.want(prefix, alike)
+            assert other.seq is not None
+            if (alike := waiting.shared.get(other.seq)) is None:
+                alike = waiting.shared[other.seq] = self._alike(completion, waiting.key, found[1])
+            if alike > other.computed:
                 return True
         return False
 
-    def _read_back(self, completion: Completion, *, next_in: bool) -> bool:
-        """Whether tokens of a waiting completion are being read back."""
-        if self.store is None or not completion.reusable:
+    def _alike(self, completion: Completion, key: bytes, prefix: Prefix) -> int:
+        """How many of its first tokens a waiting completion will find once the prompt of a running one is computed; 0
+        if memory has nearly as many now."""
+        alike = min(common(prefix.key, key), completion.reusable)
+        if alike < self.prefixes.restorable(completion.request.space, key) + NEAR:
+            return 0
+        self.prefixes.want(prefix, alike)
+        return alike
+
+    def reads_back(self, completion: Completion, *, enters: bool) -> bool:
+        waiting = self._of(completion)
+        if self.store is None or waiting.fetch is None:
             return False
-        if completion not in self._fetches:  # it was preempted
+        return self.store.restores.advance(waiting.fetch, lambda: waiting.key, enters=enters)
+
+    def _of(self, completion: Completion) -> _Waiting:
+        if completion not in self._waiting:  # it was preempted
             self.arrived(completion)
-        fetch = self._fetches[completion]
-        return self.store.restores.advance(fetch, lambda: key_of(completion.tokens), enters=next_in)
+        return self._waiting[completion]
+
+    def reuse(self, completion: Completion) -> Reuse:
+        return self.prefixes.reuse(completion.request.space, self._of(completion).key, completion.reusable)
 
     def admit(self, completion: Completion) -> None:
         """Assign a sequence to `completion`, with the prefix of its tokens that is in memory. At least one token is
         left to compute."""
-        request, key = completion.request, key_of(completion.tokens)
+        request, waiting = completion.request, self._waiting.get(completion)
+        key = waiting.key if waiting is not None else completion.text_key
         self._publish_needed(request.space, key)
         seq = next(self._numbers)
         marks, most = request.checkpoint_positions, completion.reusable
@@ -185,11 +207,11 @@ class SequenceManager:
         assert completion.seq is not None
         request, (_, prefix) = completion.request, self._running[completion.seq]
         self.prefixes.use(prefix)
-        fetch = self._fetches.pop(completion, None)
+        waiting = self._waiting.pop(completion, None)
         if request.admitted is None:  # not counted again after a preemption
             request.admitted = time.perf_counter()
             request.cached = prefix.restored
-            read = fetch.read_back if fetch is not None else ReadBack()
+            read = waiting.fetch.read_back if waiting is not None and waiting.fetch is not None else ReadBack()
             most = completion.reusable if request.prompt_reading is not None else None
             recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner, most=most)
             if (rewrite := request.rewrite) is not None:
@@ -312,7 +334,7 @@ class SequenceManager:
     def _place(self, completion: Completion) -> Prefix:
         """A place in the tree for a completion that has lost its own."""
         request = completion.request
-        return self.prefixes.begin(request.space, key_of(completion.tokens), request.retention)
+        return self.prefixes.begin(request.space, completion.text_key, request.retention)
 
     def _recompute(self, completion: Completion, span: Span) -> None:
         self.release(completion, at=span.start)
@@ -359,7 +381,7 @@ class SequenceManager:
     def _reset_cache(self) -> None:
         """The same in whatever state an error has left the tree: running completions have no place in it any more."""
         self._running.clear()
-        self._fetches.clear()
+        self._waiting.clear()
         self.memory.claims.clear()
         self.prefixes = Prefixes(self.memory, shares=self._shares, watch=self.events, totals=self.prefixes.ended())
         if self.events is not None:

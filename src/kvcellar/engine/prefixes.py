@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.scheduler import Reuse
 from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Use, Watch, everyone, key_of
@@ -106,6 +107,15 @@ class Prefixes:
         most = len(key) // TOKEN - 1
         own = self.tree.match(self.tree.peek(namespace), key, most)
         return max(own.resume, self._for_everyone(namespace, key, most).resume)
+
+    def reuse(self, namespace: str, key: bytes, most: int) -> Reuse:
+        """Where a sequence could begin with what is in memory of up to `most` tokens of a key, and how many of these
+        are in use. Changes nothing."""
+        most = min(most, len(key) // TOKEN - 1)
+        own = self.tree.match(self.tree.peek(namespace), key, most)
+        match = max(self._for_everyone(namespace, key, most), own, key=lambda one: one.resume)
+        used = max((node.end for node in match.path if node.users), default=0)
+        return Reuse(match.resume, min(used, match.resume))
 
     def _for_everyone(self, namespace: str, key: bytes, most: int) -> Match:
         return self.tree.match(self.tree.peek(everyone(namespace)), key, most)

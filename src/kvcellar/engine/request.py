@@ -1,12 +1,15 @@
 """request: a submission and its completions. No torch.
 
-A request starts as one completion, which prefills the prompt. Then it is forked into `n` completions that share the
-prompt's cells, and each decodes.
+A request starts as one completion, which prefills the prompt. Then it is forked into as many of its `n` outputs as
+there are sequences for; they share the prompt's cells, and each decodes. Where outputs are left, the next one waits as
+a completion of its own, and is forked in the same way once it has the prompt: from what memory has of it.
 
 Always true:
   * a completion's `tokens` are the prompt and the tokens drawn so far, without those that context shifts dropped;
     memory holds K/V and state of the first `computed` of them, under sequence `seq`;
   * a completion that is waiting or done has no sequence in memory;
+  * once its prompt is computed, a request has made all of its outputs, or one of them has drawn nothing yet and is not
+    over;
   * after `Done` or `Failed` no event is delivered.
 """
 
@@ -32,6 +35,7 @@ from kvcellar.events import (
     TokenLogprob,
     Usage,
 )
+from kvcellar.prefix.node import key_of
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
@@ -117,6 +121,7 @@ class Request:
     pooling: PoolingMode | None = None
     reply: ReplyReading | None = None
     prompt_reading: PromptReading | None = field(init=False, default=None)  # None: nothing is read of it
+    key: bytes = field(init=False)  # of the prompt, in the prefix tree
     space: str = field(init=False)
     stops: Stops = field(init=False)  # shared by its completions
     number: int = -1
@@ -135,12 +140,21 @@ class Request:
 
     def __post_init__(self) -> None:
         self.stops = Stops(self.params.stop)
+        self.key = key_of(self.prompt)
         if self.pooling is not None:
             self.prompt_reading = Pooled(self.prompt, self.pooling)
         elif self.params.prompt_logprobs is not None:
             self.prompt_reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
         digest = self.adapter.digest if self.adapter is not None else ""
         self.space = with_adapter(self.namespace, digest) if digest else self.namespace
+
+    def depths(self) -> dict[int, int]:
+        """By index of each output that was made: how many earlier ones are not over."""
+        found, depth = dict[int, int](), 0
+        for completion in self.completions:
+            found[completion.sampler.index] = depth
+            depth += completion.status is not Status.DONE
+        return found
 
     def emit(self, event: Event) -> None:
         if self.done or self.unreachable:
@@ -208,6 +222,13 @@ class Completion:
     def key(self) -> tuple[int, int]:
         """Order of arrival: by request, then by index of the completion."""
         return (self.request.number, self.sampler.index)
+
+    @property
+    def text_key(self) -> bytes:
+        """The key of its tokens in the prefix tree. Costs those behind the prompt, or all after a context shift."""
+        if self.dropped:
+            return key_of(self.tokens)
+        return self.request.key + key_of(self.tokens[len(self.request.prompt) :])
 
     @property
     def uncomputed(self) -> int:

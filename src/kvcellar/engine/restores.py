@@ -12,6 +12,7 @@ Always true:
     is goes on;
   * what was read is checked against the record and the tokens of its key before any of it is used;
   * a fetch whose turn has come has locked what it needs of the tree until it is done;
+  * what enters memory takes nothing that the next step was promised (see `Memory.reserve`);
   * one that makes no progress for as long as `restore_plan` allows is ended: its tokens are computed.
 """
 
@@ -356,10 +357,10 @@ class Restores:
         for stretch in record.stretches:
             need[stretch.group] += len(stretch.span)
         for group, cells in need.items():
-            while (short := cells - self._memory.free().get(group, cells)) > 0 and self._evict(group, short):
+            while (short := cells - self._memory.spare().get(group, cells)) > 0 and self._evict(group, short):
                 pass
         rows = self._memory.rows
-        while rows.capacity is not None and (rows.free or 0) < len(record.checkpoints) and self._evict(None, 1):
+        while (spare := rows.spare) is not None and spare < len(record.checkpoints) and self._evict(None, 1):
             pass
 
     def _end(self, fetch: Fetch) -> None:

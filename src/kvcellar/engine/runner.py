@@ -5,7 +5,8 @@ that were drawn are kept (`speculate/chain.py`), up to one that ends the complet
 
 Always true:
   * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
-    a step of its own; a completion whose own step raises ends its request;
+    a step of its own; a completion whose own step raises ends its request. Where memory is missing, `CacheFull` is
+    raised instead, and no request ends;
   * an error while a token is emitted ends the request of its completion and no other;
   * `recent` has the last steps that did not raise, `RECENT` at most, with rising numbers.
 """
@@ -25,7 +26,7 @@ from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.prompt_rows import PromptRows
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.scheduler import Scheduled
-from kvcellar.errors import EngineFailed
+from kvcellar.errors import CacheFull, EngineFailed
 from kvcellar.events import FinishReason
 from kvcellar.kernels.uploads import uploaded
 from kvcellar.models.guest import Guest
@@ -161,6 +162,8 @@ class Runner:
             return
         try:
             kept = self._transact(scheduled)
+        except CacheFull:
+            raise  # nothing has changed, and fewer sequences at once would not help those that are left
         except Exception as error:
             consistent = all(self._memory.length(_seq(one.completion)) == one.completion.computed for one in scheduled)
             if self._memory.step is not None or not consistent:

@@ -1,30 +1,47 @@
 """scheduler: which completions take part in the next step, with how many tokens. No torch: memory is seen as counts of
 free cells.
 
-In every step, completions in decode are scheduled first, one token each, and drafts of their next tokens, up to a part
-of the token budget; then those in prefill, in order of arrival, with what is left of it (chunked prefill); then waiting
-completions are admitted in order of arrival, but for those that wait for what a running prompt is about to compute.
-When cells run short, what no sequence uses is evicted, then there are no drafts in this step, then what is restored for
-waiting completions is given up, and then the youngest running completion is preempted: it keeps its tokens, and
-computes those again later that are evicted meanwhile. The oldest is never preempted, so every completion ends
+*Rank.* The completions of one owner (a key of a server) are ordered by how many earlier outputs of their request are
+not over, then by arrival; the one at place i has rank i / weight of the owner. The completions of all owners are
+ordered by rank, then by arrival. So owners share sequences by their weights, the requests of one owner come one after
+the other before any of them has a second output, and the oldest request of all ranks first.
+
+*Admission.* A waiting completion is admitted as soon as it fits beside the running ones that rank before it: those that
+rank behind it are preempted, the last first, as far as it needs their sequences or cells. One that does not fit yet is
+passed by those behind it that do (`PASSED` such are looked at in a step), and so is one whose tokens are being read
+back, or are about to be computed by the prompt of an older request. So what arrives later, or ranks later, never makes
+a completion wait: the bound is that while one waits and is ready, those that rank before it leave it no room, and the
+one that ranks first waits for nothing.
+
+*A step.* Completions in decode are scheduled first, one token each, and drafts of their next tokens, up to a part of
+the token budget. What is left of it goes to prompts, in chunks that take no longer than running streams may wait: half
+of it, if others need it, to the prompt that ranks first, the rest to those with the fewest tokens left. When cells run
+short, what no sequence uses is evicted, then there are no drafts in this step, then what is restored for waiting
+completions is given up, and then the completion that ranks last is preempted: it keeps its tokens, and computes those
+again later that are evicted meanwhile. The one that ranks first is never preempted, so every completion ends
 eventually.
 
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
   * a running completion has a sequence in memory, a waiting one has none;
-  * the tokens of a step fit the token budget, and the free cells of every group;
+  * the tokens of a step fit the token budget, and their cells and state rows are reserved until it begins;
   * `current` is the completion that is being changed, or None: an error concerns its request only.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.layout import Layout
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
 SCORED = 128  # rows of prompts, at most, of which a step has the logits
+PASSED = 8  # waiting completions that are ready and do not fit, at most, which others pass in a step
+FIRST_CHUNK = 64  # tokens of prompts beside running streams, before any step was measured,
+LEAST_CHUNK = 16  # and the fewest, however long they take
+STEP_SHARE = 0.7  # of the seconds between two tokens of a stream: the rest is for what is done between steps
+RECENT = 0.5  # the weight of the last step in what is measured
 
 Draft = Callable[[Sequence[Completion], int], Sequence[int]]
 
@@ -34,6 +51,14 @@ def no_drafts(completions: Sequence[Completion], most: int) -> Sequence[int]:
     return [0] * len(completions)
 
 
+class Reuse(NamedTuple):
+    """What memory has of a waiting completion: its first `resume` tokens need not be computed, and of these running
+    sequences hold the first `shared`."""
+
+    resume: int
+    shared: int
+
+
 class Manager(Protocol):
     """What the scheduler needs of the sequence manager."""
 
@@ -41,8 +66,14 @@ class Manager(Protocol):
         """Free cells of each group."""
         ...
 
-    def available(self) -> Mapping[str, int]:
-        """Cells of each group that are free or could be evicted."""
+    def available(self, beside: Collection[Completion]) -> Mapping[str, int]:
+        """Cells of each group that are free, could be evicted, or belong to running completions other than those in
+        `beside`."""
+        ...
+
+    def reserve(self, tokens: int, sequences: int) -> None:
+        """Keep the cells and state rows of so many tokens and sequences for the next step, in place of what was kept
+        before."""
         ...
 
     def evict(self, group: str, cells: int, *, restores: bool = True) -> bool:
@@ -54,11 +85,19 @@ class Manager(Protocol):
         """Let something that is pinned be evicted. False if nothing is pinned."""
         ...
 
-    def waits(self, completion: Completion, *, next_in: bool) -> bool:
-        """Whether a running prompt is about to compute tokens that a waiting completion needs, too, or whether these
-        are being read back. To be called before the prompt goes on, so that it leaves a checkpoint where they diverge.
-        What is read back enters memory when the completion is `next_in`: when all before it were admitted, or wait.
-        """
+    def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
+        """Whether one of the running `prompts`, of an older request, is about to compute tokens that a waiting
+        completion needs, too. To be called before the prompt goes on, so that it leaves a checkpoint where they
+        diverge. Costs the tokens that they share once, and then the number of prompts."""
+        ...
+
+    def reads_back(self, completion: Completion, *, enters: bool) -> bool:
+        """Whether tokens of a waiting completion are being read back. They enter memory when it `enters`: when it could
+        be admitted."""
+        ...
+
+    def reuse(self, completion: Completion) -> Reuse:
+        """What memory has of a waiting completion. Changes nothing."""
         ...
 
     def admit(self, completion: Completion) -> None:
@@ -90,6 +129,30 @@ class Scheduled(NamedTuple):
         return self.tokens + self.drafts
 
 
+class Chunks:
+    """How many tokens of prompts a step computes beside running streams, so that these have a token every `gap`
+    seconds, by what the steps before have taken."""
+
+    def __init__(self, gap: float) -> None:
+        self.seconds = STEP_SHARE * gap
+        self._decoding = 0.0  # seconds of a step without prompts
+        self._each: float | None = None  # seconds of one token of a prompt
+
+    def tokens(self) -> int:
+        if self._each is None:
+            return FIRST_CHUNK
+        return max(LEAST_CHUNK, int((self.seconds - self._decoding) / self._each))
+
+    def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
+        """A step has taken so many seconds, `prompts` of whose tokens were of prompts."""
+        if not prompts:
+            self._decoding += RECENT * (seconds - self._decoding)
+        elif prompts >= LEAST_CHUNK:
+            rest = max(seconds - (self._decoding if prompts < sum(one.rows for one in scheduled) else 0.0), 0.0)
+            each = max(rest / prompts, 1e-9)
+            self._each = each if self._each is None else self._each + RECENT * (each - self._each)
+
+
 class _Step:
     """A step that is being filled. `rows` are its tokens and drafts, `left` is what is left of its token budget."""
 
@@ -102,7 +165,11 @@ class _Step:
         return list(self._scheduled.values())
 
     def add(self, completion: Completion, tokens: int) -> None:
-        self._put(Scheduled(completion, tokens))
+        """Schedule so many more tokens of a completion."""
+        before = self._scheduled.get(id(completion))
+        if before is not None:
+            self._count(before, -1)
+        self._put(Scheduled(completion, tokens) if before is None else before._replace(tokens=before.tokens + tokens))
 
     def remove(self, completion: Completion) -> None:
         if (found := self._scheduled.pop(id(completion), None)) is not None:
@@ -141,11 +208,14 @@ class Scheduler:
         step_tokens: int,
         draft: Draft = no_drafts,
         scored: int = SCORED,
+        chunks: Chunks | None = None,
     ) -> None:
         """`draft` makes drafts for completions in decode, up to so many for each, and returns how many each has.
-        `scored`: the most rows of prompts of which a step has the logits."""
+        `scored`: the most rows of prompts of which a step has the logits. `chunks`: how many tokens of prompts are
+        computed beside running streams; None: as many as the step has."""
         self._manager, self._layouts, self._draft, self._scored = manager, dict(layouts), draft, scored
         self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
+        self._chunks = chunks
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
         self.preemptions = 0
@@ -179,33 +249,44 @@ class Scheduler:
                 completion.become(Status.WAITING)
             self.enqueue(completion)
 
+    def spare(self) -> int:
+        """How many sequences are left where all that wait run, too."""
+        return max(0, self._max_sequences - len(self.running) - len(self.waiting))
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> tuple[list[Scheduled], list[Completion]]:
         """The next step, and completions that find no free cell although they run alone: these end with `length`."""
-        step = _Step(self._step_tokens)
-        stuck: list[Completion] = []
-        for status in (Status.DECODE, Status.PREFILL):
-            for completion in [one for one in self.running if one.status is status]:
-                self.current = completion
-                if step.left and not self._add(completion, step):
-                    stuck.append(completion)
-            if status is Status.DECODE:
-                self._add_drafts(step)
-        admits = True
-        for completion in self.waiting[: self._max_sequences]:
+        self._manager.reserve(0, 0)
+        step, stuck = _Step(self._step_tokens), list[Completion]()
+        for completion in [one for one in self.running if one.status is Status.DECODE]:
             self.current = completion
-            if not self._manager.waits(completion, next_in=admits) and admits:
-                admits = step.left > 0 and self._admit(completion, step)
+            if step.left and not self._add(completion, step, 1):
+                stuck.append(completion)
+        self._add_drafts(step)
+        if self._chunks is not None and step.rows:
+            step.left = min(step.left, self._chunks.tokens())
+        self._add_prompts(step, stuck)
+        if not stuck:
+            self._admit_waiting(step)
+        for completion in self._ranked(one for one in self.running if one.status is Status.PREFILL):
+            self._extend(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             stuck += self.running
         return [self._shortened(one) for one in step.scheduled], stuck
+
+    def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
+        """A step has taken so many seconds; `prompts` of its tokens were of prompts."""
+        if self._chunks is not None:
+            self._chunks.stepped(scheduled, prompts, seconds)
 
     def _shortened(self, one: Scheduled) -> Scheduled:
         """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""
         self.current = one.completion
         most = self._manager.next_end(one.completion) - one.completion.computed
         return one if one.drafts or one.tokens <= most else one._replace(tokens=most)
+
+    # -- tokens -------------------------------------------------------------------------------------------------
 
     def _add_drafts(self, step: _Step) -> None:
         """Let the completions in decode have drafts, within a part of the token budget and what can be made free."""
@@ -217,69 +298,68 @@ class Scheduler:
         for completion, count in zip(decoding, counts, strict=True):
             if count:
                 step.draft(completion, max(0, min(count, self._make_free(step.rows + count, drafts=True) - step.rows)))
+        self._reserve(step)
 
-    def _add(self, completion: Completion, step: _Step) -> bool:
-        """Schedule as many tokens of `completion` as fit, unless it is preempted. False if it runs alone and no cell is
-        free."""
+    def _add_prompts(self, step: _Step, stuck: list[Completion]) -> None:
+        """Schedule chunks of running prompts: the one that ranks first has at least half of what is left where others
+        need the rest, and those with few tokens left come before those with many."""
+        prompts = self._ranked(one for one in self.running if one.status is Status.PREFILL)
+        others = sum(one.uncomputed for one in prompts[1:]) + sum(one.uncomputed for one in self.waiting[:PASSED])
+        shares = {id(one): step.left - min(others, step.left // 2) for one in prompts[:1]}
+        for completion in (*prompts[:1], *sorted(prompts[1:], key=lambda one: one.uncomputed)):
+            self.current = completion
+            if step.left and not self._add(completion, step, shares.get(id(completion), step.left)):
+                stuck.append(completion)
+
+    def _add(self, completion: Completion, step: _Step, most: int) -> bool:
+        """Schedule up to `most` tokens of `completion`, as many as fit, unless it is preempted. False if it runs alone
+        and no cell is free."""
         while completion in self.running:
             self.current = completion
-            end = min(self._manager.next_end(completion), self._context)
-            wanted = self._scorable(completion, min(step.left, end - completion.computed), step)
-            if not wanted:
+            if not (wanted := self._wanted(completion, step, most)):
                 return True  # in a later step
             room = self._make_free(step.rows + wanted, drafts=step.drafts > 0) - step.rows
             self.current = completion
             if step.drafts and room < wanted:  # drafts take nothing that others need
-                for one in step.scheduled:
-                    step.draft(one.completion, 0)
+                self._drop_drafts(step)
                 continue
             if room >= 1:
                 step.add(completion, min(room, wanted))
+                self._reserve(step)
                 return True
-            youngest = self.running[-1]
-            if self.preempt_youngest(completion):
-                step.remove(youngest)
+            if (victim := self._last(completion)) is not None:
+                self._preempt(victim, step)
             elif not self._manager.unpin():
                 return False
         return True
 
-    def _scorable(self, completion: Completion, tokens: int, step: _Step) -> int:
-        """How many of its next tokens a step can compute, where their logits are read."""
+    def _extend(self, completion: Completion, step: _Step) -> None:
+        """Schedule more tokens of a prompt with what is left of the step, without taking anything from others."""
+        self.current = completion
+        done = step.tokens_of(completion)
+        if step.left and (wanted := self._wanted(completion, step, done + step.left) - done) > 0:
+            room = self._make_free(step.rows + wanted, drafts=True) - step.rows
+            if room >= 1:
+                step.add(completion, min(room, wanted))
+                self._reserve(step)
+
+    def _wanted(self, completion: Completion, step: _Step, most: int) -> int:
+        """How many of its next tokens, up to `most`, a step can compute."""
+        end = min(self._manager.next_end(completion), self._context)
+        tokens = min(most, end - completion.computed)
         if not (rows := completion.scored(tokens)):
             return tokens
-        left = self._scored - sum(len(one.completion.scored(one.tokens)) for one in step.scheduled)
+        others = (one for one in step.scheduled if one.completion is not completion)
+        left = self._scored - sum(len(one.completion.scored(one.tokens)) for one in others)
         return tokens if len(rows) <= left else rows.start + max(0, left)
 
-    def preempt_youngest(self, completion: Completion) -> bool:
-        """Preempt the youngest running completion, which may be `completion`. False if `completion` runs alone."""
-        if self.running == [completion]:
-            return False
-        self._preempt(self.running[-1])
-        self.preemptions += 1
-        return True
+    def _drop_drafts(self, step: _Step) -> None:
+        for one in step.scheduled:
+            step.draft(one.completion, 0)
+        self._reserve(step)
 
-    def _preempt(self, completion: Completion) -> None:
-        self.current = completion
-        self.running.remove(completion)
-        self._manager.release(completion)
-        completion.undo_shifts()
-        completion.become(Status.WAITING)
-        self.enqueue(completion)
-
-    def _admit(self, completion: Completion, step: _Step) -> bool:
-        """Admit a waiting completion if what it will certainly need is free, or can be. False if not: then none behind
-        it may be admitted in this step."""
-        if sum(map(_sequences, self.running)) + _sequences(completion) > self._max_sequences:
-            return False
-        self._manager.admit(completion)
-        if self.running and not self._fits(completion, step):
-            self._manager.release(completion)
-            return False  # one that runs alone goes on until memory is full
-        self._manager.start(completion)
-        self.waiting.remove(completion)
-        completion.become(Status.PREFILL)
-        self.add_running(completion)
-        return self._add(completion, step)
+    def _reserve(self, step: _Step) -> None:
+        self._manager.reserve(step.rows, len(step.scheduled))
 
     def _make_free(self, cells: int, *, drafts: bool = False) -> int:
         """Evict until so many cells of every group are free, or nothing is left to evict. Returns the free cells of the
@@ -293,26 +373,137 @@ class Scheduler:
                 return free[group]
         return cells  # a purely recurrent model takes none
 
-    def _fits(self, completion: Completion, step: _Step) -> bool:
-        """Are there cells, in every group, for all its tokens and one more, beside what running completions still need
-        for their prefill? What no sequence uses counts as free.
+    # -- rank ---------------------------------------------------------------------------------------------------
+
+    def _ranked(self, completions: Iterable[Completion]) -> list[Completion]:
+        """Completions in order of rank among each other."""
+        depths: dict[Request, dict[int, int]] = {}
+        of_owner: dict[str, list[tuple[int, tuple[int, int], Completion]]] = {}
+        for one in completions:
+            if (request := one.request) not in depths:
+                depths[request] = request.depths()
+            of_owner.setdefault(request.retention.owner, []).append((depths[request][one.key[1]], one.key, one))
+        ranks: list[tuple[float, tuple[int, int], Completion]] = []
+        for mine in of_owner.values():
+            mine.sort(key=lambda entry: entry[:2])
+            ranks += ((at / one.request.retention.weight, key, one) for at, (_, key, one) in enumerate(mine))
+        ranks.sort(key=lambda entry: entry[:2])
+        return [one for _, _, one in ranks]
+
+    def _last(self, beside: Completion) -> Completion | None:
+        """The running completion that ranks last, which may be `beside`; None if `beside` runs alone."""
+        return None if self.running == [beside] else self._ranked(self.running)[-1]
+
+    def preempt_last(self, beside: Completion) -> bool:
+        """Preempt the running completion that ranks last, which may be `beside`. False if `beside` runs alone."""
+        if (victim := self._last(beside)) is not None:
+            self._preempt(victim)
+        return victim is not None
+
+    def _preempt(self, completion: Completion, step: _Step | None = None) -> None:
+        self.current = completion
+        if step is not None:
+            step.remove(completion)
+            self._reserve(step)
+        self.running.remove(completion)
+        self._manager.release(completion)
+        completion.undo_shifts()
+        completion.become(Status.WAITING)
+        self.enqueue(completion)
+        self.preemptions += 1
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> Iterator[Completion]:
+        """Waiting completions that may be admitted next: of each owner the first ones, and the first of those whose
+        request has an earlier output that is not over."""
+        counts: dict[tuple[str, bool], int] = {}
+        for one in self.waiting:
+            kind = one.request.retention.owner, one.key[1] > 0
+            counts[kind] = counts.get(kind, 0) + 1
+            if counts[kind] <= self._max_sequences:
+                yield one
+
+    def _admit_waiting(self, step: _Step) -> None:
+        """Admit waiting completions, in order of rank."""
+        if not self.waiting:
+            return
+        ahead: list[Completion] = []  # running ones that rank before
+        prompts = [one for one in self.running if one.status is Status.PREFILL]
+        refused = 0
+        for completion in self._ranked((*self.running, *self._candidates())):
+            if completion.status is not Status.WAITING:
+                ahead += [completion] if completion in self.running else []
+                continue
+            self.current = completion
+            if self._manager.shares(completion, prompts):
+                continue
+            looks = len(ahead) < self._max_sequences and refused < PASSED
+            fits = looks and self._fits(completion, step, ahead)
+            if self._manager.reads_back(completion, enters=fits) or not looks:
+                continue
+            if fits and step.left > 0 and self._admit(completion, step, ahead):
+                ahead.append(completion)
+                prompts = [one for one in self.running if one.status is Status.PREFILL]
+            else:
+                refused += 1
+
+    def _admit(self, completion: Completion, step: _Step, ahead: Sequence[Completion]) -> bool:
+        """Admit a waiting completion that fits beside the running ones that rank before it, and preempt others as far
+        as it needs what they have. False if it does not fit after all: not all of its prefix is in memory any more."""
+        behind = [one for one in self._ranked(self.running) if one not in ahead]
+        while behind and (len(self.running) >= self._max_sequences or not self._fits(completion, step, self.running)):
+            self._drop_drafts(step)
+            self._preempt(behind.pop(), step)
+        self.current = completion
+        self._manager.admit(completion)
+        if self.running and not self._has_room(completion, step):
+            self._manager.release(completion)
+            return False  # one that runs alone goes on until memory is full
+        self._manager.start(completion)
+        self.waiting.remove(completion)
+        completion.become(Status.PREFILL)
+        self.add_running(completion)
+        return self._add(completion, step, step.left)
+
+    def _fits(self, completion: Completion, step: _Step, beside: Sequence[Completion]) -> bool:
+        """Would there be cells, in every group, for all tokens of a waiting completion and one more, beside what the
+        running ones of `beside` have and still need for their prefill? What no other sequence uses counts as free.
+        Assigns nothing.
 
         A bounded layout needs what it holds between steps and one token: smaller steps are always possible. A context
         shift needs no more, as keys can be rotated in place.
         """
+        if not beside:
+            return True
+        return self._enough(completion, self._manager.reuse(completion), step, beside)
+
+    def _has_room(self, completion: Completion, step: _Step) -> bool:
+        """The same for one that has its sequence, and the prefix of it that is in memory."""
+        reuse = Reuse(completion.computed, completion.computed)
+        return self._enough(completion, reuse, step, self.running, completion)
+
+    def _enough(
+        self, completion: Completion, reuse: Reuse, step: _Step, beside: Sequence[Completion], *also: Completion
+    ) -> bool:
         tokens = min(len(completion.tokens) + 1, self._context)
+        rows = sum(step.tokens_of(one) for one in beside)
         need = {
-            name: min(tokens - completion.computed, layout.most_cells(tokens, 1))
-            + step.rows
-            - step.drafts
-            + sum(self._missing(other, layout, step) for other in self.running)
+            name: min(tokens - reuse.resume, layout.most_cells(tokens, 1))
+            + rows
+            + sum(self._missing(other, layout, step) for other in beside)
             for name, layout in self._layouts.items()
         }
-        free = self._manager.free()
-        if all(need[name] <= free[name] for name in need):
-            return True
-        available = self._manager.available()
-        return all(need[name] <= available[name] for name in need)
+        if len(beside) == len(self.running):
+            free = self._manager.free()
+            if all(need[name] <= free[name] for name in need):
+                return True
+        available = self._manager.available((*beside, *also))
+        idle = {  # what it resumes from and no sequence uses: that is available now, and will not be
+            name: layout.most_cells(reuse.resume, 0) - layout.most_cells(reuse.shared, 0)
+            for name, layout in self._layouts.items()
+        }
+        return all(need[name] + idle[name] <= available[name] for name in need)
 
     def _missing(self, completion: Completion, layout: Layout, step: _Step) -> int:
         """Cells of a group that a completion in prefill still needs after this step."""
@@ -327,14 +518,10 @@ class Scheduler:
         for completions in (self.waiting, self.running):
             assert completions == sorted(completions, key=lambda completion: completion.key), "not in order of arrival"
         assert not set(map(id, self.waiting)) & set(map(id, self.running)), "a completion is waiting and running"
+        assert len(self.running) <= self._max_sequences
         for completion in self.waiting:
             assert (completion.seq, completion.computed) == (None, 0)
             assert completion.status is Status.WAITING
         for completion in self.running:
             assert completion.seq is not None
             assert completion.status in (Status.PREFILL, Status.DECODE)
-
-
-def _sequences(completion: Completion) -> int:
-    """Sequences that a completion has or will have: a prompt in prefill will be forked into all of its completions."""
-    return completion.request.params.n if len(completion.request.completions) == 1 else 1

@@ -29,6 +29,7 @@ MOST_PINNED = 0.9
 LEAST_QUOTA = 0.001  # so that few tenants at once are above it
 CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conversations
 NO_DRAFT = "none"
+LEAST_GAP, MOST_GAP = 0.001, 60.0  # seconds
 MOST_DEPTH = 64  # drafts of a completion in a step
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
@@ -50,6 +51,8 @@ class Settings:
     context: int | None = None  # most tokens of one sequence; None: from the config of the model
     max_sequences: int = 64  # most completions that run at once
     step_tokens: int = 512  # most new tokens in one step
+    # most seconds between two tokens of a running completion: beside those, prompts are computed in chunks of fewer
+    stream_gap: float = 0.1
     max_waiting: int = 512  # most requests waiting for admission; more raise `Overloaded`
     text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
     # CPU memory for the texts and tokens of chats, whose replies keep their tokens in later turns; 0: they do not
@@ -119,7 +122,7 @@ class Settings:
         for name, least in (*optional, ("host_bytes", 0), ("draft_bytes", 1)):
             if getattr(self, name) is not None:
                 self._whole(name, getattr(self, name), least)
-        self._shares()
+        self._numbers()
         self._threads()
         self._draft()
         self._adapters()
@@ -157,8 +160,9 @@ class Settings:
         if self.store_key is not None and (not isinstance(self.store_key, bytes) or len(self.store_key) != KEY_BYTES):
             raise BadRequest(f"store_key must be {KEY_BYTES} bytes", "store_key")
 
-    def _shares(self) -> None:
-        for name, least, most in (("pin_share", 0.0, MOST_PINNED), ("tenant_share", LEAST_QUOTA, 1.0)):
+    def _numbers(self) -> None:
+        shares = ("pin_share", 0.0, MOST_PINNED), ("tenant_share", LEAST_QUOTA, 1.0)
+        for name, least, most in (*shares, ("stream_gap", LEAST_GAP, MOST_GAP)):
             value = getattr(self, name)
             if type(value) not in (int, float) or not least <= value <= most:
                 raise BadRequest(f"{name} must be a number from {least:g} to {most:g}, not {shown(value)}", name)
@@ -202,6 +206,7 @@ class EngineOptions(TypedDict, total=False):
     context: int | None
     max_sequences: int
     step_tokens: int
+    stream_gap: float
     max_waiting: int
     text_bytes: int | None
     replay_bytes: int

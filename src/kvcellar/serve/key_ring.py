@@ -13,7 +13,7 @@ import hmac
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -36,11 +36,12 @@ Names = Mapping[bytes, str]  # of keys, by digest
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The name of each key, by its digest."""
+    """The name of each key, by its digest, and the weights of those that have one."""
 
     api: Names
     admin: Names
     metrics: Names
+    weights: Mapping[bytes, float] = field(default_factory=dict[bytes, float])  # of API keys; others have 1
 
     @classmethod
     def of(cls, settings: ServeSettings) -> "Keys":
@@ -118,7 +119,8 @@ class KeyRing:
             self._accept(scope, sent, operators, "metrics key or admin key", "invalid_metrics_key")
         elif keys.api:
             known = {**keys.api, **keys.admin} if path.startswith((OLLAMA, *operated)) else keys.api
-            set_api_key(scope, self._accept(scope, sent, known, "API key", "invalid_api_key"))
+            digest = self._accept(scope, sent, known, "API key", "invalid_api_key")
+            set_api_key(scope, digest, keys.weights.get(digest, 1.0))
 
     def _check_admin(self, scope: Scope, keys: Keys, sent: str | None) -> None:
         """Raises `ApiError` without an admin key. A server without any keys, which only this machine can reach, allows

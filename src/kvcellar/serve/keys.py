@@ -1,9 +1,10 @@
 """keys: reads API keys from a file and from the environment.
 
 A key file is UTF-8 text with one key per line. Spaces around a key, empty lines, and lines that begin with `#` are
-ignored, except that `# name: NAME` names the key on the next line; other keys are named by their file and line. Any
-other line that is not a key raises an error with the file and the line number, and so does a file without keys: a
-mistake in the file must not leave the server open. Messages never contain a key.
+ignored, except that the comments directly above a key may have its name, `# name: NAME`, and its weight in the sharing
+of sequences, `# weight: 2`; other keys are named by their file and line. Any other line that is not a key raises an
+error with the file and the line number, and so does a file without keys: a mistake in the file must not leave the
+server open. Messages never contain a key.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.errors import BadRequest
+from kvcellar.retention import LEAST_WEIGHT, MOST_WEIGHT
 from kvcellar.serve.key_ring import Keys
 from kvcellar.serve.settings import key_digest
 from kvcellar.serve.text_file import text_of
@@ -21,6 +23,7 @@ from kvcellar.serve.text_file import text_of
 VARIABLE, ADMIN_VARIABLE, METRICS_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY", "KVCELLAR_METRICS_KEY"
 MAX_BYTES = 2**20  # largest key file
 _NAME = re.compile(r"#[ \t]*name:[ \t]*([A-Za-z0-9][A-Za-z0-9._@-]{0,63})")
+_WEIGHT, _NUMBER = re.compile(r"#[ \t]*weight:[ \t]*(.*)"), re.compile(r"[0-9]{1,4}(\.[0-9]{1,4})?")
 SHORTEST, LONGEST = 8, 1024  # characters; shorter keys can be guessed, longer ones exceed limits of proxies
 
 
@@ -28,6 +31,7 @@ class _Key(NamedTuple):
     line: int
     key: str
     name: str
+    weight: float
 
 
 def key_digests(file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE) -> tuple[bytes, ...]:
@@ -39,22 +43,28 @@ def named_keys(
     file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE, param: str = "api_key_file"
 ) -> dict[bytes, str]:
     """The same, with the name of each."""
-    try:
-        found = {digest: key.name for digest, key in _keys_in(file).items()} if file is not None else {}
-        if (key := environment.get(variable)) is not None:
-            found.setdefault(_digest(key.strip(), f"${variable}"), f"${variable}")
-    except BadRequest as error:
-        raise BadRequest(error.message, param) from error
-    return found
+    return {digest: key.name for digest, key in _read(file, environment, variable, param).items()}
 
 
 def read_keys(api: Path | None, admin: Path | None, metrics: Path | None, environment: Mapping[str, str]) -> Keys:
     """All keys of a server. Raises `BadRequest` with the place."""
+    found = _read(api, environment, VARIABLE, "api_key_file")
     return Keys(
-        named_keys(api, environment),
+        {digest: key.name for digest, key in found.items()},
         named_keys(admin, environment, ADMIN_VARIABLE, "admin_key_file"),
         named_keys(metrics, environment, METRICS_VARIABLE, "metrics_key_file"),
+        {digest: key.weight for digest, key in found.items()},
     )
+
+
+def _read(file: Path | None, environment: Mapping[str, str], variable: str, param: str) -> dict[bytes, _Key]:
+    try:
+        found = _keys_in(file) if file is not None else {}
+        if (key := environment.get(variable)) is not None:
+            found.setdefault(_digest(key.strip(), f"${variable}"), _Key(0, key, f"${variable}", 1.0))
+    except BadRequest as error:
+        raise BadRequest(error.message, param) from error
+    return found
 
 
 def admin_key(file: Path | None, environment: Mapping[str, str]) -> str | None:
@@ -80,22 +90,36 @@ def permission_warning(file: Path) -> str | None:
 def _keys_in(file: Path) -> dict[bytes, _Key]:
     """By the digest of each key."""
     found: dict[bytes, _Key] = {}
-    text, name = text_of(file, MAX_BYTES, "api_key_file", "; a key file has one key per line"), None
+    text = text_of(file, MAX_BYTES, "api_key_file", "; a key file has one key per line")
+    name, weight = None, 1.0  # of the next key, by the comments directly above it
     for number, line in enumerate(text.split("\n"), 1):
         key = line.strip(" \t\r")
+        if (named := _NAME.fullmatch(key)) is not None:
+            name = named[1]
+        elif (stated := _WEIGHT.fullmatch(key)) is not None:
+            weight = _weight(stated[1], f"{file}, line {number}")
+        elif not key or key.startswith("#"):
+            name, weight = None, 1.0
         if not key or key.startswith("#"):
-            name = named[1] if (named := _NAME.fullmatch(key)) is not None else None
             continue
         digest = _digest(key, f"{file}, line {number}")
         if digest in found:
             raise _wrong(
                 f"{file}, line {number}: this key is on line {found[digest].line} already; remove one of the two"
             )
-        found[digest] = _Key(number, key, name or f"{file.name}:{number}")
-        name = None
+        found[digest] = _Key(number, key, name or f"{file.name}:{number}", weight)
+        name, weight = None, 1.0
     if not found:
         raise _wrong(f"{file} has no key: write one per line, or leave the option out to serve without keys")
     return found
+
+
+def _weight(stated: str, where: str) -> float:
+    weight = float(stated) if _NUMBER.fullmatch(stated) else 0.0
+    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+        allowed = f"from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+        raise _wrong(f"{where}: the weight of a key is a number {allowed}, like 2 or 0.5")
+    return weight
 
 
 def _digest(key: str, where: str) -> bytes:

@@ -10,12 +10,12 @@ from hashlib import blake2b
 
 from starlette.types import Scope
 
-_API_KEY = "kvcellar.api_key"
+_API_KEY, _WEIGHT = "kvcellar.api_key", "kvcellar.weight"
 
 
-def set_api_key(scope: Scope, digest: bytes) -> None:
-    """Record the digest of the API key that a request was accepted with."""
-    scope[_API_KEY] = digest
+def set_api_key(scope: Scope, digest: bytes, weight: float = 1.0) -> None:
+    """Record the digest of the API key that a request was accepted with, and the weight of the key."""
+    scope[_API_KEY], scope[_WEIGHT] = digest, weight
 
 
 def api_key(scope: Scope) -> bytes | None:
@@ -42,3 +42,8 @@ def owner(scope: Scope) -> str:
     a client may choose them, and would have a quota for each."""
     key: bytes = scope.get(_API_KEY, b"")
     return blake2b(key, digest_size=16, person=b"kvcellar-owner").hexdigest() if key else ""
+
+
+def weight(scope: Scope) -> float:
+    """How many sequences that tenant has in proportion to others, where not all can run at once."""
+    return scope.get(_WEIGHT, 1.0)

@@ -7,7 +7,7 @@ from starlette.types import Scope
 
 from kvcellar.retention import RetentionOptions
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.namespaces import owner
+from kvcellar.serve.namespaces import owner, weight
 from kvcellar.serve.settings import ServeSettings
 
 LONG = 86400.0  # seconds of "24h"
@@ -43,4 +43,4 @@ def allowed(wanted: RetentionOptions, scope: Scope, settings: ServeSettings) -> 
         if more and not settings.client_pins:
             what = "cache_pin" if name == "cache_pin" else "a cache_priority above 0"
             raise ApiError(403, f"this server does not allow {what}; leave it out", name, "not_allowed")
-    return replace(wanted, owner=owner(scope))
+    return replace(wanted, owner=owner(scope), weight=weight(scope))

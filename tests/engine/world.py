@@ -1,24 +1,32 @@
-"""A world without a network: a real memory, requests that come and go, and steps of the real scheduler.
+"""A world without a network and without threads: the real loop, scheduler, manager, store and memory, requests that
+come and go, and reads of the store that end when the game says so.
 
-What the runner and the loop do with a network is done here in integers: tokens are numbers, an answer goes on until its
-`max_tokens`. With drafts, some of them are accepted. Everything is deterministic.
+What the runner does with a network is done here in integers: tokens are numbers, an answer goes on until its
+`max_tokens`. With drafts, some of them are accepted. Time is virtual, and everything is deterministic.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import inf
 from random import Random
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.drafting import Drafting
+from kvcellar.engine.loop import Loop
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.scheduler import PASSED, ROUND, Scheduled, Scheduler
-from kvcellar.events import Delta, Done, Event, Failed, Finished
+from kvcellar.engine.store import Store
+from kvcellar.errors import CacheFull
+from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch
 from kvcellar.retention import RetentionOptions
@@ -26,6 +34,9 @@ from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Plane
 from kvcellar.text.output import Output, Stops
+from kvcellar.tiers.lanes import Lane
+from kvcellar.tiers.locations import Locations
+from kvcellar.tiers.tier import Tier
 
 VOCABULARY = 1000
 
@@ -52,6 +63,34 @@ class Ask:
     weight: float = 1.0
 
 
+class Device:
+    """The thread of a device, as the loop sees it. The engine sleeps until `until` if it is not `awake`."""
+
+    awake, until, current = False, inf, False
+
+    def add(self, engine: object) -> None:
+        self.awake = True
+
+    def wake(self) -> None:
+        self.awake = True
+
+    def runs(self, engine: object) -> bool:
+        return True
+
+
+class NoThread:
+    """A thread that does nothing."""
+
+    def __init__(self, **how: object) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def join(self, timeout: float | None = None) -> None:
+        pass
+
+
 @dataclass
 class Heard:
     """What one request was told. Asserts the order of events as they come."""
@@ -67,6 +106,10 @@ class Heard:
     @property
     def over(self) -> bool:
         return any(isinstance(event, Done | Failed) for event in self.events)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((event.error for event in self.events if isinstance(event, Failed)), None)
 
     @property
     def reasons(self) -> dict[int, str]:
@@ -88,10 +131,13 @@ class World:
         max_sequences: int = 4,
         step_tokens: int = 8,
         drafts: Random | None = None,
+        tier: Tier | None = None,
     ) -> None:
-        """`drafts` says how many there are of each completion, and how many of these are accepted; None: none."""
+        """`drafts` says how many there are of each completion, and how many of these are accepted; None: none. `tier`:
+        of a store."""
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
+        self.now = 0.0
         self.memory = memory_of(layouts, cells)
         self.manager = SequenceManager(self.memory, Drafting(None, context=context))
         self._drafts = drafts
@@ -103,15 +149,52 @@ class World:
             step_tokens=step_tokens,
             draft=self._draft,
         )
+        self.device = Device()
+        self.loop = Loop(
+            self.manager,
+            self.scheduler,
+            siblings=self._siblings,
+            context=context,
+            threads=1,
+            device=cast(Any, self.device),
+            clock=self.clock,
+        )
+        self.loop.start(cast(Any, self))
+        self.store = self.manager.store = self._opened(tier) if tier is not None else None
         self._watch_drafts()
+        self._watch_schedule()
         self.heard: dict[int, Heard] = {}
         self.requests: dict[int, Request] = {}
         self.turns = 0
         self.fed = 0
         self.drafted = self.accepted = 0
 
-    def play(self, asks: Sequence[Ask]) -> None:
-        """All of them, to the end."""
+    def clock(self) -> float:
+        return self.now
+
+    def _opened(self, tier: Tier) -> Store:
+        """A store whose threads do nothing: `read` does one of their jobs."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading, "Thread", NoThread)
+            store = Store(
+                [tier],
+                self.memory,
+                self.manager.prefixes,
+                identity=b"i" * 32,
+                secret=b"s" * 32,
+                staging=1 << 20,
+                locations=Locations(),
+                post=self.loop.post,
+                evict=partial(self.manager.evict, restores=False),
+                clock=self.clock,
+            )
+        store.load()
+        return store
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def play(self, asks: Sequence[Ask], meanwhile: Callable[[], None] = lambda: None) -> None:
+        """All of them, to the end. `meanwhile` is called before each turn."""
         coming = dict(enumerate(asks))
         limit = sum(a.at + 2 * a.n * (a.prompt + a.max_tokens + 2) for a in asks) * 2 + 50
         while coming or self.scheduler.running or self.scheduler.waiting:
@@ -121,8 +204,11 @@ class World:
                     del coming[number]
             for number, request in self.requests.items():
                 if asks[number].cancel == self.turns:
-                    self.cancel(request)
-            self.turn()
+                    self.loop.cancel(request)
+            meanwhile()
+            self.now += 0.001
+            self.turns += 1
+            self.wake()
             assert self.turns < limit, "it does not come to an end"
 
     def submit(self, number: int, ask: Ask) -> None:
@@ -131,42 +217,66 @@ class World:
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
         prompt = (first, *range(1, ask.prompt))
         retention = RetentionOptions(owner=ask.owner, weight=ask.weight)
-        arrival = len(self.requests)
-        request = self.requests[number] = Request(prompt, params, heard, number=arrival, retention=retention)
-        request.completions.append(self._completion(request, list(prompt), 0))
-        self.scheduler.enqueue(request.completions[0])
-        self.manager.arrived(request.completions[0])
+        request = self.requests[number] = Request(prompt, params, heard, retention=retention)
+        self.loop.submit(request, self._completion(request, list(prompt), 0))
+
+    def jobs(self) -> list[Lane]:
+        """The lanes of the store that have a job, each once."""
+        if self.store is None:
+            return []
+        transfers = self.store.transfers
+        return [lane for lane in (transfers._events, *transfers._lanes) if lane._waiting or lane._to_note]
+
+    def read(self, lane: Lane) -> None:
+        """Do the next job of a lane."""
+        with lane._changed:
+            job = lane._take_notes() if lane._to_note or not lane._waiting else lane._take_job()
+            lane.moved = self.now
+        job()
+
+    def wake(self) -> bool:
+        """A turn of the engine, unless it sleeps. False if it does: then something will wake it, or nothing is left."""
+        if not (self.device.awake or self.now >= self.device.until):
+            assert not self.scheduler.running, "it sleeps while completions run"
+            if self.scheduler.waiting:
+                assert self.device.until < inf, "it sleeps without a timer while completions wait"
+                assert self.jobs() or self._short(), "it sleeps, and only the timer will wake it"
+            return False
+        self.turn()
+        return True
+
+    def _short(self) -> bool:
+        """Whether a read waits for staging memory, which a time ends."""
+        return self.store is not None and any(one.short is not None for one in self.store.restores._fetches)
+
+    def turn(self) -> None:
+        self.device.awake = False
+        pause = self.loop.turn()
+        self.device.until = inf if pause is None else self.now + pause
+        if self.broken is not None:
+            raise self.broken
+        assert self.loop.silences == 0, "completions waited for nothing"
+        self.check()
 
     def _completion(self, request: Request, tokens: list[int], choice: int) -> Completion:
         state = Sampler(request.params, seed=0, index=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
         return Completion(request, state, Output(None, Stops(())), tokens)
 
-    def cancel(self, request: Request) -> None:
-        for completion in list(request.completions):
-            if completion.status is not Status.DONE:
-                self._end(completion, "cancelled")
-
-    def turn(self) -> None:
-        """What the loop does in a turn: build, read, draw, end."""
-        self.turns += 1
-        waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
-        shares, stuck = self.scheduler.schedule()
-        self.check_laws(shares, stuck, waiting, running)
-        for completion in stuck:
-            self._end(completion, "length")
-        if shares:
-            self._compute(shares)
-        self.check()
-
-    def _compute(self, shares: Sequence[Scheduled]) -> None:
+    def step(self, shares: Sequence[Scheduled]) -> None:
+        """What the runner does: begin, put, commit, fork, write, end."""
+        self.now += 0.001 * sum(share.rows for share in shares)
         self.fed += sum(share.tokens for share in shares)
         rows = sum(share.rows for share in shares)
-        self.memory.begin(Batch(self.manager.feeds(shares)))
+        try:
+            self.memory.begin(Batch(self.manager.feeds(shares)))
+        except CacheFull as full:
+            self.broken = AssertionError(f"a step lacks what it was promised: {full}")
+            raise
         for layer in range(len(self.layouts)):
             self.memory.put(layer, k=torch.zeros(rows, 1, 1))
         kept = {id(share.completion): share.tokens + self._right(share.drafts) for share in shares}
         claims = self.memory.commit({share.completion.seq: kept[id(share.completion)] for share in shares})  # type: ignore[misc]
-        ended: list[tuple[Completion, str]] = []
+        ended: list[tuple[Completion, FinishReason]] = []
         for share in shares:
             completion, tokens = share.completion, kept[id(share.completion)]
             assert completion.seq is not None
@@ -178,9 +288,9 @@ class World:
                 for writer in self._writers(completion):
                     self._write(writer, 1, ended)
         for completion, reason in ended:
-            self._end(completion, reason)
+            self.loop.end(completion, reason)
 
-    def _write(self, completion: Completion, count: int, ended: list[tuple[Completion, str]]) -> None:
+    def _write(self, completion: Completion, count: int, ended: list[tuple[Completion, FinishReason]]) -> None:
         tokens = [((len(completion.tokens) + place) % VOCABULARY, None) for place in range(count)]
         found = completion.accept(tokens, self.context)
         assert found.tokens == count, "more drafts than the text has room for"
@@ -239,39 +349,38 @@ class World:
         manager.evict = without(manager.evict, "a restore was given up")  # type: ignore[method-assign]
 
     def _writers(self, completion: Completion) -> list[Completion]:
-        if completion.status is Status.DECODE:
-            return [completion]
-        completion.become(Status.DECODE)
-        request = completion.request
-        if completion.sampler.produced:
-            return [completion]
-        first = len(request.completions)
-        twins = range(first, min(request.params.n, first + self.scheduler.spare()))
-        made = [self._completion(request, list(completion.tokens), choice) for choice in twins]
-        for twin in made:
-            request.completions.append(twin)
-            self.manager.fork(completion, twin)
-            twin.become(Status.PREFILL)
-            twin.become(Status.DECODE)
-            self.scheduler.add_running(twin)
-        if (choice := len(request.completions)) < request.params.n:
-            following = self._completion(request, list(completion.tokens), choice)
-            request.completions.append(following)
-            self.scheduler.enqueue(following)
-            self.manager.arrived(following)
+        made = self.loop.siblings(completion)
+        self.loop.fork(completion, made)
         return [completion, *made]
 
-    def _end(self, completion: Completion, reason: str) -> None:
-        self.scheduler.remove(completion)
-        self.manager.release(completion)
-        self.manager.forget(completion)
-        completion.finish(reason)  # type: ignore[arg-type]
+    def _siblings(self, completion: Completion, most: int) -> list[Completion]:
+        request = completion.request
+        first = len(request.completions)
+        missing = range(first, min(request.params.n, first + most)) if not completion.sampler.produced else ()
+        return [self._completion(request, list(completion.tokens), choice) for choice in missing]
+
+    def _watch_schedule(self) -> None:
+        """Assert the laws of each step. What fails would end a request only, so it is kept for `turn`."""
+        schedule, self.broken = self.scheduler.schedule, cast(AssertionError | None, None)
+
+        def watched() -> tuple[list[Scheduled], list[Completion]]:
+            waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
+            try:
+                shares, stuck = schedule()
+                self.check_laws(shares, stuck, waiting, running)
+            except AssertionError as error:
+                self.broken = error
+                raise
+            return shares, stuck
+
+        self.scheduler.schedule = watched  # type: ignore[method-assign]
 
     # -- laws ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self.scheduler.check()
-        self.manager.check(self.scheduler.running)
+        self.loop.check()
+        for heard in self.heard.values():
+            assert heard.error is None, f"a request failed: {heard.error}"
 
     def check_laws(
         self, shares: list[Scheduled], stuck: list[Completion], waiting: list[Completion], running: list[Completion]
@@ -311,7 +420,10 @@ class World:
         assert len(now) <= self.max_sequences
         if total < self.step_tokens:
             self.check_bound(order)
-        assert shares or stuck or not (waiting or running), "nothing happens"
+        assert shares or stuck or not (waiting or running) or self._restoring(), "nothing happens"
+
+    def _restoring(self) -> bool:
+        return self.store is not None and self.store.restores.awaited
 
     def check_bound(self, order: Sequence[Completion]) -> None:
         """While a completion waits that could go on, those that rank before it leave it no sequence or no cells."""
@@ -320,7 +432,7 @@ class World:
         for completion in order:
             if completion in self.scheduler.running:
                 ahead.append(completion)
-            elif not self._shares(completion):
+            elif not (self._shares(completion) or self._restores(completion)):
                 full = len(ahead) >= self.max_sequences
                 assert full or refused >= PASSED or not self._surely_fits(completion, ahead), "it waits for others"
                 refused += 1
@@ -329,6 +441,11 @@ class World:
         """Whether it may wait for the prompt of an older request."""
         prompts = [one for one in self.scheduler.running if one.status is Status.PREFILL and one.key < completion.key]
         return any(one.tokens[0] == completion.tokens[0] for one in prompts)
+
+    def _restores(self, completion: Completion) -> bool:
+        """Whether it may wait for what is read back."""
+        waiting = self.manager._waiting.get(completion)
+        return waiting is not None and waiting.fetch is not None and not waiting.fetch.done
 
     def _surely_fits(self, completion: Completion, ahead: Sequence[Completion]) -> bool:
         """Whether it fits beside others if nothing is shared, and each holds all that it ever does."""

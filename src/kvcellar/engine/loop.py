@@ -10,7 +10,8 @@ fails, or if an error that belongs to no request occurs again before the next st
 Always true between steps:
   * every request that was taken in has completions that run or wait, or is done;
   * a completion that is done is not in the scheduler, and what it computed belongs to the prefix tree or is free;
-  * `_requests` are the requests that are not done, by number.
+  * `_requests` are the requests that are not done, by number;
+  * while the engine sleeps and completions wait, something is being read back for one of them.
 
 In a forked process the thread does not exist, and a lock that was held stays held. So every call compares the process
 with the loop's own before it acquires a lock or waits: it raises in a fork, where `close` does nothing.
@@ -41,6 +42,8 @@ from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
+LOOK = 1.0  # seconds, at most, until completions that wait while none runs are looked at again
+DESCRIBED = 8  # of them are described in the log where they wait for nothing
 log = logging.getLogger("kvcellar.engine")
 
 
@@ -56,10 +59,11 @@ class Loop:
         context: int,
         threads: int,
         device: DeviceThread,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`siblings` makes the next outputs of a request, up to so many, whose prompt a completion has prefilled."""
         self.manager, self.scheduler, self.threads = manager, scheduler, threads
-        self._siblings = siblings
+        self._siblings, self._clock = siblings, clock
         self.compaction = Compaction(manager.memory.storage)
         self._context, self._device = context, device
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -68,7 +72,9 @@ class Loop:
         self.last = LastRequests()
         self._arrivals = count()
         self._stalled = False  # all waiting completions wait for what is read back
-        self._paused = False  # the last turn returned after how many seconds such a wait may end
+        self._paused = False  # the last turn returned after how many seconds to look at them again
+        self._looked = False  # the last step was made because nothing was awaited any more
+        self.silences = 0  # how often they waited for nothing
         self._open = True
         self.ending, self.ended = Ending(manager), False
         self._process = os.getpid()
@@ -202,17 +208,33 @@ class Loop:
         return received
 
     def _rest(self) -> float | None:
-        """A part of the idle work. Where all requests wait for what is read back, and there is nothing else to do, a
-        step once a read takes too long."""
+        """A part of the idle work. Completions that wait while none runs wait for what is read back: a step looks again
+        when a read has taken too long, and after `LOOK` seconds, whatever has happened."""
         if self._pump() or self._compact():
             return 0.0
-        store = self.manager.store if self._stalled else None
-        pause = store.restores.look_again() if store is not None else None
-        if pause is not None and self._paused:
+        if not self.scheduler.waiting:
+            return None
+        if self._paused:
             self._step()
             return 0.0
-        self._paused = pause is not None
-        return pause
+        store = self.manager.store
+        awaited = store is not None and store.restores.awaited
+        if not (awaited or self._looked):
+            self._step()  # what was read has arrived since the last step
+            self._looked = True
+            return 0.0
+        self._paused = True
+        if not awaited:
+            self._report_silence()
+        pause = store.restores.look_again() if store is not None else None
+        return LOOK if pause is None else min(pause, LOOK)
+
+    def _report_silence(self) -> None:
+        """Completions wait, and there is nothing that could wake the engine for them."""
+        self.silences += 1
+        waiting = self.scheduler.waiting
+        state = "; ".join(f"request {one.key}: {self.manager.describe(one)}" for one in waiting[:DESCRIBED])
+        log.error("%d completions wait for nothing; the engine looks again in %g s. %s", len(waiting), LOOK, state)
 
     def _pump(self) -> bool:
         """Read a bounded part of memory for the store. False if there is nothing to read, or after an error."""
@@ -234,7 +256,7 @@ class Loop:
             return False
 
     def _step(self) -> None:
-        self.scheduler.current, self._stalled, self._paused = None, False, False
+        self.scheduler.current, self._stalled, self._paused, self._looked = None, False, False, False
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
@@ -254,14 +276,14 @@ class Loop:
         self._recover()
 
     def _forward(self, scheduled: Sequence[Scheduled]) -> None:
-        began = time.perf_counter()
+        began = self._clock()
         prompts = sum(one.tokens for one in scheduled if one.completion.status is Status.PREFILL)
         try:
             self._runner.step(scheduled)
         except CacheFull as full:
             self._make_room(scheduled, full)
             return
-        seconds = time.perf_counter() - began
+        seconds = self._clock() - began
         self.steps += 1
         self.scheduler.stepped(scheduled, prompts, seconds)
         if self.manager.store is not None:

@@ -173,6 +173,14 @@ class SequenceManager:
             return False
         return self.store.restores.advance(waiting.fetch, lambda: waiting.key, enters=enters)
 
+    def describe(self, completion: Completion) -> str:
+        """What a waiting completion waits for, for the log."""
+        waiting = self._waiting.get(completion)
+        if waiting is None or waiting.fetch is None:
+            return "reads nothing back"
+        fetch = waiting.fetch
+        return f"{'read back' if fetch.done else 'reading'}, {len(fetch.reads)} read and {len(fetch.chain)} to read"
+
     def _of(self, completion: Completion) -> _Waiting:
         if completion not in self._waiting:  # it was preempted
             self.arrived(completion)

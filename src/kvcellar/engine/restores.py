@@ -161,6 +161,12 @@ class Restores:
                 self._limit(fetch)
         return not fetch.done
 
+    @property
+    def awaited(self) -> bool:
+        """Whether something is under way, or a time runs, after which `advance` makes progress."""
+        reads = any(staged.transfer.outcome is None for staged in self._staged.values())
+        return reads or any(fetch.look is not None or fetch.short is not None for fetch in self._fetches)
+
     def look_again(self) -> float | None:
         """Seconds after which `advance` may end a restore that makes no progress; None: there is none."""
         waiting = (fetch for fetch in self._fetches if fetch.node is not None)

@@ -223,8 +223,15 @@ class Restores:
         for key, staged in list(self._staged.items()):
             if fetch in staged.users and key not in keep:
                 staged.users.discard(fetch)
-                if not staged.users:
+                if staged.users and not self._counts_ahead(staged):
+                    staged.ahead = True
+                    self._ahead += staged.transfer.need
+                if not staged.users or self._ahead > self._transfers.staging // AHEAD:
                     self._drop(key)
+
+    def _counts_ahead(self, staged: _Staged) -> bool:
+        """Whether it is counted as is right for its users."""
+        return staged.ahead == all(fetch.node is None for fetch in staged.users)
 
     # -- what takes too long ------------------------------------------------------------------------------------
 
@@ -402,4 +409,4 @@ class Restores:
         assert self._ahead == sum(one.transfer.need for one in self._staged.values() if one.ahead)
         assert self._ahead <= self._transfers.staging // AHEAD
         assert all(one.users and not any(fetch.done for fetch in one.users) for one in self._staged.values())
-        assert all(one.ahead == all(fetch.node is None for fetch in one.users) for one in self._staged.values())
+        assert all(map(self._counts_ahead, self._staged.values()))

@@ -24,7 +24,7 @@ class TextAssets:
 
 
 def text_assets(path: Path, config: Any) -> TextAssets | str:
-    """The tokenizer and its template, or why there is none. Raises `ModelRefused` for files that are not safe to read."""
+    """The tokenizer and its template, or why there is none. Raises `ModelRefused` for unsafe files."""
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return "the directory has no tokenizer"
     for file in (*path.iterdir(), *(path / "additional_chat_templates").glob("*")):

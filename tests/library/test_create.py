@@ -340,7 +340,7 @@ def test_links_that_lead_out_of_a_directory_are_refused(here, library, name, lay
         (source / name).symlink_to("../../blobs/x")
     with pytest.raises(ModelfileError, match=rf"{name} is a link that leads out of its directory, to .*secret"):
         made(library, "a", f"FROM ./{layout}", here)
-    assert not library.list()
+    assert not library.names()
 
 
 def test_links_of_a_draft_and_of_an_adapter_are_refused_too(here, library):

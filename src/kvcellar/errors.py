@@ -56,6 +56,21 @@ class PromptTooLong(BadRequest):
         self.tokens, self.limit, self.at_least = tokens, limit, at_least
 
 
+class TextTooSlow(BadRequest):
+    """A text was given up while it was tokenized: the tokenizer of the model needs too long for it."""
+
+    def __init__(self, param: str, size: int, seconds: float) -> None:
+        super().__init__(
+            f"{param} has a text of {size} bytes that the model's tokenizer does not tokenize within {seconds:.0f} "
+            f"seconds. Send less, or token ids",
+            param,
+        )
+
+
+class TokenizerFailed(KvcellarError):
+    """The tokenizer of the model raised an error on a text that it should accept: its files are damaged or hostile."""
+
+
 class TemplateFailed(BadRequest):
     """The chat template rejected these messages, or exceeded its limits on time and size."""
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvcellar import Engine, RetentionOptions
 from kvcellar.engine import restore_plan
+from kvcellar.engine.loop import Loop
 from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.result import Collector
 from kvcellar.errors import AdapterRefused, BadRequest
@@ -271,6 +272,38 @@ def test_quantised_cells_are_those_of_the_adapter(llama: PreTrainedModel, tmp_pa
 
 
 # -- refusals and failures ---------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_tested_by_one_forward_in_each_turn_and_others_run_meanwhile(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns, turn = list[list[int]](), Loop.turn
+
+    def counted(loop: Loop) -> float | None:
+        turns.append([])
+        return turn(loop)
+
+    path = adapter(llama, tmp_path / "a")
+    with Engine(llama, cache_bytes=SMALL) as engine:
+        alone = text(engine, PROMPT, 60)
+        network = engine._built.adapters._guest.model
+        hook = network.register_forward_pre_hook(
+            lambda _module, _args, given: turns[-1].append(given["input_ids"].numel()), with_kwargs=True
+        )
+        monkeypatch.setattr(Loop, "turn", counted)
+        with held(engine):
+            stream = running(engine, [*PROMPT, 1], 60)
+            adding = threading.Thread(target=engine.adapters.add, args=("a", path))
+            adding.start()
+        adding.join(120)
+        assert len(stream.result().token_ids) == 60
+        hook.remove()
+        engine.check()
+        assert text(engine, PROMPT, 60) == alone
+        check_greedy(text(engine, PROMPT, adapter="a"), merged(llama, path), PROMPT, 6)
+    tests = sum(1 for one in turns for tokens in one if tokens in (4, 6))  # by the network's own attention
+    assert tests == 2
+    assert max(map(len, turns)) <= 2  # a forward of the test, and one of a step
 
 
 def test_an_adapter_that_does_not_fit_leaves_nothing(llama: PreTrainedModel, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import shutil
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -303,11 +305,55 @@ def test_shards_are_taken_with_their_index_and_nothing_else(here, library):
 
 
 def test_links_of_a_cache_are_followed(here, library):
-    (here / "snapshot").mkdir()
+    snapshot = here / "models--some--name/snapshots/1a2b"
+    snapshot.mkdir(parents=True)
+    (here / "m").rename(here / "models--some--name/blobs")
     for name in ("config.json", "model.safetensors"):
-        (here / "snapshot" / name).symlink_to(here / "m" / name)
-    found = made(library, "a", "FROM some/name", tools=FakeTools({"some/name": here / "snapshot"})).model
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    found = made(library, "a", "FROM some/name", tools=FakeTools({"some/name": snapshot})).model
     assert (found.directory / "model.safetensors").read_bytes() == bytes([1]) * 1000
+    assert not (found.directory / "model.safetensors").resolve().is_relative_to(here / "models--some--name")
+
+
+def test_links_inside_a_directory_and_a_link_to_the_directory_are_followed(here, library):
+    (here / "m/model.safetensors").rename(here / "m/real")
+    (here / "m/model.safetensors").symlink_to("real")
+    (here / "link").symlink_to("m")
+    found = made(library, "a", "FROM ./link", here).model
+    assert (found.directory / "model.safetensors").read_bytes() == bytes([1]) * 1000
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+@pytest.mark.parametrize("layout", ["s", "repo/snapshots/1a2b"])
+def test_links_that_lead_out_of_a_directory_are_refused(here, library, name, layout):
+    """Also through `blobs`, and before the file is read."""
+    (here / "secret").write_bytes((here / "m" / name).read_bytes())
+    source = here / layout
+    source.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(here / "m", source)
+    (source / name).unlink()
+    if layout == "s":
+        (source / name).symlink_to(here / "secret")
+    else:
+        (here / "repo/blobs").mkdir()
+        (here / "repo/blobs/x").symlink_to(here / "secret")
+        (source / name).symlink_to("../../blobs/x")
+    with pytest.raises(ModelfileError, match=rf"{name} is a link that leads out of its directory, to .*secret"):
+        made(library, "a", f"FROM ./{layout}", here)
+    assert not library.names()
+
+
+def test_links_of_a_draft_and_of_an_adapter_are_refused_too(here, library):
+    for directory, name, lines in (
+        ("d", "config.json", "FROM ./m\nDRAFT ./d"),
+        ("p", "adapter_config.json", "FROM ./m\nADAPTER ./p"),
+    ):
+        (here / directory / name).rename(here / "outside")
+        (here / directory / name).symlink_to("../outside")
+        with pytest.raises(ModelfileError, match="leads out of its directory"):
+            made(library, "a", lines, here)
+        (here / directory / name).unlink()
+        (here / "outside").rename(here / directory / name)
 
 
 def test_the_stages_are_reported(here, library):

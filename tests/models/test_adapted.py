@@ -48,7 +48,7 @@ def guest_of(model: PreTrainedModel, adapters: Sequence[Path], *, packed: bool =
     guest = build_guest(network, named(None))
     for number, path in enumerate(adapters, start=1):
         guest.adapted.add(number, read_adapter([path], guest.model, most_bytes=lambda: 1 << 30))
-        check_adapted(guest, number)
+        assert not any(check_adapted(guest, number))
         guest.adapted.check()
     return guest
 
@@ -198,7 +198,7 @@ def refused(model: PreTrainedModel, path: Path, reason: str) -> None:
     before = {name for name, module in guest.model.named_modules() if "forward" in vars(module)}
     guest.adapted.add(1, read_adapter([path], guest.model, most_bytes=lambda: 1 << 30))
     with pytest.raises(ModelRefused, match=reason):
-        check_adapted(guest, 1)
+        assert not any(check_adapted(guest, 1))
     guest.adapted.remove(1)
     assert {name for name, module in guest.model.named_modules() if "forward" in vars(module)} == before
     assert not any(module._forward_pre_hooks for module in guest.model.modules())

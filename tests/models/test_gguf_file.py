@@ -1,5 +1,6 @@
 """The header of a GGUF file is read exactly, or refused; nothing that it declares is believed."""
 
+import os
 import re
 import struct
 import tracemalloc
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.gguf_file import read_header
+from kvcellar.models.gguf_file import _Reader, read_header
 from tests.models import gguf_files as gguf
 
 FIELDS: dict[str, Any] = {
@@ -111,6 +112,37 @@ def test_declared_numbers_are_not_believed(number: int, tmp_path: Path) -> None:
 def test_arrays_of_each_type_are_bounded(number: int, kind: int, tmp_path: Path) -> None:
     array = gguf.text("k") + struct.pack("<IIQ", 9, kind, number)
     assert "elements" in refused(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + array + bytes(64), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "number", "allowed"),
+    [
+        ("tokenizer.ggml.tokens", 8, 1 << 23, 3 << 19),
+        ("tokenizer.ggml.merges", 8, (3 << 19) + 1, 3 << 19),
+        ("general.languages", 8, 4097, 4096),
+        ("tokenizer.ggml.scores", 6, (1 << 22) + 1, 1 << 22),
+        ("a.truths", 7, (1 << 22) + 1, 1 << 22),
+    ],
+)
+def test_arrays_that_no_model_needs_are_refused_before_an_element_is_read(
+    key: str, kind: int, number: int, allowed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the file: each element is a text of no characters, or zeros."""
+    file, taken = tmp_path / "m.gguf", list[int]()
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + gguf.text(key) + struct.pack("<IIQ", 9, kind, number))
+    os.truncate(file, 100 << 20)  # a sparse file
+    take = _Reader._take
+    monkeypatch.setattr(_Reader, "_take", lambda self, count, what: (taken.append(count), take(self, count, what))[1])
+    with pytest.raises(ModelRefused, match=f"declares {number} elements; .* and {allowed} are allowed"):
+        read_header(file)
+    assert len(taken) < 10
+
+
+def test_texts_of_all_arrays_together_are_bounded(tmp_path: Path) -> None:
+    number = (3 << 19) // 4096 + 1
+    arrays = b"".join(gguf.text(f"k{n}") + struct.pack("<IIQ", 9, 8, 4096) + bytes(8 * 4096) for n in range(number))
+    raw = b"GGUF" + struct.pack("<IQQ", 3, 0, number) + arrays
+    assert f"'k{number - 1}' declares 4096 elements" in refused(raw, tmp_path)
 
 
 @pytest.mark.parametrize(

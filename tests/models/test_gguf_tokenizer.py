@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvcellar.models.gguf_file import read_header
+from kvcellar.errors import ModelRefused
+from kvcellar.models.gguf_file import Header, read_header
 from kvcellar.models.gguf_import import import_gguf
 from kvcellar.models.gguf_tokenizer import write_tokenizer
 from kvcellar.models.load import Loaded, load
@@ -136,3 +137,13 @@ def test_a_file_without_a_tokenizer_is_served_with_token_ids(kind: str | None, t
     (tmp_path / "model").mkdir()
     import_gguf(file, tmp_path / "model")
     assert load(tmp_path / "model").text is None
+
+
+def test_merges_are_not_recovered_from_long_tokens(tmp_path: Path) -> None:
+    """The time of that grows with the square of their lengths."""
+    fields = {
+        "general.architecture": "llama", "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [f"{n:04}" * 1024 for n in range(5)], "tokenizer.ggml.scores": [0.5] * 5,
+    }  # fmt: skip
+    with pytest.raises(ModelRefused, match="too long to recover merges"):
+        write_tokenizer(Header("m.gguf", fields, {}), tmp_path)

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.attention.choose import backends
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.models import weights_files
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.config_file import MOST_JSON, config_fields
 from kvcellar.models.hf_logging import silence_transformers
@@ -427,6 +428,15 @@ def test_a_damaged_safetensors_file_is_refused(place: Path, how: str, unbuilt: N
 def test_a_safetensors_file_without_tensors_is_refused(place: Path, unbuilt: None) -> None:
     save_file({}, place / "model.safetensors")
     assert "the weights files hold 0 tensors" in refused(place)
+
+
+def test_more_tensors_than_a_model_can_have_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, unbuilt: None
+) -> None:
+    monkeypatch.setattr(weights_files, "MOST_TENSORS", 3)
+    monkeypatch.setattr(weights_files, "Stored", None)  # no record is made
+    with pytest.raises(ModelRefused, match=r"model.safetensors has \d+ tensors; a model may have 3 in all files"):
+        load(place)
 
 
 def test_a_missing_tensor_is_named(place: Path) -> None:

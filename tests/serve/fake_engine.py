@@ -210,7 +210,7 @@ class FakeEngine:
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
-        self.healthy, self.embeddings = True, NoEmbeddings()
+        self.healthy, self.cache_bytes, self.embeddings = True, 0, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
         self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))

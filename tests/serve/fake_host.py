@@ -18,7 +18,8 @@ from tests.serve.fake_engine import FakeModel, FakeReplies
 class SizedEngine:
     """What the host needs of an engine. `leases` are counted by the test."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, name: str, size: int, cache_bytes: int) -> None:
+        self.cache_bytes = cache_bytes
         self.model = FakeModel(name)
         self.replies = FakeReplies()
         self.own_size, self.healthy, self.closed, self.leases = size, True, False, 0
@@ -42,6 +43,7 @@ class World:
     sizes: dict[str, tuple[int, int]]  # by name of a model: weights, least cache
     adapters: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])  # name: base, bytes
     versions: dict[str, int] = field(default_factory=dict[str, int])  # of the files of a model, by name
+    used: dict[str, int] = field(default_factory=dict[str, int])  # the most of a cache that an engine can use, by name
     most_cache: int = 40
     now: float = 0.0
     jobs: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
@@ -69,7 +71,8 @@ class World:
             self.loads += 1
             if name in self.errors:
                 raise self.errors[name]
-            engine = SizedEngine(base, weights + cache)
+            used = min(cache, self.used.get(base, cache))
+            engine = SizedEngine(base, weights + used, used)
             self.engines.append(engine)
             assert self.bytes <= self.limits.max_bytes, "the cap was exceeded"
             return engine

@@ -115,6 +115,11 @@ class Held:
         return cls(len(os.listdir("/proc/self/fd")), resident, Counter({k: objects[k] for k in objects.keys() - KEPT}))
 
 
+def threads() -> set[threading.Thread]:
+    """Those that run, but for those that an engine tokenizes in."""
+    return {thread for thread in threading.enumerate() if thread.name != "kvcellar-tokenize"}
+
+
 class Crowd:
     """A server, and clients that leave it. `at_rest` says whether no request is left in the engine."""
 
@@ -124,13 +129,13 @@ class Crowd:
 
     @contextmanager
     def serving(self) -> Iterator["Crowd"]:
-        others = {*threading.enumerate()}
+        others = threads()
         with self._server, httpx.Client(base_url=self._server.url, timeout=PATIENCE) as self._http:
             self._tasks = self._count_tasks()
             yield self
-        for thread in {*threading.enumerate()} - others:  # those that read bodies end by themselves
+        for thread in threads() - others:  # those that read bodies end by themselves
             thread.join(PATIENCE)
-        assert {*threading.enumerate()} <= others
+        assert threads() <= others
 
     def send(self, acts: Sequence[Act], *, check: Callable[[], object] = lambda: None, every: int = 250) -> Held:
         """Do all acts, and check between so many of them. Returns what is held at rest."""

@@ -234,6 +234,22 @@ def test_an_engine_whose_cache_has_all_memory_is_loaded_again_for_an_adapter() -
     run(play)
 
 
+def test_an_engine_counts_with_what_it_can_use_of_its_cache_and_the_rest_is_for_others() -> None:
+    async def play() -> None:
+        made = world(max_models=3)
+        made.used = {"a": 1, "b": 1, "c": 1}
+        requests = Requests(made)
+        weights = {name: made.sizes[name][0] for name in "abc"}
+        assert sum(weights.values()) + 3 * made.most_cache > made.limits.max_bytes
+        for number, name in enumerate("abc", 1):
+            await used(made, requests, name)
+            made.check()
+            assert made.host.residents.bytes == made.bytes == sum([*weights.values()][:number]) + number
+        assert loaded(made) == {name: [name] for name in "abc"}
+
+    run(play)
+
+
 def test_an_adapter_that_is_refused_leaves_nothing_and_its_name_is_replaced() -> None:
     async def play() -> None:
         made = world()

@@ -11,6 +11,7 @@ import ast
 import dataclasses
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -34,7 +35,7 @@ from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import BodyBudget
 from kvcellar.text.template import ChatTemplate
-from kvcellar.text.tokens import TextTokenizer, TokenizingLimit
+from kvcellar.text.tokens import SHORTS, TextTokenizer, TokenizingLimit
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_response, request
@@ -534,6 +535,9 @@ def test_limits_of_memory_and_queue(client: httpx.Client, real: Engine, monkeypa
 
 
 LONG_TEXT = "prompt has 11 bytes of text; at most 10 are tokenized at once. Send less, or token ids"
+SLOW_TEXT = "prompt has a text of 11 bytes that the model's tokenizer does not tokenize within 0 seconds. Send less, "
+SLOW_TEXT += "or token ids"
+SLOW_TEXTS = "the tokenizer of the model is busy with texts that take very long; try again later"
 NO_TEXT = "this model has no tokenizer; send a prompt of token ids instead of text"
 NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_token_ids"
 
@@ -557,11 +561,28 @@ def test_a_text_that_is_too_long_to_tokenize(
     assert message_of(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
 
 
+def test_texts_that_take_too_long_to_tokenize(
+    client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = threading.Event()
+    limit = TokenizingLimit(100)
+    monkeypatch.setattr(real._built.intake.codec._tokenizer, "limit", limit)
+    monkeypatch.setattr(limit, "result", lambda size, param, _work, _patience: TokenizingLimit.result(
+        limit, size, param, lambda: end.wait(300), 0.0
+    ))  # fmt: skip
+    try:
+        for _ in range(SHORTS):
+            assert message_of(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == SLOW_TEXT
+        assert message_of(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == SLOW_TEXTS
+    finally:
+        end.set()
+
+
 TEMPLATES = {  # the last part comes from the template or from Jinja
     "": "this model has no chat template; send a prompt instead of messages",
     "{{ raise_exception('Roles must alternate') }}": "the chat template refused these messages: Roles must alternate",
-    "{{ messages[0].content * 10 ** 9 }}": "the chat template was stopped: it asked for a value of 3000000000 "
-    "characters; 33554432 are allowed. Send shorter messages",
+    "{{ messages[0].content * 10 ** 9 }}": "the chat template was stopped: it asked for a value of 66000000000 "
+    "bytes; 67108864 are allowed. Send shorter messages",
     "{{ 1 / 0 }}": "the chat template failed on these messages: division by zero",
 }
 
@@ -740,12 +761,42 @@ HERE = {
     *(f"the body must be a JSON object: {message}" for _, message in BODIES),
     *(message for cases in (ROUTES, TEMPLATES, SENT) for message in cases.values()),
     *MANY,
-    *(CROWDED, BUSY, LARGE_PROMPT, PROMPTS_FULL, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, ADMIN_KEY, FULL),
+    *(
+        CROWDED,
+        BUSY,
+        LARGE_PROMPT,
+        PROMPTS_FULL,
+        PADDING,
+        LONG_TEXT,
+        SLOW_TEXT,
+        SLOW_TEXTS,
+        NO_TEXT,
+        NO_STOP,
+        STOPPED,
+        KEY,
+        ADMIN_KEY,
+        FULL,
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "message", [CROWDED, BUSY, PADDING, LONG_TEXT, NO_TEXT, NO_STOP, STOPPED, KEY, ADMIN_KEY, FULL, *SENT.values()]
+    "message",
+    [
+        CROWDED,
+        BUSY,
+        PADDING,
+        LONG_TEXT,
+        SLOW_TEXT,
+        SLOW_TEXTS,
+        NO_TEXT,
+        NO_STOP,
+        STOPPED,
+        KEY,
+        ADMIN_KEY,
+        FULL,
+        *SENT.values(),
+    ],
 )
 def test_other_messages_follow_the_style(message: str) -> None:
     """The style of all others is checked in `message_of`."""

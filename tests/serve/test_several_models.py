@@ -90,7 +90,9 @@ def test_models_are_used_in_turn_and_leave_for_each_other(tiny: Path, library: L
         for model in ("one", "two:latest", "owner/three:small", "one"):
             texts.add(completed(server, model))
             for resident in host.residents.all():
-                assert resident.engine is None or taken(resident.engine) <= resident.size  # type: ignore[arg-type]
+                if (engine := resident.engine) is not None:
+                    can_use = resident.servable.weights + engine._built.capacity.total  # type: ignore[attr-defined]
+                    assert taken(engine) <= resident.size == can_use  # type: ignore[arg-type]
                 engines.append(weakref.ref(resident.engine))
             host.check()
         assert len(texts) == 1, "the weights are the same"

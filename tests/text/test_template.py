@@ -2,10 +2,13 @@
 
 import itertools
 import re
+import sys
 import time
+import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
 from kvcellar.text.conversation import Marker, unmarked, unused
 from kvcellar.text.meter import Caps
-from kvcellar.text.sandbox import CappedEnvironment
+from kvcellar.text.sandbox import WHITESPACE, CappedEnvironment
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import TextTokenizer
 from tests.text import templates
@@ -313,6 +316,26 @@ LARGE = {
     "a block's output": "{% set b %}{% for i in range(9999) %}{{ 'a' * 9999999 }}{% endfor %}{% endset %}",
     "a list of large": "{{ range(9999) | map('center', 9999999) | list | length }}",
     "output": "{% for i in range(9999) %}{{ 'a' * 99999 }}{% endfor %}",
+    "title": "{{ ('a ' * 9999999) | title }}",
+    "words": "{{ ('a ' * 9999999) | wordcount }}",
+    "split": "{{ ('a ' * 9999999).split() | length }}",
+    "split at": "{{ ('a,' * 9999999).split(',') | length }}",
+    "lines": "{{ ('a\n' * 9999999).splitlines() | length }}",
+    "characters": "{{ ('é' * 9999999) | list | length }}",
+    "characters by a filter": "{{ ('é' * 9999999) | select | list | length }}",
+    "one of many": "{{ ('a' * 9999999) | groupby('b') | length }}",
+    "percent encoding": "{{ ('a' * 9999999) | urlencode | length }}",
+    "escaping": "{{ (('&' * 39999999) | e) | length }}",
+    "parts joined at once": "{% set a = 'a' * 60000000 %}{{ (" + " ~ ".join("a" * 99) + ") | length }}",
+    "wide parts joined": "{% set a = 'a' * 15000000 %}{{ (a ~ a ~ '😀') | length }}",
+    "slices": "{% set a = 'a' * 60000000 %}" + "".join(f"{{% set a{n} = a[1:] %}}" for n in range(99)),
+    "slices of a list": "{% set a = [1] * 900000 %}" + "".join(f"{{% set a{n} = a[1:] %}}" for n in range(99)),
+    "macros that return much": "{% macro f() %}{{ 'a' * 9000000 }}{% endmacro %}"
+    + "".join(f"{{% set a{n} = f() %}}" for n in range(99)),
+    "iterators": "{% set a = range(99999) %}{{ [a, a, a, a, a, a, a, a, a, a, a, a] | map('map') | list | length }}"
+    "{% set a = 'ab' * 200000 %}{{ [a, a, a, a] | map('reverse') | map('list') | list | length }}",
+    "numbers from digits": "{{ ('f' * 9999999) | int(0, 16) }}",
+    "printed lists": "{{ ['\x00' * 40000000] ~ '' }}",
     "sum of lists": "{{ ([[1]] * 99999) | sum(start=[]) | length }}",
 }
 
@@ -338,6 +361,10 @@ FAULTY = {
     "{{ raise_exception.__globals__.re }}": "SecurityError",
     "{{ 'a'.encode() }}": "encode\\(\\) is not available",
     "{{ (5).to_bytes(99999999999, 'big') }}": "to_bytes\\(\\) is not available",
+    "{{ {}.fromkeys('ab') }}": "fromkeys\\(\\) is not available",
+    "{{ (5).from_bytes([1], 'big') }}": "from_bytes\\(\\) is not available",
+    "{{ ('<!---->' | safe).striptags() }}": "striptags\\(\\) is not available",
+    "{{ strftime_now('%c' * 501) }}": "strftime_now has a format of 1002 characters; 1000 are allowed",
     "{% set messages.x = 1 %}": "cannot assign attribute on non-namespace object",
 }
 
@@ -390,3 +417,53 @@ def test_what_a_template_makes_is_counted_once() -> None:
 def test_runs_do_not_share_anything() -> None:
     counting = ChatTemplate("{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", WORDS)
     assert [counting.render([user("a")]) for _ in range(2)] == [Rendered("1")] * 2
+
+
+def test_whitespace_is_where_python_splits() -> None:
+    assert sorted(WHITESPACE) == [char for char in map(chr, range(sys.maxunicode + 1)) if char.isspace()]
+
+
+GIVEN = ("", "(9)", "(99999)", "('', 'bb')", "('a', '😀')", "(' ')", "('upper')", "(['b', 9])")
+OPERATIONS = [
+    *(f"a | {name}{given}" for name in sorted(CappedEnvironment(Caps()).filters) for given in GIVEN),
+    *(f"a.{name}{given or '()'}" for name in dir(str) if name[0] != "_" for given in GIVEN),
+    *(
+        "a ~ a ~ [a]",
+        "a + a",
+        "a * 9",
+        "[a] * 9",
+        "'%s%r' % (a, a)",
+        "'{0}{0!r}'.format(a)",
+        "a[1:] ~ a[::-1]",
+        "[a, a]",
+    ),
+    *("{a: a} ~ ''", "(a, [a]) ~ ''", "a in [a]", "a is in a", "strftime_now(a)", "namespace(a=a).a", "dict(a=a)"),
+    *("a | safe + a", "(a | safe) % a", "(a | safe).join([a, a])", "(a | safe).split()", "(a | e).unescape()"),
+    *("[a] | map('list') | list", "[a] | map('title') | list", "a | map('upper') | list", "a | batch(2) | list"),
+    *("a | select | list", "a | unique | list", "a | slice(99) | list", "[[a]] | tojson", "[a, [a]] | join('')"),
+]
+VALUE = 2**17  # bytes
+
+
+@cache
+def compiled() -> dict[str, CodeType]:
+    environment, found = CappedEnvironment(Caps()), dict[str, CodeType]()
+    for operation in OPERATIONS:
+        with suppress(TemplateError):
+            found[operation] = environment.translated("{% set b = " + operation + " %}{{ b | length }}")
+    return found
+
+
+@pytest.mark.parametrize("text", ["a ", "é\n", "😀 ", "&,", "\x00"])
+def test_no_operation_takes_more_than_a_few_times_the_bound_of_a_value(text: str) -> None:
+    caps, worst = Caps(value_bytes=VALUE, work_bytes=4 * VALUE, seconds=60.0), dict[str, int]()
+    for operation, code in compiled().items():
+        for size in (VALUE // 80, VALUE // 5):
+            environment, a = CappedEnvironment(caps), text * (size // len(text))
+            tracemalloc.start()
+            with suppress(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
+                list(environment.run(code, {"a": a}))
+            worst[operation] = max(worst.get(operation, 0), tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+    assert len(worst) > 500
+    assert not {operation: peak for operation, peak in worst.items() if peak > 8 * VALUE}

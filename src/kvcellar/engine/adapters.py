@@ -67,6 +67,7 @@ class Adapters:
         self._named: dict[str, _Loaded] = {}
         self._lock = threading.Lock()  # of the fields above
         self._adding = threading.Lock()  # held while one is added
+        self._tested: int | None = None  # that one
         self.loop: Loop | None = None  # None: nothing runs yet
 
     # -- by name ------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class Adapters:
         with self._adding:
             adapter = read_adapter(directories, self._guest.model, most_bytes=lambda: self._most - self.bytes)
             try:
-                number = self._run(lambda: self._install(adapter), "loading an adapter")
+                number = self._install(adapter)
             except ModelRefused as error:
                 raise AdapterRefused(name, str(error)) from error
             with self._lock:
@@ -158,7 +159,7 @@ class Adapters:
         self._guest.adapted.check()
         with self._lock:
             assert self._named.keys() == {one.use.name for one in self._loaded.values() if one.current}
-            assert self._guest.adapted.adapters.keys() == self._loaded.keys()
+            assert self._guest.adapted.adapters.keys() - {self._tested} == self._loaded.keys() - {self._tested}
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -171,16 +172,24 @@ class Adapters:
         return act() if self.loop is None else self.loop.call(act, changes=changes)
 
     def _install(self, adapter: Adapter) -> int:
-        """Returns its number. What raises leaves nothing of it."""
+        """Returns its number. What raises leaves nothing of it. It is tested with one forward in each turn of the
+        engine's thread, between the steps of others."""
         adapted, number = self._guest.adapted, next(self._numbers)
-        adapted.add(number, adapter.on(self._guest.device, self._guest.dtype))
+        placed = adapter.on(self._guest.device, self._guest.dtype)
+        self._tested = number
         try:
-            check_adapted(self._plain, number)
+            self._run(lambda: adapted.add(number, placed), "loading an adapter")
+            test = check_adapted(self._plain, number)
+            while self._run(lambda: next(test, number), "testing an adapter") is None:
+                pass
+            with self._lock:
+                self._loaded[number] = _Loaded(AdapterUse("", number, adapter.digest), placed)
         except BaseException:
-            adapted.remove(number)
+            with suppress(EngineClosed):
+                self._run(lambda: adapted.remove(number) if number in adapted.adapters else None, "removing an adapter")
             raise
-        with self._lock:
-            self._loaded[number] = _Loaded(AdapterUse("", number, adapter.digest), adapted.adapters[number])
+        finally:
+            self._tested = None
         return number
 
     def _retire(self, before: _Loaded | None) -> None:

@@ -330,6 +330,15 @@ class Engine:
         """What fits into the granted bytes, in words."""
         return str(self._built.capacity) + self.adapters.sized
 
+    @property
+    def cache_bytes(self) -> int:
+        """The most bytes that it takes on its device beside weights and adapters: cells, states, and the largest step,
+        those of drafts included, and on a CPU what evicted prefixes may take. At most the setting of the name."""
+        built = self._built
+        drafts = built.draft_capacity.total if built.draft_capacity is not None else 0
+        host = (built.settings.host_bytes or 0) if built.guest.device.type == "cpu" else 0
+        return built.capacity.total + drafts + host
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def start(

@@ -29,6 +29,7 @@ from kvcellar.text.replies.read_output import ReadOutput
 from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
 from kvcellar.text.tokens import TextTokenizer, longest_text
+from kvcellar.text.trial import try_tokenizer
 
 if TYPE_CHECKING:  # imports transformers
     from kvcellar.engine.adapters import Adapters
@@ -186,7 +187,8 @@ class TextCodec:
         preamble: Preamble = NO_PREAMBLE,
     ) -> None:
         """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
-        the tokens of chats. `preamble` comes before all messages."""
+        the tokens of chats. `preamble` comes before all messages. Raises `ModelRefused` for a tokenizer or a template
+        that cannot be used."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self.replays: Replays | None = None  # where there is a tokenizer
@@ -197,6 +199,7 @@ class TextCodec:
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
             )
+            try_tokenizer(self._tokenizer, assets.tokenizer)
             self.replays = Replays(self._tokenizer, replay_bytes)
             self._template = self._opened(assets.chat_template, self._tokenizer)
 

@@ -197,15 +197,15 @@ class Loop:
         return pause
 
     def _receive(self) -> bool:
-        """Run the calls in the inbox. Whether there was one."""
-        received = False
-        with suppress(Empty):
-            while self._open:
-                call = self._inbox.get_nowait()
-                received = True
-                self._guard("a call", None, call)
-                self._recover()
-        return received
+        """Run the calls in the inbox. Whether there was one. Calls that are added meanwhile are for the next turn, so
+        that a thread which makes one after another runs one in each turn."""
+        received = self._inbox.qsize()
+        for _ in range(received):
+            if not self._open:
+                break
+            self._guard("a call", None, self._inbox.get_nowait())
+            self._recover()
+        return received > 0
 
     def _rest(self) -> float | None:
         """A part of the idle work. Completions that wait while none runs wait for what is read back: a step looks again

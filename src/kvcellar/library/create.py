@@ -22,7 +22,7 @@ from kvcellar.library.modelfile import Command, Modelfile
 from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import merged, parameters
 from kvcellar.library.requires import check_version, required
-from kvcellar.library.sources import Source, adapter_files, model_files, module_files
+from kvcellar.library.sources import Source, adapter_files, model_files, module_files, resolved
 from kvcellar.library.template import check_template
 from kvcellar.library.tools import CASTS, Tools
 from kvcellar.progress import report
@@ -177,7 +177,7 @@ class _Creation:
         draft = None
         if self._draft is not None and self._draft_command is not None:
             draft = self._directory(self._draft_command, self._draft, staging, "draft", draft_quantize)
-        self._check(target, draft)
+        self._check(target, draft, staging.root)
         made = {"model": self._part(target, staging, quantize)}
         if draft is None and old.draft is not None:
             draft = _Directory(staging.linked("draft", old.draft), part=old.draft)
@@ -206,17 +206,17 @@ class _Creation:
         """What the weights of a draft of the library have been quantized to."""
         return None if self._draft is None or self._draft.model is None else self._draft.model.manifest.quantized
 
-    def _check(self, target: "_Directory", draft: "_Directory | None") -> None:
+    def _check(self, target: "_Directory", draft: "_Directory | None", library: Path) -> None:
         """Raise `ModelRefused` for what cannot be loaded or does not fit, before anything is copied."""
         if target.part is None:
-            _fitting(self._from, lambda: model_files(target.path))
+            _fitting(self._from, lambda: _check_links(target.path, model_files(target.path), library))
             _fitting(self._from, lambda: self._tools.check_model(target.path))
         if draft is not None and self._draft_command is not None:
             if draft.part is None:
-                _fitting(self._draft_command, lambda: model_files(draft.path))
+                _fitting(self._draft_command, lambda: _check_links(draft.path, model_files(draft.path), library))
             _fitting(self._draft_command, lambda: self._tools.check_draft(target.path, draft.path))
         for command, source in self._adapters:
-            _fitting(command, lambda directory=source.path: adapter_files(directory))
+            _fitting(command, lambda at=source.path: _check_links(at, adapter_files(at), library))
             _fitting(command, lambda directory=source.path: self._tools.check_adapter(target.path, directory))
 
     def _directory(
@@ -262,5 +262,12 @@ class _Made:
 
 
 def _put(staging: Staging, directory: Path, names: Iterable[str], *, made: bool = False) -> Part:
-    put = staging.move if made else staging.put
-    return Part(tuple(put(directory / name, name) for name in names))
+    if made:
+        return Part(tuple(staging.move(directory / name, name) for name in names))
+    return Part(tuple(staging.put(resolved(directory, name, staging.root), name) for name in names))
+
+
+def _check_links(directory: Path, names: Iterable[str], library: Path) -> None:
+    """Before a file is read. Raises as `resolved`, which follows them again when they are copied."""
+    for name in names:
+        resolved(directory, name, library)

@@ -184,14 +184,19 @@ class Staging:
     def __init__(self, disk: Disk, directory: Path) -> None:
         self._disk, self.directory = disk, directory
 
+    @property
+    def root(self) -> Path:
+        """Of the library."""
+        return self._disk.root
+
     def folder(self, name: str) -> Path:
         """Path of a directory for files that are made, which does not exist yet."""
         return self.directory / name
 
     def put(self, source: Path, name: str) -> File:
-        """Copy a file into the library, unless its content is there. Raises `OSError`, and `ModelRefused` if it is no
-        regular file or changes meanwhile."""
-        opened = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        """Copy a file into the library, unless its content is there. Raises `OSError`, for a link as well, and
+        `ModelRefused` if it is no regular file or changes meanwhile."""
+        opened = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         try:
             before = os.fstat(opened)
             if not stat.S_ISREG(before.st_mode):

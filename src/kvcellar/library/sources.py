@@ -1,7 +1,9 @@
 """sources: where the files of a model, a draft or an adapter come from, and which of them belong to it.
 
-A source is not trusted: only files that a model is loaded from are taken, by name, from the directory itself. What is
-pickled or is code is never taken. Everything here raises `ModelRefused` or `BadRequest` with the path and the reason.
+A source is not trusted: only files that a model is loaded from are taken, by name, from the directory itself: a link
+that leads out of it is refused, but for those into the library, and those of a Hugging Face cache, from
+`snapshots/REVISION` to `blobs` of the same repository. What is pickled or is code is never taken. Everything here
+raises `ModelRefused` or `BadRequest` with the path and the reason.
 """
 
 import json
@@ -116,6 +118,19 @@ def model_files(directory: Path) -> tuple[str, ...]:
         if (size := (directory / name).stat().st_size) > MOST_TEXT:
             raise ModelRefused(f"{directory / name} has {size} bytes; {MOST_TEXT} are allowed")
     return tuple(sorted({*weights, *texts}))
+
+
+def resolved(directory: Path, name: str, library: Path) -> Path:
+    """The place of a file of a directory, links followed. Raises `ModelRefused` if that is outside of it, and of the
+    library, which is trusted."""
+    root, place = Path(os.path.realpath(directory)), Path(os.path.realpath(directory / name))
+    cache = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    if not any(place.is_relative_to(one) for one in (root, Path(os.path.realpath(library)), *cache)):
+        raise ModelRefused(
+            f"{directory / name} is a link that leads out of its directory, to {place}. Copy that file into the "
+            f"directory, if it is a part of the model"
+        )
+    return place
 
 
 def module_files(directory: Path) -> list[str]:

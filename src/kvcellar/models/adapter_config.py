@@ -52,8 +52,8 @@ class AdapterConfig:
     rank: int
     alpha: float
     rslora: bool
-    targets: tuple[str, ...] | NamePattern | None  # None: all linear layers but the output head
-    excluded: tuple[str, ...] | NamePattern
+    targets: frozenset[str] | NamePattern | None  # None: all linear layers but the output head
+    excluded: frozenset[str] | NamePattern
     layers: frozenset[int] | None  # numbers of the layers that are changed; None: all
     layer_lists: tuple[str, ...]  # names of the lists that layers are numbered in; none: any
     ranks: Sequence[tuple[NamePattern, int]]
@@ -83,10 +83,11 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
-def _named(names: tuple[str, ...] | NamePattern, module: str) -> bool:
+def _named(names: frozenset[str] | NamePattern, module: str) -> bool:
     if isinstance(names, NamePattern):
         return names.fullmatch(module)
-    return module in names or any(module.endswith(f".{name}") for name in names)
+    parts = module.split(".")
+    return any(".".join(parts[start:]) in names for start in range(len(parts)))
 
 
 def adapter_config(directory: Path) -> AdapterConfig:
@@ -137,12 +138,12 @@ def _check_kind(raw: Mapping[str, Any]) -> None:
         raise ModelRefused(f"{CONFIG} sets {shown(strange[0])}, which is unknown and could change what it computes")
 
 
-def _modules(field: str, value: Any, effort: Effort) -> tuple[str, ...] | NamePattern:
+def _modules(field: str, value: Any, effort: Effort) -> frozenset[str] | NamePattern:
     if isinstance(value, str) and value:
         return NamePattern(value, field, effort)
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ModelRefused(f"{field} is {shown(value)}; a list of names or a pattern is needed")
-    return tuple(value)
+    return frozenset(value)
 
 
 def _layers(raw: Mapping[str, Any]) -> frozenset[int] | None:

@@ -19,11 +19,14 @@ from kvcellar.errors import ModelRefused, shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MOST_TENSORS, _MOST_FIELDS = 1 << 17, 1 << 16
+_MOST_TENSORS, _MOST_FIELDS = 1 << 16, 1 << 12
 _MOST_HEADER = 256 << 20  # bytes before the tensors
 _MOST_TEXT = 16 << 20  # bytes of a text
 _MOST_NAME = 256  # bytes of a key or of the name of a tensor
-_MOST_ELEMENTS = 1 << 23  # of all arrays
+_MOST_ELEMENTS = 1 << 22  # of all arrays
+_MOST_TEXTS = 3 << 19  # of all arrays: each is read on its own
+_VOCABULARY = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+_MOST_OTHER_TEXTS = 1 << 12  # of an array that is none of these
 _MOST_DIMENSIONS = 4
 _ALIGNMENT = 32  # where the file declares none
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -86,7 +89,7 @@ class _Reader:
     def __init__(self, file: BinaryIO, name: str, size: int) -> None:
         self._file, self._name, self._size = file, name, size
         self._left = min(size, _MOST_HEADER)
-        self._elements = _MOST_ELEMENTS  # that may follow
+        self._elements, self._texts = _MOST_ELEMENTS, _MOST_TEXTS  # that may follow
 
     def header(self) -> Header:
         tensors, count = self._counts()
@@ -135,14 +138,21 @@ class _Reader:
         if kind != _TEXT and kind not in _NUMBERS:
             raise self._wrong(f"the elements of {shown(key)} have type {kind}; texts and numbers are read")
         least = _TEXT_LENGTH if kind == _TEXT else struct.calcsize(_NUMBERS[kind])
-        if count > self._elements or count * least > self._left:
+        most = self._elements
+        if kind == _TEXT:
+            most = min(most, self._texts if key in _VOCABULARY else min(self._texts, _MOST_OTHER_TEXTS))
+        if count > most or count * least > self._left:
             raise self._wrong(
-                f"{shown(key)} declares {count} elements; {self._left} bytes follow, and {self._elements} are allowed"
+                f"{shown(key)} declares {count} elements; {self._left} bytes follow, and {most} are allowed"
             )
         self._elements -= count
-        if kind in (_TEXT, _BOOL):
-            return [self._single(kind, key) for _ in range(count)]
-        return list(struct.unpack(f"<{count}{_NUMBERS[kind][1]}", self._take(count * least, key)))
+        self._texts -= count if kind == _TEXT else 0
+        if kind == _TEXT:
+            return [self._text(key, _MOST_TEXT) for _ in range(count)]
+        raw = self._take(count * least, key)
+        if kind == _BOOL and raw.strip(b"\0\1"):
+            raise self._wrong(f"the truth values of {shown(key)} are neither 0 nor 1")
+        return list(struct.unpack(f"<{count}{_NUMBERS[kind][1]}", raw))
 
     def _listed(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and relative offset of the next tensor."""

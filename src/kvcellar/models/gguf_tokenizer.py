@@ -32,7 +32,8 @@ _NAMES = {  # in transformers, and in the file
 _IN_ORDER = ("gemma", "gemma2", "gemma3")  # architectures: merges follow from the order of tokens
 _BYTES: dict[int, str] = bytes_to_unicode()
 _ALPHABET = frozenset(_BYTES.values())
-_MOST_TOKEN = 1 << 12  # characters: merges are recovered in a time that grows with their square
+_MOST_TOKEN = 1 << 12  # characters
+_MOST_SQUARES = 1 << 26  # of characters of all tokens, if merges are recovered: the time grows with their square
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -125,6 +126,8 @@ def _check_merges(header: Header, fields: dict[str, Any]) -> None:
         needed = "merges" if kind == "gpt2" else "scores"
         if fields[needed] is None and not in_order:
             raise _wrong(header, needed, f"is missing; a tokenizer of type {kind} needs it")
+        if sum(len(token) ** 2 for token in fields["tokens"]) > _MOST_SQUARES:
+            raise _wrong(header, "merges", "is missing, and the tokens are too long to recover merges from them")
         return
     spelled = _in_bytes if kind == "gpt2" else _in_blanks if in_order else str
     known = set(map(spelled, fields["tokens"]))

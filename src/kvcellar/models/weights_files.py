@@ -23,6 +23,7 @@ from kvcellar.models.config_file import DEPTHS, read_object
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"  # of a model's MTP head, if that is not in the model's own files
+MOST_TENSORS = 1 << 20  # of all files together; a record is made for each
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -116,7 +117,10 @@ def _add(file: Path, files: ExitStack, stored: dict[str, Stored], slices: dict[s
     """Add the tensors of one more file, which `files` closes. Returns its metadata."""
     try:
         handle = files.enter_context(safe_open(file, framework="pt", backend="pread"))
-        for tensor in handle.keys():
+        names = handle.keys()
+        if len(names) > MOST_TENSORS - len(stored):
+            raise ModelRefused(f"{file.name} has {len(names)} tensors; a model may have {MOST_TENSORS} in all files")
+        for tensor in names:
             if tensor in stored:
                 raise ModelRefused(
                     f"{stored[tensor].file} and {file.name} both hold {tensor}; remove one of them, with its entry in "

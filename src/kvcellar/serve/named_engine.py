@@ -54,6 +54,10 @@ class NamedEngine:
         return self._engine.healthy
 
     @property
+    def cache_bytes(self) -> int:
+        return self._engine.cache_bytes
+
+    @property
     def adapter(self) -> str | None:
         """Of requests which name none."""
         return self._variant.adapter

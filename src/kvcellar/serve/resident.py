@@ -71,7 +71,8 @@ class Member:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Resident:
-    """An engine and its memory. `size`: reserved bytes without adapters of members."""
+    """An engine and its memory. `size`: bytes without adapters of members: those reserved for its load, then those that
+    it can use."""
 
     servable: Servable
     size: int

@@ -4,8 +4,8 @@ Decides only: the host loads and closes engines, and reports here when that is d
 
 Always true:
   * the bytes of all residents, counted from before their load until after they are closed, are at most the limit, and
-    there are at most as many residents as the limits allow. Those of an adapter are counted from before it is read
-    until it is freed;
+    there are at most as many residents as the limits allow. An engine that is there counts with what it can use of its
+    cache. The bytes of an adapter are counted from before it is read until it is freed;
   * an engine is closed, and a member removed from it, only without a lease; no lease is given on a model that is being
     loaded or closed;
   * loads wait in order of arrival. While the first one waits for memory, the models that have to leave for it get no
@@ -110,10 +110,11 @@ class Residents:
                 del self._loads[load.servable.member]
 
     def opened(self, resident: Resident, engine: ServedEngine) -> None:
-        """The engine of a resident is there; no model can be used yet."""
+        """The engine of a resident is there; no model can be used yet. What it cannot use of its cache is free."""
         with self._lock:
             assert resident.stage is Stage.LOADING
             resident.stage, resident.engine = Stage.READY, engine
+            resident.size = min(resident.size, resident.servable.weights + engine.cache_bytes)
 
     def loaded(self, load: Load, variant: Variant, now: float) -> None:
         """The model of a load that has begun. Each request that waits for it has a lease now."""
@@ -289,7 +290,7 @@ class Residents:
             assert len(self._residents) <= self.limits.max_models
             for key, one in self._residents.items():
                 assert one.key == key
-                assert one.size >= one.servable.least
+                assert one.stage is not Stage.LOADING or one.size >= one.servable.least
                 assert (one.engine is not None) == one.ready or one.stage is Stage.CLOSING
                 for name, member in one.members.items():
                     self._check_member(name, member, one)

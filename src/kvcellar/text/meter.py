@@ -1,7 +1,7 @@
 """meter: counts the resources that one run of a chat template uses, and raises when they exceed its caps."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -12,7 +12,7 @@ from kvcellar.pace import Pace
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Limits for rendering one conversation. Characters are Unicode code points."""
+    """Limits for rendering one conversation. Characters are Unicode code points, bytes those of Python's values."""
 
     messages: int = 10_000
     message_chars: int = 2**23  # all strings of the messages together
@@ -20,8 +20,8 @@ class Caps:
     marks: int = 100_000  # matches of control tokens in the messages' text
     seconds: float = 2.0  # CPU time of the rendering thread: other load on the machine does not count
     output_chars: int = 2**24
-    value_chars: int = 2**25
-    work_chars: int = 2**28
+    value_bytes: int = 2**26
+    work_bytes: int = 2**28  # of all values together
 
 
 LEAST_MESSAGE_CHARS = 2**20
@@ -34,6 +34,11 @@ def caps_for(characters: int | None, context: int) -> Caps:
     if characters is None:
         return caps
     return replace(caps, message_chars=min(caps.message_chars, max(LEAST_MESSAGE_CHARS, SPARE * context * characters)))
+
+
+ITEM = 64  # bytes of a value, without its characters or items, and of the reference to it
+PER_BIT = 2**10  # weight of a bit of a large integer: limits them to 2**16 bits, since larger ones are slow in Python
+_SMALL = 2**14  # bits; JSON has integers of 4300 digits
 
 
 class OverCaps(TemplateRuntimeError):
@@ -61,48 +66,71 @@ class Meter:
         self._pace.pause()
 
     def admit(self, size: int) -> None:
-        """Raise if a value of this size may not be created."""
-        if size > self._caps.value_chars:
-            raise OverCaps(f"asked for a value of {size} characters; {self._caps.value_chars} are allowed")
+        """Raise if a value of so many bytes may not be created."""
+        if size > self._caps.value_bytes:
+            raise OverCaps(f"asked for a value of {size} bytes; {self._caps.value_bytes} are allowed")
 
-    def made(self, value: Made) -> Made:
-        """Count a new value and return it. Raises if it is too large, or all values together are."""
-        inside = value if isinstance(value, str) else container(value)
-        self._spent += 1 if inside is None else len(inside)
-        if self._spent > self._caps.work_chars:
-            raise OverCaps(f"made more than {self._caps.work_chars} characters on the way")
+    def made(self, value: Made, *, items: bool = False) -> Made:
+        """Count a new value and return it. Raises if it is too large, or all values together are. With `items`, those
+        of a container are new, too."""
+        inside = container(value)
+        if inside is None:
+            self._spend(self.weight(value))
+        else:
+            self._spend(self.weight(value) if items else ITEM * (1 + len(inside)))
         self.admit(self.weight(value))
         return value
 
+    def iterated(self, values: Iterator[object]) -> Iterator[object]:
+        """`values`, each counted when it is made. Raises for more than a list may have."""
+        for number, value in enumerate(values, 1):
+            self.tick()
+            self.admit(number * ITEM)
+            self._spend(ITEM)
+            yield value
+
+    def _spend(self, size: int) -> None:
+        self._spent += size
+        if self._spent > self._caps.work_bytes:
+            raise OverCaps(f"made more than {self._caps.work_bytes} bytes on the way")
+
     def weight(self, value: object) -> int:
-        """Characters and items of `value` at every depth; repeated items count again. Visits each container once."""
+        """An upper bound of the bytes of `value` at every depth; repeated items count again. Visits each container
+        once."""
         if isinstance(value, str):
-            return 1 + len(value)
+            return ITEM + text_bytes(len(value), value)
+        if isinstance(value, int):
+            return ITEM if value.bit_length() < _SMALL else value.bit_length() * PER_BIT
         if (inside := container(value)) is None:
-            return 1
+            return ITEM
         if (known := self._weights.get(id(inside))) is not None:
             return known[1]
-        total = 1
+        total = ITEM
         for item in items_of(inside):
             total += self.weight(item)
-            if total > self._caps.value_chars:
+            if total > self._caps.value_bytes:
                 break
         self._weights[id(inside)] = (inside, total)
         return total
 
     def check(self) -> None:
         """Assert the invariants that hold between two operations."""
-        assert self._spent <= self._caps.work_chars
+        assert self._spent <= self._caps.work_bytes
         for inside, weight in list(self._weights.values()):
-            assert weight <= self._caps.value_chars
-            assert weight == 1 + sum(map(self.weight, items_of(cast("Container", inside))))
+            assert weight <= self._caps.value_bytes
+            assert weight == ITEM + sum(map(self.weight, items_of(cast("Container", inside))))
 
     def added(self, left: object, right: object, both: object) -> object:
         """Count `both`, which is left + right, by their weights: a list that grows in a loop is not visited again."""
         if container(both) is not None:
-            self._weights[id(both)] = (both, self.weight(left) + self.weight(right) - 1)
+            self._weights[id(both)] = (both, self.weight(left) + self.weight(right) - ITEM)
             self._weights.pop(id(left), None)
         return self.made(both)
+
+
+def text_bytes(length: int, *parts: object) -> int:
+    """An upper bound of the bytes of so many characters that come from `parts`."""
+    return length if all(part.isascii() for part in parts if isinstance(part, str)) else 4 * length
 
 
 def container(value: object) -> Container | None:

@@ -5,37 +5,44 @@ and a truncated prompt would give a wrong completion), and parts of a text can b
 `<|im_end|>` written by a user is encoded as ten characters rather than as the end of the user's message.
 
 tokenizers takes up to 425 bytes of memory for each byte of a text (measured with words of one byte; less where words
-are longer). It releases the interpreter only for batches, and cannot be interrupted. A text cannot be cut so that its
-parts have the tokens of the whole, whatever the tokenizer: a word may be as long as the text, and where it ends may
-depend on what follows. So a text is checked before it is tokenized:
+are longer). It releases the interpreter lock only for batches, and cannot be interrupted; how long a text takes depends
+on the regular expressions of the model's files, which can backtrack. A text cannot be cut so that its parts have the
+tokens of the whole, whatever the tokenizer: a word may be as long as the text, and where it ends may depend on what
+follows. So a text is checked before it is tokenized:
 
 * one that must have more tokens than the limit, by its length alone, is not tokenized at all (`LengthBound`);
 * long texts are tokenized one at a time, up to a limit in bytes; short ones beside them, `SHORTS` at a time
-  (`TokenizingLimit`).
+  (`TokenizingLimit`); every text on a thread of its own, without the interpreter lock;
+* a text that takes longer than its limit in seconds is given up: its request fails, and its thread ends by itself.
 
 Always true:
-  * all texts that are being tokenized take at most `TokenizingLimit.bytes` of memory.
+  * all texts that are being tokenized, those that were given up included, take at most `TokenizingLimit.bytes` of
+    memory, on at most `SHORTS` + 1 threads.
 """
 
 import json
 import re
 import threading
+import weakref
 from bisect import bisect_right
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer, models
 
-from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
 
-RELEASE_ABOVE = 4096  # bytes of text; fewer are tokenized within milliseconds, without releasing the interpreter
+RELEASE_ABOVE = 4096  # ids; fewer are decoded within milliseconds, without releasing the interpreter lock
 MOST_BYTES = 2**31  # of one text, where there is no other limit
 BYTES_PER_BYTE = 448  # of memory, for a byte of text while it is tokenized
 SHORT = 16 * 2**10  # bytes of text
 SHORTS = 4  # short texts at the same time
+PATIENCE = 10.0  # seconds that any text may take
+LEAST_SPEED = 50_000  # bytes of text in each further second; tokenizers do 20 times as much
 COMPOSED = 4  # the most characters that Unicode's composition (NFC, NFKC) merges into one, as in U+1F82
 
 
@@ -59,6 +66,11 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._ordinary = Tokenizer(tokenizer.model)  # the same model, without added tokens and post-processing
+        if tokenizer.normalizer is not None:
+            self._ordinary.normalizer = tokenizer.normalizer
+        if tokenizer.pre_tokenizer is not None:
+            self._ordinary.pre_tokenizer = tokenizer.pre_tokenizer
         self._add_special = add_special
         self.end_ids = frozenset(end_ids)
         self.special_tokens: Mapping[str, str] = MappingProxyType(dict(special_tokens or {}))
@@ -69,22 +81,30 @@ class TextTokenizer:
         )
         self.added = MappingProxyType({about.content: token for token, about in added.items()})  # text -> id
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.decoder_steps = _steps(tokenizer.decoder, "decoders")
+        self.decoder_steps = steps_of(tokenizer.decoder, "decoders")
         self._by_bytes = [step["type"] for step in self.decoder_steps if step["type"] != "Fuse"] == ["ByteLevel"]
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in self.decoder_steps)
         self.bound = length_bound(tokenizer)
         self.limit = TokenizingLimit(most_bytes)
 
     def encode(
-        self, text: str, *, special: bool | None = None, param: str = "prompt", limit: int | None = None
+        self,
+        text: str,
+        *,
+        special: bool | None = None,
+        param: str = "prompt",
+        limit: int | None = None,
+        patience: float = PATIENCE,
     ) -> list[int]:
         """The ids of `text`. `special`: add begin- and end-of-text (None: `add_special`).
 
         Raises `PromptTooLong` for more than `limit` tokens (None: any number), without tokenizing where the length of
-        the text implies that; and `BadRequest`, naming `param`, for text that is not Unicode, or too long to tokenize.
+        the text implies that; `BadRequest`, naming `param`, for text that is not Unicode, or too long to tokenize, and
+        its subclass `TextTooSlow` for text that takes longer than `patience` seconds and one for each `LEAST_SPEED`
+        bytes; `Overloaded` while the texts that were given up take all threads; `TokenizerFailed`.
         """
         add = self._add_special if special is None else special
-        with self._encoding(text, param, limit, special=add, offsets=False) as encoding:
+        with self._encoding(text, param, limit, special=add, offsets=False, patience=patience) as encoding:
             return encoding.ids
 
     def encode_marked(self, text: str, marks: Sequence[int], *, limit: int | None = None) -> list[int]:
@@ -122,21 +142,20 @@ class TextTokenizer:
 
     @contextmanager
     def _encoding(
-        self, text: str, param: str, limit: int | None, *, special: bool, offsets: bool
+        self, text: str, param: str, limit: int | None, *, special: bool, offsets: bool, patience: float = PATIENCE
     ) -> Generator[Encoding]:
         """The tokenizer's encoding of `text`, whose memory counts as taken within the block.
 
-        The interpreter is released only for batches, so a long text is encoded as one.
+        The interpreter lock is released only for batches, so a text is encoded as one.
         """
         self.check_length(text, limit)
         size = check_unicode(text, param)
-        with self.limit.taken(size, param):
-            if size <= RELEASE_ABOVE:
-                found = self._tokenizer.encode(text, add_special_tokens=special)
-            elif offsets:
-                found = self._tokenizer.encode_batch([text], add_special_tokens=special)[0]
-            else:
-                found = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+
+        def encoded() -> Encoding:
+            batch = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
+            return batch([text], add_special_tokens=special)[0]
+
+        with self.limit.result(size, param, encoded, patience) as found:
             if limit is not None and len(found) > limit:
                 raise PromptTooLong(len(found), limit, "the model's context")
             yield found
@@ -146,7 +165,9 @@ class TextTokenizer:
         for token in ids:
             if not 0 <= token < 2**32:
                 raise BadRequest(f"{token} is not a token id; they are 0 to {self.vocab_size - 1}", "ids")
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+        if len(ids) <= RELEASE_ABOVE:
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)[0]
 
     def written(self, token: int) -> str | None:
         """The entry of the vocabulary, which is not decoded; None if there is no such token."""
@@ -185,10 +206,15 @@ class TextTokenizer:
 
     def _plain(self, text: str) -> list[int]:
         """The ids of ordinary text: without added tokens and post-processing."""
-        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
-        text = text if normalizer is None else normalizer.normalize_str(text)
-        parts = [text] if splitter is None else [part for part, _ in splitter.pre_tokenize_str(text)]
-        return [token.id for part in parts for token in self._tokenizer.model.tokenize(part)]
+
+        def encoded() -> list[int]:
+            return self._ordinary.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+        with self.limit.result(len(text.encode()), "messages", encoded) as ids:
+            return ids
+
+
+T = TypeVar("T")
 
 
 def check_unicode(text: str, param: str) -> int:
@@ -212,26 +238,124 @@ def _byte_level(written: str) -> bytes:
         return written.encode()
 
 
+class _Job(Generic[T]):
+    """One text. Calls `release` when both its thread and the caller are done with it."""
+
+    def __init__(self, work: Callable[[], T], release: Callable[[], None]) -> None:
+        self._work, self._release = work, release
+        self._lock, self._holders, self._ended = threading.Lock(), 2, threading.Event()
+        self._found: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._found.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller; a panic is no Exception
+            self._error = error
+        self._ended.set()
+        self.leave()
+
+    def wait(self, seconds: float) -> bool:
+        return self._ended.wait(seconds)
+
+    def result(self) -> T:
+        """Raises `TokenizerFailed`."""
+        if self._error is not None:
+            raise TokenizerFailed(f"the tokenizer of the model failed: {self._error}") from self._error
+        return self._found[0]
+
+    def leave(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            last = self._holders == 0
+        if last:
+            self._found.clear()
+            self._release()
+
+
+class _Lane:
+    """Threads for `width` texts at a time. Those that were given up, and whose threads have not ended, are `stuck`.
+
+    Always true: a job that entered has a thread of its own, at once.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width, self._taken, self._stuck = width, 0, 0
+        self._started: int = 0  # threads
+        self._changed = threading.Condition()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        weakref.finalize(self, self._end, self._jobs, width)
+
+    def enter(self, seconds: float) -> bool:
+        """Whether there was room within so many seconds. At once False while all room is taken by what is stuck."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken < self._width or self._stuck == self._width, seconds)
+            if self._taken == self._width:
+                return False
+            if self._taken == self._started:
+                threading.Thread(target=self._work, args=(self._jobs,), name="kvcellar-tokenize", daemon=True).start()
+                self._started += 1
+            self._taken += 1
+            return True
+
+    def push(self, run: Callable[[], None]) -> None:
+        self._jobs.put(run)
+
+    def give_up(self) -> None:
+        with self._changed:
+            self._stuck += 1
+            self._changed.notify_all()
+
+    def leave(self, *, stuck: bool) -> None:
+        with self._changed:
+            self._taken -= 1
+            self._stuck -= stuck
+            self._changed.notify_all()
+
+    @staticmethod
+    def _work(jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
+        while (run := jobs.get()) is not None:
+            run()
+            del run  # its text is not kept until the next one comes
+
+    @staticmethod
+    def _end(jobs: "SimpleQueue[Callable[[], None] | None]", width: int) -> None:
+        for _ in range(width):
+            jobs.put(None)
+
+
 class TokenizingLimit:
-    """Bounds the memory of texts that are being tokenized, by making threads wait for each other."""
+    """Bounds the memory and the threads of texts that are being tokenized, by making them wait for each other."""
 
     def __init__(self, most: int) -> None:
         """`most`: bytes of the longest text, in UTF-8."""
         self.most, self.bytes = most, bytes_for(most)
-        self._long, self._short = threading.Lock(), threading.BoundedSemaphore(SHORTS)
+        self._long, self._short = _Lane(1), _Lane(SHORTS)
 
     @contextmanager
-    def taken(self, size: int, param: str) -> Generator[None]:
-        """Take memory for a text of `size` bytes within the block. Raises `BadRequest`, naming `param`, if it is more
-        than there is."""
+    def result(self, size: int, param: str, work: Callable[[], T], patience: float = PATIENCE) -> Generator[T]:
+        """The result of `work`, which tokenizes a text of `size` bytes on a thread of its own; its memory is taken
+        until the block ends. Raises what `TextTokenizer.encode` raises, with `param` as the field."""
         if size > self.most:
             raise BadRequest(
                 f"{param} has {size} bytes of text; at most {self.most} are tokenized at once. Send less, or token ids",
                 param,
                 hint="Or raise text_bytes.",
             )
-        with self._short if size <= SHORT else self._long:
-            yield
+        lane, seconds = self._short if size <= SHORT else self._long, patience + size / LEAST_SPEED
+        if not lane.enter(seconds):
+            raise Overloaded("the tokenizer of the model is busy with texts that take very long; try again later")
+        given_up = False
+        job = _Job(work, lambda: lane.leave(stuck=given_up))
+        lane.push(job.run)
+        try:
+            if not job.wait(seconds):
+                given_up = True
+                lane.give_up()
+                raise TextTooSlow(param, size, seconds)
+            yield job.result()
+        finally:
+            job.leave()
 
 
 def bytes_for(most: int) -> int:
@@ -264,8 +388,8 @@ class LengthBound:
 def length_bound(tokenizer: Tokenizer) -> LengthBound:
     """The bound of `tokenizer`, by its parts. Unknown parts have none."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    splitters = _steps(tokenizer.pre_tokenizer, "pretokenizers")
-    normalizers = _steps(tokenizer.normalizer, "normalizers")
+    splitters = steps_of(tokenizer.pre_tokenizer, "pretokenizers")
+    normalizers = steps_of(tokenizer.normalizer, "normalizers")
     strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
     by_bytes = any(step["type"] == "ByteLevel" for step in (*splitters, *normalizers))
     if strips or not vocabulary or not _keeps_unknown(tokenizer.model, vocabulary, by_bytes=by_bytes):
@@ -279,12 +403,14 @@ def length_bound(tokenizer: Tokenizer) -> LengthBound:
     return LengthBound(reach)
 
 
-def _steps(part: Any, inner: str) -> list[dict[str, Any]]:
+def steps_of(part: Any, inner: str) -> list[dict[str, Any]]:
     """The steps of a part of a tokenizer, flattened. One written in Python has no state to read, and raises."""
-    if part is None:
-        return []
-    waiting: list[dict[str, Any]] = [json.loads(part.__getstate__())]
-    steps: list[dict[str, Any]] = []
+    return [] if part is None else flattened(json.loads(part.__getstate__()), inner)
+
+
+def flattened(described: dict[str, Any], inner: str) -> list[dict[str, Any]]:
+    """The same of a part as `tokenizer.json` describes it."""
+    waiting, steps = [described], list[dict[str, Any]]()
     while waiting:
         step = waiting.pop(0)
         if step["type"] == "Sequence":

@@ -25,7 +25,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run
 from kvcellar.prefix.node import TOKEN, Node, key_of, path_digest, root_of
-from kvcellar.prefix.why import NAME
+from kvcellar.prefix.why import NAME, path_key
 from kvcellar.snapshot import requested
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class _Walk:
         """What tiers have of the text of a leaf, and so of the entries that it continues."""
         if (store := self._built.loop.manager.store) is None:
             return
-        chain = store.catalogue.whole(root_of(leaf).namespace, _key(leaf))
+        chain = store.catalogue.whole(root_of(leaf).namespace, path_key(leaf, leaf.end))
         where = [(one.span, store.locations.of(one.key)) for one in chain]
         while index is not None:
             entry = self.entries[index]
@@ -289,15 +289,6 @@ def name_of(node: Node) -> str:
 
 def _used(node: Node) -> int:
     return node.use.at if node.use is not None else 0
-
-
-def _key(node: Node) -> bytes:
-    """The tokens up to the end of a node."""
-    parts: list[bytes] = []
-    while node.parent is not None:
-        parts.append(node.edge)
-        node = node.parent
-    return b"".join(reversed(parts))
 
 
 def _live(request: Request) -> LiveRequest:

@@ -92,6 +92,15 @@ class Use:
     lost: Hashable = None  # what tells the tokens that were evicted since, if any
 
 
+@dataclass(slots=True)
+class NodeBlocks:
+    """The hashes of the blocks (see `blocks`) that end in the tokens of a node, and in which epoch they were last
+    published; -1: never."""
+
+    hashes: "array[int]"
+    epoch: int = -1
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """Tokens [start,end) of all sequences below it. A root has a namespace, but no claim and no edge."""
@@ -110,6 +119,7 @@ class Node:
     retention: Retention = DEFAULT
     lease: Lease | None = None
     hashed: blake2b | None = None  # the state of `path_digest` at the end, where it was needed
+    blocks: NodeBlocks | None = None  # where the tree is watched by one that publishes blocks
 
     @property
     def end(self) -> int:
@@ -138,6 +148,14 @@ class Watch(Protocol):
 
     def lost(self, node: Node, start: int) -> None:
         """A node is about to lose its tokens from `start` on."""
+        ...
+
+    def parted(self, above: Node, node: Node) -> None:
+        """The first tokens of a node are those of a new one above it."""
+        ...
+
+    def joined(self, node: Node, child: Node) -> None:
+        """The only child of a node is about to get its tokens."""
         ...
 
 
@@ -222,6 +240,13 @@ def below(root: Node) -> Iterator[Node]:
         node = rest.pop()
         yield node
         rest += node.children.values()
+
+
+def upwards(node: Node | None) -> Iterator[Node]:
+    """A node and those above it, but for the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def root_of(node: Node) -> Node:

@@ -230,6 +230,8 @@ class Tree(Lookup):
         for at in [at for at in node.checkpoints if at <= pos]:
             kept = above.checkpoints[at] = node.checkpoints.pop(at)
             kept.node = above
+        if self._watch is not None:
+            self._watch.parted(above, node)
         return above
 
     def _merge(self, node: Node) -> None:
@@ -242,6 +244,8 @@ class Tree(Lookup):
         alike = child.retention == node.retention and child.use.kind == node.use.kind
         if child.users != node.users or not alike:
             return
+        if self._watch is not None:
+            self._watch.joined(node, child)
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child

@@ -230,16 +230,21 @@ class Lookup:
 
     def nodes(self) -> Iterator[Node]:
         """All but the roots, parents before children."""
-        for root in self._roots.values():
-            yield from below(root)
+        return below(child for root in self._roots.values() for child in root.children.values())
 
 
-def below(root: Node) -> Iterator[Node]:
-    rest = list(root.children.values())
+def below(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Nodes and those below them, parents before children. The tree may change between two of them: what was removed
+    is passed, and children are those that a node has when it was passed. Each costs the same, but for a copy of its
+    references to children."""
+    rest = [iter(list(nodes))]
     while rest:
-        node = rest.pop()
+        if (node := next(rest[-1], None)) is None:
+            rest.pop()
+            continue
         yield node
-        rest += node.children.values()
+        if node.children:
+            rest.append(iter(list(node.children.values())))
 
 
 def upwards(node: Node | None) -> Iterator[Node]:

@@ -225,7 +225,7 @@ def _no_token(best: float, sampler: Sampler, pos: int) -> NoToken:
 def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """`raw` [R,V] with biases, penalties and forbidden tokens applied, float32; `raw` itself if no row needs any."""
     biased = {row: biases for row, one in enumerate(samplers) if (biases := one.biases())[0]}
-    penalised = [row for row, one in enumerate(samplers) if one.seen_ids]
+    penalised = [row for row, one in enumerate(samplers) if one.seen_ids or one.prompt_seen()]
     ending = {row: boost for row, one in enumerate(samplers) if (boost := one.end_boost())}
     forbidden = {row: ids for row, one in enumerate(samplers) if (ids := one.forbidden())}
     constrained = any(one.matcher is not None for one in samplers)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcellar.engine")
 
 LEAST_SCORED = 8  # rows
+SCORES_BESIDE = 1 << 21  # scores of prompts that a step computes in which others decode: about 20 ms of a CPU
 TORCH = os.getpid()  # the process that imported torch
 
 
@@ -241,6 +242,7 @@ def _running(
         step_tokens=settings.step_tokens,
         draft=drafting.propose,
         scored=scored,
+        scored_beside=max(LEAST_SCORED, SCORES_BESIDE // intake.vocab_size),
     )
     loop = Loop(manager, scheduler, context=context, threads=threads.count, device=device)
     runner = Runner(

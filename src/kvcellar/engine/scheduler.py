@@ -141,10 +141,13 @@ class Scheduler:
         step_tokens: int,
         draft: Draft = no_drafts,
         scored: int = SCORED,
+        scored_beside: int = SCORED,
     ) -> None:
         """`draft` makes drafts for completions in decode, up to so many for each, and returns how many each has.
-        `scored`: the most rows of prompts of which a step has the logits."""
+        `scored`: the most rows of prompts of which a step has the logits, `scored_beside` those of one in which others
+        decode."""
         self._manager, self._layouts, self._draft, self._scored = manager, dict(layouts), draft, scored
+        self._scored_beside = min(scored, scored_beside)
         self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
@@ -247,7 +250,9 @@ class Scheduler:
         """How many of its next tokens a step can compute, where their logits are read."""
         if not (rows := completion.scored(tokens)):
             return tokens
-        left = self._scored - sum(len(one.completion.scored(one.tokens)) for one in step.scheduled)
+        decodes = any(one.completion.status is Status.DECODE for one in step.scheduled)
+        most = self._scored_beside if decodes else self._scored
+        left = most - sum(len(one.completion.scored(one.tokens)) for one in step.scheduled)
         return tokens if len(rows) <= left else rows.start + max(0, left)
 
     def preempt_youngest(self, completion: Completion) -> bool:

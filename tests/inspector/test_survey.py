@@ -246,6 +246,17 @@ def test_last_requests_are_bounded_in_number_and_tokens():
         assert [one.number for one in last if one.text is not None] == kept
 
 
+def test_a_way_is_the_same_in_slices_of_any_size(engine, monkeypatch) -> None:
+    for end in range(10, 38, 3):  # each leaves a node: the next one goes on in another way
+        engine.generate([*FIRST[:end], 90 + end % 2], max_tokens=1, temperature=0)
+    engine.generate(FIRST, max_tokens=1, temperature=0)
+    number = ended(engine, 11).ended[0].number
+    whole = survey(engine).way(number)
+    assert len(whole.entries) > 5
+    monkeypatch.setattr("kvcellar.engine.survey.PARTS", 2)
+    assert survey(engine).way(number) == whole
+
+
 class Tables:
     """The claims of a tree whose nodes hold no cells."""
 

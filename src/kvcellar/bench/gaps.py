@@ -9,9 +9,9 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -93,21 +93,23 @@ BESIDE: Mapping[str, Callable[[Beside], None]] = MappingProxyType(
         ),
         "n of 63": lambda beside: beside.generate(beside.prompt(1000), n=63, max_tokens=16),
         "63 sharing": _share,
-        "kv events": lambda beside: beside.generate(beside.prompt(12_000)),
         "readers": _read,
+        "kv events": lambda beside: beside.generate(beside.prompt(12_000)),
     }
 )
 SETTINGS: Mapping[str, EngineOptions] = MappingProxyType({"kv events": {"kv_events": "tcp://127.0.0.1:*"}})
 
 
-def measure(extent: Extent, *, threads: int = 1, names: tuple[str, ...] = tuple(BESIDE)) -> Iterator[tuple[str, Gap]]:
-    """Of each of `names`, with an engine of its own."""
+def measure(extent: Extent, *, threads: int = 1, names: Sequence[str] = tuple(BESIDE)) -> Iterator[tuple[str, Gap]]:
+    """Of each of `names`. Those that follow each other with the same settings have one engine."""
     with tempfile.TemporaryDirectory() as directory:
         write(extent.size, Path(directory))
-        for name in names:
-            options: EngineOptions = {"cache_bytes": CACHE_BYTES, "threads": threads, **SETTINGS.get(name, {})}
+        for settings, some in groupby(names, lambda name: SETTINGS.get(name, {})):
+            options: EngineOptions = {"cache_bytes": CACHE_BYTES, "threads": threads, **settings}
             with Engine(directory, **options) as engine:
-                yield name, _gap(Beside(engine, extent), BESIDE[name])
+                beside = Beside(engine, extent)
+                for name in some:
+                    yield name, _gap(beside, BESIDE[name])
 
 
 def _gap(beside: Beside, act: Callable[[Beside], None]) -> Gap:

@@ -139,8 +139,9 @@ class Contents:
         disk, store = self._needed(), self._store
         own = store.identity
         found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher, self._check)
-        learned = disk.entries()
-        self._loop.call(lambda: store.learn(disk.name, learned), changes="learning what was imported")
+        learned = sorted(disk.entries(), key=lambda one: one.snapshot.span.start)  # those that others continue first
+        for some in (learned[at : at + SLICE] for at in range(0, len(learned), SLICE)):
+            self._loop.call(lambda some=some: store.learn(disk.name, some), changes="learning what was imported")
         return found
 
     def _check(self, snapshot: Snapshot) -> None:

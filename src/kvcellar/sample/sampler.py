@@ -250,9 +250,11 @@ class _NGrams:
         self._own: dict[tuple[int, ...], Followers] = {}
         self._shared: tuple[dict[tuple[int, ...], Followers], ...] = ()  # by forks, which only read them
         before = zip(*(prompt[at:] for at in range(self._back)), strict=False) if self._back else repeat(())
+        index = self._own
         for key, token in zip(before, prompt[self._back :], strict=False):
-            _add(self._own, key, token)
-        self._shared, self._own = (self._own,), {}
+            if index.setdefault(key, token) != token:  # most are new: a long prompt has many
+                _add(index, key, token)
+        self._shared, self._own = (index,), {}
 
     def fork(self) -> "_NGrams":
         """The fork reads what this one has added itself, too, so it is of use until this one changes; if this one has
@@ -278,10 +280,8 @@ class _NGrams:
 
 
 def _add(index: dict[tuple[int, ...], Followers], key: tuple[int, ...], token: int) -> None:
-    found = index.get(key)
-    if found is None:
-        index[key] = token
-    elif isinstance(found, dict):
+    found = index.setdefault(key, token)
+    if isinstance(found, dict):
         found[token] = None
     elif found != token:
         index[key] = {found: None, token: None}

@@ -270,8 +270,9 @@ class Tables:
 
 @pytest.mark.parametrize("shape", ["flat", "bushy"])
 def test_a_slice_of_a_picture_looks_at_a_bounded_number_of_nodes(shape, monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.engine.survey.LOOKS", 32)
-    for nodes in (300, 3000):
+    monkeypatch.setattr("kvcellar.engine.survey.TURNS", 4)
+    monkeypatch.setattr("kvcellar.engine.survey.CHILDREN", 32)
+    for nodes in (300, 12_000):
         if shape == "bushy":
             tree = bushy(nodes)
         else:
@@ -283,9 +284,9 @@ def test_a_slice_of_a_picture_looks_at_a_bounded_number_of_nodes(shape, monkeypa
         built: Any = SimpleNamespace(loop=SimpleNamespace(manager=manager), memory=SimpleNamespace(claims=Tables()))
         made: list[_Walk] = []
         assert lines(lambda built=built, made=made: made.append(_Walk(built, NODES))) < 50
-        going = [True]
+        going, most = [True], 4 * (80 + 2 * (NODES + 32)) + 6 * NODES  # a turn ranks children; the best become places
         while going[-1]:
-            assert lines(lambda walk=made[0], going=going: going.append(walk.go_on(float("inf")))) <= 32 * 60
+            assert lines(lambda walk=made[0], going=going: going.append(walk.go_on(float("inf")))) <= most
         assert len(made[0].entries) == min(NODES, len(list(tree.nodes())))
         roots = [entry for entry in made[0].entries if entry.parent is None]
         assert [entry.start for entry in roots] == [0] * len(roots)

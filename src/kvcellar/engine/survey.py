@@ -5,14 +5,14 @@
     survey.entry(name), survey.way(number)
 
 All methods may be called from any thread but the engine's. Between two steps of requests they take a slice of at most
-about `SECONDS` seconds of the engine's thread, and `LOOKS` nodes; what the tree has in a slice is as it was then, and
+about `SECONDS` seconds of the engine's thread, and `TURNS` turns; what the tree has in a slice is as it was then, and
 what requests have is as it was in the last one. Without a caller nothing is done for this.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nlargest
 from itertools import count, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -31,7 +31,7 @@ from kvcellar.snapshot import requested
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
 
-SECONDS, LOOKS = 0.002, 2048  # of a slice, and the nodes that it looks at
+SECONDS, TURNS, CHILDREN = 0.002, 64, 512  # of a slice; an entry or so many children are looked at in a turn
 PARTS = 32  # entries of a way that are looked at in a slice
 NODES, LIVE = 400, 100
 BEGINNING = 16  # tokens of an entry
@@ -119,8 +119,8 @@ class _Walk:
         self._looking = self._looks()
 
     def go_on(self, until: float) -> bool:
-        """Look at some nodes, at least one and at most `LOOKS`. False at the end."""
-        for _ in range(LOOKS):
+        """Take some turns, at least one and at most `TURNS`. False at the end."""
+        for _ in range(TURNS):
             if self._tree is not self._built.loop.manager.prefixes.tree:  # an error replaces the tree
                 return False
             if next(self._looking, self) is self:
@@ -130,7 +130,7 @@ class _Walk:
         return True
 
     def _looks(self) -> Iterator[None]:
-        """Looks at a node for each turn, at the children of a node before any of these is an entry."""
+        """An entry for each turn, or a part of the children of a node, before any of these is an entry."""
         for root in self._tree.roots():
             yield from self._enter(root, None)
         while self._rest and len(self.entries) < self._most:
@@ -142,10 +142,13 @@ class _Walk:
             yield
 
     def _enter(self, node: Node, parent: int | None) -> Iterator[None]:
-        """Its children. Costs their number, in turns."""
-        for child in list(node.children.values()):
-            heappush(self._rest, (-_used(child), next(self._order), _Place(child, parent)))
+        """Its children, `CHILDREN` for each turn."""
+        children, best = list(node.children.values()), list[Node]()
+        for at in range(0, len(children), CHILDREN):
+            best = nlargest(self._most, best + children[at : at + CHILDREN], key=_used)
             yield
+        for child in best:
+            heappush(self._rest, (-_used(child), next(self._order), _Place(child, parent)))
 
     def _look(self, place: _Place) -> None:
         node, index = place.node, len(self.entries)

@@ -11,6 +11,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
 from kvcellar.bench import run as bench
 from kvcellar.bench.attention import TINY_CASES
+from kvcellar.bench.gaps import BESIDE
 from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.bench.profile import PARTS, RECORDED, profile
@@ -20,6 +21,7 @@ from kvcellar.bench.run import (
     BOOKKEEPING,
     DRAFTS,
     FRAGMENTED,
+    GAPS,
     LINEAR,
     NAMES,
     OTHER_KINDS,
@@ -85,6 +87,7 @@ ALONE = (
         TWO_MODELS,
         STRUCTURED,
         SERVE_LOAD,
+        GAPS,
         OTHER_KINDS,
     ),
     LINEAR,
@@ -125,6 +128,17 @@ def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
     assert last["results"] == {}
     assert list(last["bookkeeping"]["step_ms"]) == ["1000", "10000"]
     assert len(table) == 2
+
+
+def test_gaps_are_measured_beside_each_of_what_others_do(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("zmq")
+    table, last = measured(capsys, only=GAPS)
+    assert list(last["gaps"]) == list(BESIDE)
+    assert [row[:16].strip() for row in table] == list(BESIDE)
+    for gap in last["gaps"].values():
+        assert 0 <= gap["cpu_ms"]
+        assert 0 < gap["gap_ms"] <= 1e3 * gap["seconds"] + 1e4
+        assert gap["tokens"] >= 1
 
 
 def test_attention_is_timed_for_each_case(capsys: pytest.CaptureFixture[str]):

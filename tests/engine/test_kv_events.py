@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -16,15 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.kv_events import MEDIA, Mirror
-from kvcellar.prefix.blocks import START, blocks_of
+from kvcellar.engine.kv_events import MEDIA, KvEvents, Mirror
+from kvcellar.prefix.blocks import START, TreeBlocks, blocks_of
 from kvcellar.prefix.node import TOKEN, Node, key_of, root_of
-from kvcellar.prefix.tree import Tree
+from kvcellar.prefix.tree import LEAST, Tree
 from kvcellar.prefix.why import path_key
 from kvcellar.snapshot import Snapshot
 from kvcellar.spans import Span
 from tests.engine.mixes import bytes_for, small_engine, tokens
-from tests.prefix.test_tree import ACTION, World
+from tests.prefix.claims import TokenClaims
+from tests.prefix.test_tree import ACTION, Run, World
 from tests.zoo import ARCHS
 
 GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
@@ -117,33 +119,40 @@ def as_sent(events: list[Any]) -> list[Any]:
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=9), max_size=5), st.integers(1, 4), st.sampled_from(["", "n"]))
 def test_blocks_of_parts_are_those_of_the_whole(parts, size, namespace) -> None:
-    place, found = START, []
+    place, found, key = START, [], b""
     for part in parts:
+        before = place.last
         blocks, place = blocks_of(namespace, place, key_of(part), size)
-        found += blocks
-    whole = [token for part in parts for token in part]
-    assert found == blocks_of(namespace, START, key_of(whole), size)[0]
-    assert [block.end for block in found] == list(range(size, len(whole) + 1, size))
-    assert [token for block in found for token in block.tokens] == whole[: len(found) * size]
-    assert [block.parent for block in found[:1]] == [None] * len(found[:1])
-    other = blocks_of(namespace + "x", START, key_of(whole), size)[0]
-    assert not {block.hash for block in found} & {block.hash for block in other}, "another namespace"
+        assert blocks.parent == before == (found[-1] if found else None)
+        assert len(blocks.key) == len(blocks.hashes) * size * TOKEN
+        found, key = found + blocks.hashes, key + blocks.key
+    whole = key_of(token for part in parts for token in part)
+    assert (None, found, key) == blocks_of(namespace, START, whole, size)[0]
+    assert len(found) == len(whole) // (size * TOKEN)
+    assert whole.startswith(key)
+    assert not set(found) & set(blocks_of(namespace + "x", START, whole, size)[0].hashes), "another namespace"
 
 
 class Watched(World):
     """A world whose tree is published to a subscriber."""
 
     def watch(self, size: int) -> "Watched":
-        self.subscriber = Subscriber()
+        self.subscriber, self.blocks, self.epoch = Subscriber(), TreeBlocks(size), 0
+        self.parted, self.joined = self.blocks.parted, self.blocks.joined
         self.mirror = Mirror(size, lambda events: self.subscriber.apply(as_sent(events)))
         self.tree = Tree(self.claims, anywhere=self.anywhere, watch=self)
         return self
 
     def gained(self, node: Node, start: int) -> None:
-        self.mirror.gained(root_of(node).namespace, path_key(node, node.end), start)
+        for blocks in self.blocks.gained(node, start, self.epoch):
+            self.mirror.gained(root_of(node).namespace, blocks)
 
     def lost(self, node: Node, start: int) -> None:
-        self.mirror.lost(root_of(node).namespace, path_key(node, node.end), start)
+        self.mirror.lost(self.blocks.lost(node, start))
+
+    def forget(self) -> None:
+        self.epoch += 1
+        self.mirror.clear()
 
 
 @pytest.mark.parametrize("anywhere", [True, False])
@@ -154,13 +163,75 @@ def test_a_subscriber_knows_the_full_blocks_of_the_tree(anywhere, actions, size)
         world.play(action)
         world.mirror.flush()
         assert world.subscriber.known() == full(world.held()[0], size)
-    for space in ("", "b"):
-        world.tree.discard(world.tree.root(space), 1000)
+    while any(world.tree.discarding(world.tree.roots())):
+        pass
     world.mirror.flush()
     assert world.subscriber.known() == full(world.held()[0], size)
     world.mirror.device_cleared()
     world.mirror.flush()
     assert not world.subscriber.blocks
+
+
+@given(actions=st.lists(st.one_of(ACTION, st.none()), max_size=20), size=st.integers(1, 3))
+def test_after_all_was_forgotten_blocks_come_back_with_what_continues_them(actions, size) -> None:
+    """None: what was published is forgotten. Subscribers never have a block that is not there, nor one without those
+    before it; and they have all that the last request, which is new, continues."""
+    world = Watched(anywhere=True).watch(size)
+    for action in actions:
+        world.forget() if action is None else world.play(action)
+        world.mirror.flush()
+        assert world.subscriber.known() <= full(world.held()[0], size)
+    world.play(Run("", [(1,), (0, 1, 1), (7,) * size], [], [], keep=True))
+    world.mirror.flush()
+    text = (1, 0, 1, 1, *(7,) * size)
+    whole = {("", text[:n]) for n in range(size, len(text) + 1, size)}
+    assert whole <= world.subscriber.known() <= full(world.held()[0], size)
+
+
+def grow(tree: Tree, claims: TokenClaims, seed: int, *, tokens: int = 4000, chunk: int = 100) -> None:
+    """A prompt is read in chunks, and evicted in parts."""
+    text = [seed, *range(10, 9 + tokens)]
+    root = tree.root("")
+    node = tree.lock(root, tree.match(root, key_of(text), tokens - 1))
+    for end in range(chunk, tokens + 1, chunk):
+        claim = claims.make(text[:end], end - chunk, set())
+        node, _ = tree.insert(root, key_of(text[:end]), claim, end - chunk, node)
+    tree.unlock(node)
+
+
+def test_each_token_is_hashed_and_queued_once_in_whatever_chunks_it_is_computed(monkeypatch) -> None:
+    hashed: list[int] = []
+
+    def counted(data: bytes = b"", **how: Any) -> Any:
+        hashed.append(len(data))
+        return blake2b(data, **how)
+
+    world, size, tokens = Watched(anywhere=True).watch(16), 16, 4000
+    monkeypatch.setattr("kvcellar.prefix.blocks.blake2b", counted)
+    queued: list[int] = []
+    monkeypatch.setattr(world.mirror, "gained", lambda namespace, blocks: queued.append(len(blocks.key)))
+    grow(world.tree, world.claims, 1, tokens=tokens)
+    assert sum(hashed) == sum(queued) == tokens // size * size * TOKEN
+    while world.tree.evict_leaf(LEAST):
+        pass
+    assert sum(hashed) == tokens // size * size * TOKEN, "what is lost was hashed already"
+
+
+def test_long_prompts_wait_to_be_published_in_as_many_bytes_as_they_have(monkeypatch) -> None:
+    monkeypatch.setattr("kvcellar.engine.kv_events.WAITING_BYTES", 2 * 4000 * TOKEN)
+    events, go_on = KvEvents("tcp://127.0.0.1:*", size=16), threading.Event()
+    try:
+        events._put(lambda: go_on.wait() and None)
+        claims = TokenClaims()
+        tree = Tree(claims, anywhere=True, watch=events)
+        for seed in (1, 2):
+            grow(tree, claims, seed)
+        assert not events.lost_changes
+        grow(tree, claims, 3)
+        assert events.lost_changes
+    finally:
+        go_on.set()
+        events.close()
 
 
 @given(st.data())

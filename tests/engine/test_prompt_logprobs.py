@@ -9,6 +9,7 @@ import pytest
 from kvcellar import BadRequest, Engine, SamplingParams
 from kvcellar.engine import prompt_rows
 from kvcellar.engine.intake import COPY_BYTES, SCORE_BYTES, TOKEN_BYTES
+from kvcellar.engine.request import Status
 from kvcellar.engine.result import Collector
 from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Delta, Done, Finished, PromptScored
@@ -134,6 +135,29 @@ def test_few_rows_of_a_step_are_scored_however_many_requests_there_are(monkeypat
         engine.generate([[first, *PROMPT] for first in range(50, 54)], max_tokens=1, prompt_logprobs=0)
         assert max(map(len, steps)) == 9
         assert sum(map(len, steps)) == 4 * len(PROMPT)
+
+
+def test_fewer_rows_of_a_step_are_scored_in_which_others_decode(monkeypatch):
+    steps = []
+    init = prompt_rows.PromptRows.__init__
+
+    def counted(self, scheduled):
+        init(self, scheduled)
+        steps.append((len(self.scored), any(one.completion.status is Status.DECODE for one in scheduled)))
+
+    monkeypatch.setattr(prompt_rows.PromptRows, "__init__", counted)
+    with small_engine("llama", step_tokens=512) as engine:
+        engine._loop.scheduler._scored, engine._loop.scheduler._scored_beside = 20, 4
+        stream = engine.stream([5, 6], max_tokens=10_000, ignore_eos=True, shift=True)
+        next(stream)
+        beside = engine.generate(PROMPT, max_tokens=1, prompt_logprobs=2, **GREEDY)
+        stream.close()
+        alone = engine.generate(PROMPT, max_tokens=1, prompt_logprobs=2, **GREEDY)
+        assert beside.prompt_logprobs == alone.prompt_logprobs
+    assert {decodes: max(rows for rows, also in steps if also is decodes) for decodes in (True, False)} == {
+        True: 4,
+        False: 20,
+    }
 
 
 def test_rows_are_scored_with_the_adapter_of_the_request(tmp_path):

@@ -4,19 +4,23 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvcellar import Engine, SamplingParams
+from kvcellar.bench.prefix import Spans, _insert, bushy
 from kvcellar.engine.request import Request
 from kvcellar.engine.result import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
 from kvcellar.engine.runner import RECENT
-from kvcellar.engine.survey import NODES, Survey
+from kvcellar.engine.survey import NODES, Survey, _Walk
 from kvcellar.errors import BadRequest
 from kvcellar.inspector.snapshot import snapshot
 from kvcellar.inspector.source import Viewer
+from kvcellar.prefix.tree import Tree
 from kvcellar.retention import RetentionOptions
+from tests.counted import lines
 from tests.engine.mixes import PATIENCE
 from tests.engine.tiered import acknowledged
 from tests.zoo import ARCHS
@@ -240,3 +244,65 @@ def test_last_requests_are_bounded_in_number_and_tokens():
                 break
             kept.append(n)
         assert [one.number for one in last if one.text is not None] == kept
+
+
+def test_a_way_is_the_same_in_slices_of_any_size(engine, monkeypatch) -> None:
+    for end in range(10, 38, 3):  # each leaves a node: the next one goes on in another way
+        engine.generate([*FIRST[:end], 90 + end % 2], max_tokens=1, temperature=0)
+    engine.generate(FIRST, max_tokens=1, temperature=0)
+    number = ended(engine, 11).ended[0].number
+    whole = survey(engine).way(number)
+    assert len(whole.entries) > 5
+    monkeypatch.setattr("kvcellar.engine.survey.PARTS", 2)
+    assert survey(engine).way(number) == whole
+
+
+class Tables:
+    """The claims of a tree whose nodes hold no cells."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Any] = {}
+        self.checkpoints: dict[int, Any] = {}
+
+    def of(self, claim: int) -> "Tables":
+        return self
+
+
+@pytest.mark.parametrize("shape", ["flat", "bushy"])
+def test_a_slice_of_a_picture_looks_at_a_bounded_number_of_nodes(shape, monkeypatch) -> None:
+    monkeypatch.setattr("kvcellar.engine.survey.TURNS", 4)
+    monkeypatch.setattr("kvcellar.engine.survey.CHILDREN", 32)
+    for nodes in (300, 12_000):
+        if shape == "bushy":
+            tree = bushy(nodes)
+        else:
+            claims = Spans()
+            tree = Tree(claims, anywhere=True)
+            for first in range(nodes):
+                _insert(tree, claims, [first, 1, 2])
+        manager = SimpleNamespace(prefixes=SimpleNamespace(tree=tree), store=None)
+        built: Any = SimpleNamespace(loop=SimpleNamespace(manager=manager), memory=SimpleNamespace(claims=Tables()))
+        made: list[_Walk] = []
+        assert lines(lambda built=built, made=made: made.append(_Walk(built, NODES))) < 50
+        going, most = [True], 4 * (80 + 2 * (NODES + 32)) + 6 * NODES  # a turn ranks children; the best become places
+        while going[-1]:
+            assert lines(lambda walk=made[0], going=going: going.append(walk.go_on(float("inf")))) <= most
+        assert len(made[0].entries) == min(NODES, len(list(tree.nodes())))
+        roots = [entry for entry in made[0].entries if entry.parent is None]
+        assert [entry.start for entry in roots] == [0] * len(roots)
+
+
+def test_what_was_selected_before_a_recovery_is_not_removed_from_the_new_tree(engine, monkeypatch) -> None:
+    engine.generate(FIRST, max_tokens=1, temperature=0)
+    contents, loop = engine.cache, engine._loop
+    forget = contents._remove_drafts
+
+    def recovered(*args: Any) -> int:
+        loop.call(lambda: loop.manager.recover([]))
+        engine.generate(FIRST, max_tokens=1, temperature=0)
+        return forget(*args)
+
+    monkeypatch.setattr(contents, "_remove_drafts", recovered)
+    assert contents.remove(prefix=FIRST[:4]).tokens == 0
+    engine.check()
+    assert engine.stats().prefixes.tokens >= len(FIRST)

@@ -1,15 +1,19 @@
 """What the prefix tree costs, counted in lines of Python that run in it: the path of a prompt, never the whole tree."""
 
 import random
+from collections.abc import Callable
 from hashlib import blake2b
+from itertools import islice
 from typing import Any
 
 import pytest
 
-from kvcellar.bench.prefix import NODE, bushy, grown
+from kvcellar.bench.prefix import NODE, Spans, _insert, bushy, grown
 from kvcellar.bench.replay import Replay, Turn, _completion
+from kvcellar.engine.prefixes import SLICE
 from kvcellar.engine.request import Completion, Status
 from kvcellar.prefix import node
+from kvcellar.prefix.listing import Walk
 from kvcellar.prefix.node import TOKEN, Kept, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import _diverging
@@ -173,3 +177,66 @@ def test_a_decoding_step_does_not_enter_the_tree() -> None:
 
     assert lines(step, below="/prefix") == 0
     assert 0 < lines(step, below="/engine/prefixes") <= 32 * 8, "some lines for each sequence"
+
+
+def flat(nodes: int) -> Tree:
+    """So many texts that differ in their first token."""
+    claims = Spans()
+    tree = Tree(claims, anywhere=True)
+    for first in range(nodes):
+        _insert(tree, claims, [first, 1, 2])
+    return tree
+
+
+SHAPES = pytest.mark.parametrize(
+    "shape", [flat, bushy, lambda nodes: grown(150 * nodes)[0]], ids=["flat", "bushy", "deep"]
+)
+
+
+@SHAPES
+def test_a_slice_of_a_listing_costs_the_same_in_a_tree_of_any_size_and_shape(shape) -> None:
+    for nodes in (300, 3000):
+        walk = Walk(shape(nodes))
+        while not walk.over:
+            assert lines(lambda walk=walk: walk.next(32)) <= 32 * 60
+
+
+def test_a_slice_of_a_listing_reads_a_bounded_number_of_tokens(monkeypatch) -> None:
+    monkeypatch.setattr("kvcellar.prefix.listing.BYTES", 10 * TOKEN)
+    walk, slices = Walk(flat(20)), 0
+    while not walk.over:
+        assert len(walk.next(100)) <= 4
+        slices += 1
+    assert slices >= 5
+
+
+@SHAPES
+def test_a_slice_of_a_removal_costs_the_same_in_a_tree_of_any_size_and_shape(shape) -> None:
+    for nodes in (300, 3000):
+        tree = shape(nodes)
+        while True:
+            removal, removed = tree.discarding(tree.roots()), 0
+            while went := counted(lambda removal=removal: list(islice(removal, 32)), 32 * 150):
+                removed += sum(went)
+            if not removed:
+                break
+        assert not list(tree.nodes())
+
+
+def counted(act: Callable[[], list[int]], most: int) -> list[int]:
+    found: list[list[int]] = []
+    assert lines(lambda: found.append(act())) <= most
+    return found[0]
+
+
+def test_the_cache_is_cleared_in_slices() -> None:
+    """Without checkpoints a slice costs its leaves."""
+    replay = Replay("full", cells=100_000, rows=0)
+    for seed in range(3 * SLICE):
+        replay.serve(Turn(some(seed, 20), [1]))
+    manager, before = replay.manager, sum(node.tokens for node in replay.manager.prefixes.tree.nodes())
+    assert lines(manager.clear_some) <= SLICE * 300
+    assert 0 < sum(node.tokens for node in manager.prefixes.tree.nodes()) < before
+    while manager.clear_some():
+        pass
+    assert not list(manager.prefixes.tree.nodes())

@@ -1,10 +1,12 @@
 """A listing has every token of the tree once, with the names that records of requests use, also in slices."""
 
+from itertools import islice
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.prefix.listing import Walk
-from kvcellar.prefix.node import key_of
+from kvcellar.prefix.listing import Listed, Walk
+from kvcellar.prefix.node import Node, key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import name_of, named
 from tests.prefix.claims import TokenClaims
@@ -24,11 +26,29 @@ def filled(texts: list[tuple[str, list[int]]]) -> Tree:
     return tree
 
 
+def rest(walk: Walk, most: int) -> list[tuple[Listed, Node]]:
+    found: list[tuple[Listed, Node]] = []
+    while not walk.over:
+        some = walk.next(most)
+        assert len(some) <= most
+        found += some
+    return found
+
+
+def discarded(tree: Tree, node: Node, most: int) -> list[int]:
+    """The tokens that went at each node, in one pass."""
+    removal, found = tree.discarding([node]), list[int]()
+    while some := list(islice(removal, most)):
+        tree.check()
+        found += some
+    return found
+
+
 @given(TEXTS, st.integers(1, 5))
 def test_every_prefix_is_in_one_entry_whatever_the_slices(texts, most) -> None:
     tree = filled(texts)
     walk = Walk(tree)
-    listed = [pair for some in iter(lambda: walk.next(most), []) for pair in some]
+    listed = rest(walk, most)
     paths: dict[tuple[str, str], tuple[int, ...]] = {("a", ""): (), ("b", ""): ()}
     seen: list[tuple[str, tuple[int, ...]]] = []
     for entry, node in listed:
@@ -52,7 +72,7 @@ def test_a_tree_that_changes_meanwhile_is_listed_without_repetition(texts, more,
     while tree.evict_leaf(2) and len(listed) < before:
         pass
     tree.check()
-    listed += [pair for some in iter(lambda: walk.next(2), []) for pair in some]
+    listed += rest(walk, 2)
     tokens = [(entry.namespace, entry.name) for entry, _ in listed]
     assert len(tokens) == len(set(tokens))
 
@@ -62,7 +82,7 @@ def test_discarding_a_subtree_leaves_the_others(texts, most) -> None:
     tree = filled([*texts, ("a", [9, 9, 9]), ("a", [9, 9, 8])])
     node = next(node for node in tree.nodes() if node.edge[:8] == key_of([9]) and node.start == 0)
     before = {(e.namespace, e.name) for e, _ in Walk(tree).next(1000) if e.tokens[0] != 9 and e.start == 0}
-    while tree.discard(node, most):
-        tree.check()
+    while any(discarded(tree, node, most)):
+        pass
     after = {(e.namespace, e.name) for e, _ in Walk(tree).next(1000) if e.start == 0}
     assert after == before

@@ -128,6 +128,13 @@ def test_ranking_is_by_score_then_by_lowest_id() -> None:
             assert order == sorted(range(VOCAB), key=lambda i: (-row[i], i))[:width]
 
 
+@given(st.integers(0, 99), st.sampled_from([1.0, 4.0, 300.0]), st.integers(1, 200))
+def test_ranking_by_scores_alone_is_that_by_keys(seed: int, scale: float, width: int) -> None:
+    scores = (random_logits(3, seed=seed) * scale).bfloat16().float()
+    scores[0, : VOCAB // 2] = scores[0].max()
+    assert torch.equal(ops.ranked(scores, width), ops._ranked_by_keys(scores, width))
+
+
 # The parameters of a row, in all mixtures.
 fields_of_rows = st.fixed_dictionaries(
     {},

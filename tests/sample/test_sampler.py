@@ -1,12 +1,15 @@
 """Samplers keep what the next draw depends on, and are forked for several completions of one prompt."""
 
 import random
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
+from tests.counted import lines
 
 FIELDS = ("params", "seed", "index", "vocab_size", "produced", "greedy", "penalised", "end_ids", "end_array")
 TABLES = ("seen_ids", "seen_counts")
@@ -82,3 +85,37 @@ def test_a_sampler_after_a_draft_equals_one_that_has_accepted_it(last_n: int) ->
     untouched.accept(79)
     assert (before.produced, before.seen_ids, before.seen_counts) == (1, untouched.seen_ids, untouched.seen_counts)
     assert before.forbidden() == untouched.forbidden()
+
+
+def of_length(tokens: int, **rules: Any) -> Sampler:
+    prompt = random.Random(2).choices(range(10, 5000), k=tokens)
+    return Sampler(SamplingParams(**rules), seed=1, index=0, prompt_ids=prompt, vocab_size=5000, end_ids=frozenset({2}))
+
+
+RULES = [
+    {"repetition_penalty": 1.2},
+    {"repetition_penalty": 1.2, "frequency_penalty": 1.0, "repeat_last_n": 50_000},
+    {"no_repeat_ngram_size": 3, "bad_words_ids": ((4, 5),)},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_a_fork_a_draft_and_a_token_cost_the_same_after_a_prompt_of_any_length(rules: dict[str, Any]) -> None:
+    def costs(tokens: int) -> list[tuple[int, int]]:
+        one = of_length(tokens, **rules)
+        acts: list[Callable[[], object]] = [lambda: one.fork(1), lambda: one.after(5), lambda: one.accept(5)]
+        return [(lines(act), allocated(act)) for act in acts]
+
+    for (few, small), (many, large) in zip(costs(100), costs(20_000), strict=True):
+        assert many <= few
+        assert large <= small + 2000, "bytes: something of the prompt was copied"
+
+
+def allocated(act: Callable[[], object]) -> int:
+    """Bytes that are in use at most while `act` runs, of those that it allocates."""
+    tracemalloc.start()
+    try:
+        act()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

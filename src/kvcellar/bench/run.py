@@ -15,6 +15,7 @@ from kvcellar.bench import (
     against,
     attention,
     drafts,
+    gaps,
     linear,
     report,
     serve_load,
@@ -52,11 +53,11 @@ TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragment
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
 OTHER_KINDS, ATTENTION, THREADS, STRUCTURED = "kinds", "attention", "threads", "structured"
-SERVE_LOAD = "serve-load"
+SERVE_LOAD, GAPS = "serve-load", "gaps"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
     *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
-    *(THREADS, STRUCTURED, SERVE_LOAD, *KINDS),
+    *(THREADS, STRUCTURED, SERVE_LOAD, GAPS, *KINDS),
 )
 PROFILES: Mapping[str, Callable[[Scale], Prompts]] = MappingProxyType(
     {
@@ -82,9 +83,9 @@ def run(
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
     `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` (or one of them),
-    `attention`, `structured`, `serve-load` and `threads` are measured only if named, because they take longer or run
-    processes. `beside` is another system whose cache is counted on the traces of `replay`. `record` is a setting of the
-    engines of `RECORDING`.
+    `attention`, `structured`, `serve-load`, `gaps` and `threads` are measured only if named, because they take longer
+    or run processes. `beside` is another system whose cache is counted on the traces of `replay`. `record` is a setting
+    of the engines of `RECORDING`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -109,6 +110,7 @@ def run(
         LINEAR: partial(run_linear, quick=quick, threads=threads),
         STRUCTURED: partial(run_structured, quick=quick),
         SERVE_LOAD: partial(run_serve_load, quick=quick),
+        GAPS: partial(run_gaps, quick=quick, threads=threads),
         OTHER_KINDS: by_kind,
         **{name: partial(by_kind, only=name) for name in KINDS},
     }
@@ -202,6 +204,17 @@ def run_serve_load(*, quick: bool = False) -> None:
     about = report.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "serve_load": found._asdict()}), flush=True)
+
+
+def run_gaps(*, quick: bool = False, threads: int = 1) -> None:
+    """Print how long a stream waits beside what others do, and the same as one line of JSON."""
+    found: dict[str, gaps.Gap] = {}
+    for name, gap in gaps.measure(gaps.SMALLEST if quick else gaps.Extent(), threads=threads):
+        found[name] = gap
+        _print([gaps.line(name, gap)])
+    about = report.about(parameters=0, threads=threads, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "gaps": {name: gap._asdict() for name, gap in found.items()}}), flush=True)
 
 
 def run_attention(*, quick: bool = False, threads: int = 1) -> None:

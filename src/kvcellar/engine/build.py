@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcellar.engine")
 
 LEAST_SCORED = 8  # rows
+SCORES_BESIDE = 1 << 21  # scores of prompts that a step computes in which others decode: about 20 ms of a CPU
 TORCH = os.getpid()  # the process that imported torch
 
 
@@ -239,6 +240,7 @@ def _running(
         step_tokens=settings.step_tokens,
         draft=drafting.propose,
         scored=_scored(capacity, intake),
+        scored_beside=max(LEAST_SCORED, SCORES_BESIDE // intake.vocab_size),
         chunks=Chunks(settings.stream_gap),
     )
     loop = Loop(manager, scheduler, siblings=intake.siblings, context=context, threads=threads.count, device=device)

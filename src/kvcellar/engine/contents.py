@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache.record import positions
 from kvcellar.engine.arguments import tokens
+from kvcellar.engine.prefixes import SLICE
 from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
 from kvcellar.engine.survey import Survey
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk
 from kvcellar.prefix.node import TOKEN, Node, key_of, key_to, root_of
+from kvcellar.prefix.tree import Tree
 from kvcellar.snapshot import Snapshot, requested
 from kvcellar.tiers import upkeep
 from kvcellar.tiers.disk import DiskTier
@@ -25,8 +27,6 @@ from kvcellar.tiers.upkeep import Imported, Readable, Verified
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
-
-SLICE = 256  # entries
 
 
 @dataclass(slots=True)
@@ -74,10 +74,15 @@ class Contents:
         """The entries of a tier that are kept longest, the most valuable first."""
         return nlargest(most, self.listed(tier), key=lambda one: one["value"])
 
+    @property
+    def _tree(self) -> Tree:
+        """On the engine's thread. After an error it is another one, and nodes of this one are of no use."""
+        return self._loop.manager.prefixes.tree
+
     def _walked(self, namespace: str | None) -> Iterator[tuple[Listed, Node]]:
-        walk = self._loop.call(lambda: Walk(self._loop.manager.prefixes.tree, namespace))
-        while some := self._loop.call(lambda: walk.next(SLICE)):
-            yield from some
+        walk = self._loop.call(lambda: Walk(self._tree, namespace))
+        while not walk.over:
+            yield from self._loop.call(lambda: walk.next(SLICE) if walk.tree is self._tree else walk.end())
 
     def namespaces(self) -> list[NamespaceContents]:
         """The largest first."""
@@ -134,8 +139,9 @@ class Contents:
         disk, store = self._needed(), self._store
         own = store.identity
         found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher, self._check)
-        learned = disk.entries()
-        self._loop.call(lambda: store.learn(disk.name, learned), changes="learning what was imported")
+        learned = sorted(disk.entries(), key=lambda one: one.snapshot.span.start)  # those that others continue first
+        for some in (learned[at : at + SLICE] for at in range(0, len(learned), SLICE)):
+            self._loop.call(lambda some=some: store.learn(disk.name, some), changes="learning what was imported")
         return found
 
     def _check(self, snapshot: Snapshot) -> None:
@@ -162,11 +168,12 @@ class Contents:
         if (store := self._loop.manager.store) is not None:
             texts += upkeep.beginnings(self._on_disk(store), entry) if entry is not None else []
             removed = self._drop(store, self._stored(store, namespace, entry, key))
-        nodes = self._selected(namespace, entry, key)
+        tree = self._loop.call(lambda: self._tree)
+        nodes = list(self._selected(namespace, entry, key))
         if entry is not None:
             texts += self._loop.call(lambda: [(requested(root_of(node).namespace), key_to(node)) for node in nodes])
         removed += self._remove_drafts(texts, entry)
-        return Removed(sum(map(self._discard, nodes)), removed)
+        return Removed(self._discard(tree, nodes), removed)
 
     def clear(self) -> Removed:
         """Remove all that no running request uses, from memory and from the store."""
@@ -174,8 +181,8 @@ class Contents:
         if (store := self._loop.manager.store) is not None:
             removed = self._drop(store, None)
         self._remove_drafts([(None, b"")])
-        roots = self._loop.call(lambda: self._loop.manager.prefixes.tree.roots())
-        return Removed(sum(self._discard(root) for root in roots), removed)
+        tree = self._loop.call(lambda: self._tree)
+        return Removed(self._discard(tree, self._loop.call(tree.roots)), removed)
 
     def _on_disk(self, store: Store) -> list[upkeep.Stored]:
         """The entries on disk that a store can read; none without a disk."""
@@ -217,25 +224,35 @@ class Contents:
         self._loop.call(store.forget_gone, changes="forgetting what was removed")
         return removed
 
-    def _selected(self, namespace: str | None, entry: str | None, key: bytes) -> list[Node]:
+    def _selected(self, namespace: str | None, entry: str | None, key: bytes) -> Iterator[Node]:
+        """The entry of this name, or what begins with a key."""
         if entry is not None:
-            return [node for listed, node in self._walked(namespace) if listed.name == entry]
+            yield from (node for listed, node in self._walked(namespace) if listed.name == entry)
+            return
+        roots = self._loop.call(lambda: self._tree.roots())
+        named = [root.namespace for root in roots if namespace in (None, requested(root.namespace))]
+        most = max(1, SLICE * TOKEN // (len(key) + TOKEN))
+        for some in (named[at : at + most] for at in range(0, len(named), most)):
+            reached = self._loop.call(lambda some=some: [self._tree.reached(one, key) for one in some])
+            yield from (node for node, offset in reached if node.start + offset == len(key) // TOKEN)
 
-        def find() -> list[Node]:
-            tree = self._loop.manager.prefixes.tree
-            roots = [root for root in tree.roots() if namespace in (None, requested(root.namespace))]
-            reached = [tree.reached(root.namespace, key) for root in roots]
-            return [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
+    def _discard(self, tree: Tree, nodes: Sequence[Node]) -> int:
+        """Remove nodes of a tree and all below them that no sequence uses; returns how many tokens they had."""
+        tokens = 0
+        while more := self._discard_once(tree, nodes):  # removing some may leave others idle
+            tokens += more
+        return tokens
 
-        return self._loop.call(find)
+    def _discard_once(self, tree: Tree, nodes: Sequence[Node]) -> int:
+        removal, tokens = tree.discarding(nodes), 0
 
-    def _discard(self, node: Node) -> int:
-        """Remove a node and all below it that no sequence uses; returns how many tokens they had."""
+        def some() -> list[int]:
+            prefixes = self._loop.manager.prefixes
+            return prefixes.discard(removal, SLICE) if prefixes.tree is tree else []
 
-        def some() -> int:
-            return self._loop.manager.prefixes.discard(node, SLICE)
-
-        return sum(iter(lambda: self._loop.call(some, changes="removing entries"), 0))
+        while went := self._loop.call(some, changes="removing entries"):
+            tokens += sum(went)
+        return tokens
 
 
 def _fields(one: Listed) -> dict[str, Any]:

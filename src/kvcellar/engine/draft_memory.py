@@ -35,7 +35,7 @@ from kvcellar.spans import Span
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.draft_cache import Text
 
-ALL = 1 << 40  # leaves
+ALL = 1 << 40  # nodes
 
 
 @dataclass(eq=False, slots=True)
@@ -243,12 +243,11 @@ class DraftMemory:
         """Drop what the tree has; of a namespace, also where fewer tokens than one entry depends on are given."""
         tree = self.prefixes.tree
         key = self._elements(tokens, 0).tobytes()
-        for root in tree.roots():
-            if namespace in (None, requested(root.namespace)):
-                node, offset = tree.reached(root.namespace, key)
-                if node.start + offset == len(key) // TOKEN:
-                    while self.prefixes.discard(node, ALL):  # leaves, and then what has become one
-                        pass
+        named = [root.namespace for root in tree.roots() if namespace in (None, requested(root.namespace))]
+        reached = [tree.reached(one, key) for one in named]
+        nodes = [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
+        while sum(self.prefixes.discard(tree.discarding(nodes), ALL)):  # removing some may leave others idle
+            pass
 
     # -- the whole ----------------------------------------------------------------------------------------------
 

@@ -306,13 +306,10 @@ class Engine:
     def clear_cache(self) -> None:
         """Evict all that no running completion uses from the prefix cache, pinned prompts, too, and forget the texts
         that drafts are made of."""
-        manager = self._loop.manager
-
-        def clear() -> None:
-            manager.drafting.forget(None)
-            manager.clear_cache(pinned=True)
-
-        self._loop.call(clear, changes="clearing the cache")
+        manager, changes = self._loop.manager, "clearing the cache"
+        self._loop.call(lambda: manager.drafting.forget(None), changes=changes)
+        while self._loop.call(manager.clear_some, changes=changes):
+            pass  # between two steps, each time
 
     @property
     def cache(self) -> "Contents":

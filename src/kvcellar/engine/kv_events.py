@@ -15,7 +15,7 @@ subscriber that sees numbers begin again has missed a restart. The device is the
 `medium` (vLLM's name of a LoRA) is the digest of the adapter's weights.
 
 The engine's thread and those of tiers only put what has changed into a queue; one thread makes events of it, and owns
-the sockets.
+the sockets. What waits there has new tokens only: nodes of the prefix tree keep the hashes of their blocks.
 
 Always true of what was published:
   * a block of a medium is stored if and only if its last token, and all before it, are there;
@@ -31,16 +31,15 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, shown
-from kvcellar.prefix.blocks import START, Block, Place, blocks_of
-from kvcellar.prefix.node import Node, root_of
-from kvcellar.prefix.why import path_key
+from kvcellar.prefix.blocks import START, Blocks, Place, TreeBlocks, blocks_of
+from kvcellar.prefix.node import TOKEN, Node, root_of
 from kvcellar.snapshot import Snapshot, adapter_of, requested
 
 log = logging.getLogger("kvcellar.engine")
@@ -81,17 +80,13 @@ class Mirror:
             self._snapshots[medium].clear()
         self._events = [["AllBlocksCleared"]]
 
-    def gained(self, namespace: str, key: bytes, start: int) -> None:
-        """The device has the tokens of a key from `start` on."""
-        blocks, _ = blocks_of(namespace, START, key, self._size)
-        there = self._there[MEDIA["device"]]
-        new = [block for block in blocks if block.end > start or not there[block.hash]]  # others: see `clear`
-        self._store(MEDIA["device"], namespace, new)
+    def gained(self, namespace: str, blocks: Blocks) -> None:
+        """The device has these blocks, and those before them."""
+        self._store(MEDIA["device"], namespace, blocks, once=True)
 
-    def lost(self, namespace: str, key: bytes, start: int) -> None:
-        """The device has the tokens of a key from `start` on no longer."""
-        blocks, _ = blocks_of(namespace, START, key, self._size)
-        self._remove(MEDIA["device"], [block.hash for block in blocks if block.end > start])
+    def lost(self, hashes: Iterable[int]) -> None:
+        """The device has these blocks no longer."""
+        self._remove(MEDIA["device"], hashes)
 
     def device_cleared(self) -> None:
         medium = MEDIA["device"]
@@ -105,7 +100,7 @@ class Mirror:
         if snapshot.key in known or before is None:
             return
         blocks, place = blocks_of(snapshot.namespace, before[0], snapshot.tokens, self._size)
-        known[snapshot.key] = place, [block.hash for block in blocks]
+        known[snapshot.key] = place, blocks.hashes
         self._store(medium, snapshot.namespace, blocks)
 
     def removed(self, tier: str, key: bytes) -> None:
@@ -114,24 +109,27 @@ class Mirror:
         if (found := self._snapshots[medium].pop(key, None)) is not None:
             self._remove(medium, found[1])
 
-    def _store(self, medium: str, namespace: str, blocks: Iterable[Block]) -> None:
-        """Several snapshots, or sequences that were computed apart, may have one block."""
+    def _store(self, medium: str, namespace: str, blocks: Blocks, *, once: bool = False) -> None:
+        """Several snapshots may have one block, and no two nodes of the prefix tree: what it has counts `once`."""
         there = self._there[medium]
-        known: list[tuple[bool, Block]] = []
-        for block in blocks:
-            known.append((there[block.hash] > 0, block))
-            there[block.hash] += 1
-        for old, run in groupby(known, key=lambda one: one[0]):
-            if not old:
-                self._events.append(self._stored([block for _, block in run], medium, namespace))
+        old = [there[one] > 0 for one in blocks.hashes]
+        for one, known in zip(blocks.hashes, old, strict=True):
+            there[one] += not (known and once)
+        at = 0
+        for known, run in groupby(old):
+            until = at + len(list(run))
+            if not known:
+                self._events.append(self._stored(blocks, at, until, medium, namespace))
+            at = until
 
-    def _stored(self, run: Sequence[Block], medium: str, namespace: str) -> Event:
-        tokens = [token for block in run for token in block.tokens]
-        extra = None
+    def _stored(self, blocks: Blocks, start: int, end: int, medium: str, namespace: str) -> Event:
+        """The event of the blocks number `start` to `end`."""
+        hashes, step, extra = blocks.hashes[start:end], self._size * TOKEN, None
+        parent = blocks.hashes[start - 1] if start else blocks.parent
+        tokens = memoryview(blocks.key)[start * step : end * step].cast("q").tolist()
         if requests := requested(namespace):
-            extra = [[requests] if block.parent is None else None for block in run]
-        hashes, adapter = [block.hash for block in run], adapter_of(namespace) or None
-        return ["BlockStored", hashes, run[0].parent, tokens, self._size, None, medium, adapter, extra]
+            extra = [[requests] if parent is None and not at else None for at in range(len(hashes))]
+        return ["BlockStored", hashes, parent, tokens, self._size, None, medium, adapter_of(namespace) or None, extra]
 
     def _remove(self, medium: str, hashes: Iterable[int]) -> None:
         there, gone = self._there[medium], list[int]()
@@ -161,6 +159,8 @@ class KvEvents:
         self._topic, self._size = topic.encode(), size
         self._changes: deque[tuple[int, Change | None]] = deque()  # with bytes of tokens; None: the end
         self._waiting_bytes, self._ended, self._lock = 0, False, threading.Lock()
+        self._blocks, self._epoch = TreeBlocks(size), 0
+        self.parted, self.joined = self._blocks.parted, self._blocks.joined
         self.lost_changes = 0  # how often all blocks were cleared because changes were lost
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -197,13 +197,14 @@ class KvEvents:
 
     def gained(self, node: Node, start: int) -> None:
         """A node of the prefix tree has tokens from `start` on that it did not have."""
-        namespace, key = root_of(node).namespace, path_key(node, node.end)
-        self._put(lambda: self._mirror.gained(namespace, key, start), len(key))
+        namespace, epoch = root_of(node).namespace, self._epoch
+        for blocks in self._blocks.gained(node, start, epoch):
+            self._put(lambda blocks=blocks: self._mirror.gained(namespace, blocks), len(blocks.key), epoch)
 
     def lost(self, node: Node, start: int) -> None:
         """A node is about to lose its tokens from `start` on."""
-        namespace, key = root_of(node).namespace, path_key(node, node.end)
-        self._put(lambda: self._mirror.lost(namespace, key, start), len(key))
+        if gone := self._blocks.lost(node, start):
+            self._put(lambda: self._mirror.lost(gone), len(gone) * TOKEN)
 
     def device_cleared(self) -> None:
         """The prefix tree was made anew."""
@@ -217,27 +218,31 @@ class KvEvents:
     def removed(self, tier: str, key: bytes) -> None:
         self._put(lambda: self._mirror.removed(tier, key))
 
-    def _put(self, change: Change | None, size: int = 0) -> None:
+    def _put(self, change: Change | None, size: int = 0, epoch: int | None = None) -> None:
+        """Queue a change whose tokens take `size` bytes. That of an `epoch` is left out after the epoch's end: it
+        continues blocks that subscribers have forgotten."""
         with self._lock:
             if self._ended:
                 return
             if len(self._changes) >= WAITING or self._waiting_bytes + size > WAITING_BYTES:
-                self._drop()
-            self._changes.append((size, change))
-            self._waiting_bytes += size
+                self._forget()
+                self._changes.appendleft((0, self._mirror.clear))
+                log.warning("too many KV events wait to be published; subscribers are told to forget all blocks")
+            if epoch is None or epoch == self._epoch:
+                self._changes.append((size, change))
+                self._waiting_bytes += size
         with suppress(OSError):  # it will be woken by what is there already, or is closed
             self._wake.send(b"\0")
 
-    def _drop(self) -> None:
-        """Of too many changes: subscribers begin again with no blocks. The lock is held."""
+    def _forget(self) -> None:
+        """Leave out all changes that wait: subscribers begin again with no blocks. The lock is held."""
         closing = any(change is None for _, change in self._changes)
         self._changes.clear()
         self._waiting_bytes = 0
-        self._changes.append((0, self._mirror.clear))
         if closing:
             self._changes.append((0, None))
+        self._epoch += 1
         self.lost_changes += 1
-        log.warning("too many KV events wait to be published; subscribers are told to forget all blocks")
 
     def close(self) -> None:
         """Send what has changed. May be called again."""
@@ -275,7 +280,8 @@ class KvEvents:
                 self._mirror.flush()
             except Exception:
                 log.exception("KV events were lost; subscribers are told to forget all blocks")
-                self.lost_changes += 1
+                with self._lock:
+                    self._forget()
                 self._mirror.clear()
                 self._mirror.flush()  # where this fails too, nothing more is published
                 continue

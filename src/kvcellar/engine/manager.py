@@ -12,13 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, takewhile
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
-from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
+from kvcellar.engine.prefixes import NEAR, SLICE, Prefix, Prefixes
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.restores import Fetch
 from kvcellar.engine.scheduler import Reuse, Scheduled
@@ -379,12 +379,16 @@ class SequenceManager:
     def _has(self, seq: int | None, tokens: int) -> bool:
         return seq is not None and self.memory.has(seq) and self.memory.length(seq) == tokens
 
-    def clear_cache(self, *, pinned: bool = False) -> bool:
-        """Evict all that no completion has a place in, with `pinned` what is pinned, too. False if there was nothing.
-        Cells that completions share with it are not free then, but are theirs alone."""
-        while pinned and self.prefixes.tree.pins.release_oldest():
-            pass
+    def clear_cache(self) -> bool:
+        """Evict all that no completion has a place in and is not pinned. False if there was nothing. Cells that
+        completions share with it are not free then, but are theirs alone."""
         return self.prefixes.clear()
+
+    def clear_some(self) -> bool:
+        """The same for a few pins, which are released first, or checkpoints and leaves."""
+        pins = self.prefixes.tree.pins
+        released = sum(1 for _ in takewhile(lambda _: pins.release_oldest(), range(SLICE)))
+        return bool(released) or self.prefixes.clear(SLICE)
 
     def _reset_cache(self) -> None:
         """The same in whatever state an error has left the tree: running completions have no place in it any more."""

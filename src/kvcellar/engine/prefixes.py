@@ -8,8 +8,9 @@ Always true:
 import time
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, islice
 
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.scheduler import Reuse
@@ -23,6 +24,7 @@ from kvcellar.spans import Span
 
 EVERY = 256  # tokens between checkpoints, where resuming needs one
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
+SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
 
 
@@ -335,10 +337,13 @@ class Prefixes:
         """Cells by group, and rows, that are free without a checkpoint."""
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
-    def clear(self) -> bool:
-        """Evict everything that no sequence uses and that is not pinned. False if there was nothing."""
+    def clear(self, most: int | None = None) -> bool:
+        """Evict what no sequence uses and is not pinned: all of it, or `most` checkpoints and leaves. False if there
+        was nothing."""
         found, self.losses.cause = False, "an order to clear the cache"
-        while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
+        for _ in range(most) if most is not None else count():
+            if self.tree.evict_checkpoint() is None and not self.tree.evict_leaf(1 << 40):
+                break
             found = True
         return found
 
@@ -352,10 +357,11 @@ class Prefixes:
         )
         return self.totals
 
-    def discard(self, node: Node, most: int) -> int:
-        """Remove up to `most` leaves at and below a node that no sequence uses; returns their tokens, 0 at the end."""
+    def discard(self, removal: Iterator[int], most: int) -> list[int]:
+        """Go on with a removal from this tree (`Tree.discarding`) at up to `most` nodes; returns the tokens that went
+        at each, none at the end."""
         self.losses.cause = "an order to remove it"
-        return self.tree.discard(node, most)
+        return list(islice(removal, most))
 
     def check(self, locked: Iterable[Node]) -> None:
         """Assert what is always true, where `locked` are the nodes that sequences and others have locked, each as often

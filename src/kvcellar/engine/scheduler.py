@@ -208,12 +208,15 @@ class Scheduler:
         step_tokens: int,
         draft: Draft = no_drafts,
         scored: int = SCORED,
+        scored_beside: int = SCORED,
         chunks: Chunks | None = None,
     ) -> None:
         """`draft` makes drafts for completions in decode, up to so many for each, and returns how many each has.
-        `scored`: the most rows of prompts of which a step has the logits. `chunks`: how many tokens of prompts are
-        computed beside running streams; None: as many as the step has."""
+        `scored`: the most rows of prompts of which a step has the logits, `scored_beside` those of one in which others
+        decode. `chunks`: how many tokens of prompts are computed beside running streams; None: as many as the step
+        has."""
         self._manager, self._layouts, self._draft, self._scored = manager, dict(layouts), draft, scored
+        self._scored_beside = min(scored, scored_beside)
         self._context, self._max_sequences, self._step_tokens = context, max_sequences, step_tokens
         self._chunks = chunks
         self.waiting: list[Completion] = []
@@ -349,8 +352,10 @@ class Scheduler:
         tokens = min(most, end - completion.computed)
         if not (rows := completion.scored(tokens)):
             return tokens
-        others = (one for one in step.scheduled if one.completion is not completion)
-        left = self._scored - sum(len(one.completion.scored(one.tokens)) for one in others)
+        others = [one for one in step.scheduled if one.completion is not completion]
+        decodes = any(one.completion.status is Status.DECODE for one in others)
+        left = self._scored_beside if decodes else self._scored
+        left -= sum(len(one.completion.scored(one.tokens)) for one in others)
         return tokens if len(rows) <= left else rows.start + max(0, left)
 
     def _drop_drafts(self, step: _Step) -> None:

@@ -5,15 +5,15 @@
     survey.entry(name), survey.way(number)
 
 All methods may be called from any thread but the engine's. Between two steps of requests they take a slice of at most
-about `SLICE` seconds of the engine's thread; what the tree has in a slice is as it was then, and what requests have is
-as it was in the last one. Without a caller nothing is done for this.
+about `SECONDS` seconds of the engine's thread, and `TURNS` turns; what the tree has in a slice is as it was then, and
+what requests have is as it was in the last one. Without a caller nothing is done for this.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvcellar.engine.cell_map import CellMap, Holding, mapped
@@ -24,14 +24,15 @@ from kvcellar.engine.stats import EngineStats, stats
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run
-from kvcellar.prefix.node import TOKEN, Node, key_of, path_digest, root_of
-from kvcellar.prefix.why import NAME
+from kvcellar.prefix.node import TOKEN, Node, key_of, path_digest, root_of, upwards
+from kvcellar.prefix.why import NAME, path_key
 from kvcellar.snapshot import requested
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
 
-SLICE = 0.002  # seconds
+SECONDS, TURNS, CHILDREN = 0.002, 64, 512  # of a slice; an entry or so many children are looked at in a turn
+PARTS = 32  # entries of a way that are looked at in a slice
 NODES, LIVE = 400, 100
 BEGINNING = 16  # tokens of an entry
 RECENT_SECONDS = 10.0  # over which a picture's tokens per second are counted
@@ -110,34 +111,51 @@ class _Walk:
         self._built, self._most = built, most
         self._tree = built.loop.manager.prefixes.tree
         self.entries: list[TreeEntry] = []
+        self.nodes: list[Node] = []  # of the entries
         self.holdings: list[Holding] = []
         self._rest: list[tuple[int, int, _Place]] = []
         self._order = count()
         self._left = STORED
-        for root in self._tree.roots():
-            self._enter(root, None)
-
-    def _enter(self, node: Node, parent: int | None) -> None:
-        """Its children. Costs their number."""
-        for child in nlargest(self._most, node.children.values(), key=_used):
-            heappush(self._rest, (-_used(child), next(self._order), _Place(child, parent)))
+        self._looking = self._looks()
 
     def go_on(self, until: float) -> bool:
-        """Some entries, at least one. False at the end."""
-        tree = self._built.loop.manager.prefixes.tree
-        while self._rest and len(self.entries) < self._most and tree is self._tree:  # an error replaces the tree
+        """Take some turns, at least one and at most `TURNS`. False at the end."""
+        for _ in range(TURNS):
+            if self._tree is not self._built.loop.manager.prefixes.tree:  # an error replaces the tree
+                return False
+            if next(self._looking, self) is self:
+                return False
+            if time.perf_counter() >= until:
+                break
+        return True
+
+    def _looks(self) -> Iterator[None]:
+        """An entry for each turn, or a part of the children of a node, before any of these is an entry."""
+        for root in self._tree.roots():
+            yield from self._enter(root, None)
+        while self._rest and len(self.entries) < self._most:
             _, _, place = heappop(self._rest)
             if place.node.parent is not None:  # else it was removed since
+                index = len(self.entries)
                 self._look(place)
-            if time.perf_counter() >= until:
-                return True
-        return False
+                yield from self._enter(place.node, index)
+            yield
+
+    def _enter(self, node: Node, parent: int | None) -> Iterator[None]:
+        """Its children, `CHILDREN` for each turn."""
+        children, best = list(node.children.values()), list[Node]()
+        for at in range(0, len(children), CHILDREN):
+            best = nlargest(self._most, best + children[at : at + CHILDREN], key=_used)
+            yield
+        for child in best:
+            heappush(self._rest, (-_used(child), next(self._order), _Place(child, parent)))
 
     def _look(self, place: _Place) -> None:
         node, index = place.node, len(self.entries)
         claim = self._built.memory.claims.of(node.claim)
         tables = [(at, table) for at, table in claim.tables.items()]
         tables += [window for one in claim.checkpoints.values() for window in one.windows.items()]
+        self.nodes.append(node)
         self.holdings += (Holding(group, "kept", index, tuple(table.runs)) for group, table in tables)
         self.entries.append(
             TreeEntry(
@@ -148,9 +166,7 @@ class _Walk:
                 None,
             )
         )
-        if node.children:
-            self._enter(node, index)
-        elif self._left >= node.end:
+        if not node.children and self._left >= node.end:
             self._left -= node.end
             self._look_in_store(node, index)
 
@@ -158,7 +174,7 @@ class _Walk:
         """What tiers have of the text of a leaf, and so of the entries that it continues."""
         if (store := self._built.loop.manager.store) is None:
             return
-        chain = store.catalogue.whole(root_of(leaf).namespace, _key(leaf))
+        chain = store.catalogue.whole(root_of(leaf).namespace, path_key(leaf, leaf.end))
         where = [(one.span, store.locations.of(one.key)) for one in chain]
         while index is not None:
             entry = self.entries[index]
@@ -199,7 +215,7 @@ class Survey:
 
     def picture(self) -> Picture:
         walk = self._loop.call(lambda: _Walk(self._built, NODES))
-        while self._loop.call(lambda: walk.go_on(time.perf_counter() + SLICE)):
+        while self._loop.call(lambda: walk.go_on(time.perf_counter() + SECONDS)):
             pass
         return self._developed(walk, *self._loop.call(lambda: self._look(walk)))
 
@@ -232,18 +248,19 @@ class Survey:
         """The entry of this name, and up to `most` of its tokens. Raises `BadRequest` if it is not among those that a
         picture would show."""
         walk = self._loop.call(lambda: _Walk(self._built, NODES))
-        while self._loop.call(lambda: walk.go_on(time.perf_counter() + SLICE)):
+        while self._loop.call(lambda: walk.go_on(time.perf_counter() + SECONDS)):
             pass
         entry = next((one for one in walk.entries if one.name == name), None)
         if entry is None:
             raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
-        return entry, self._loop.call(lambda: self._tokens(entry, walk.entries, most))
+        node = walk.nodes[walk.entries.index(entry)]
+        return entry, self._loop.call(lambda: self._tokens(entry, node, most))
 
-    def _tokens(self, entry: TreeEntry, entries: Sequence[TreeEntry], most: int) -> tuple[int, ...]:
-        """Of the node that has the tokens of an entry now; none if there is none any more."""
-        for node in self._loop.manager.prefixes.tree.nodes():
-            if node.start == entry.start and node.edge.startswith(key_of(entry.tokens)) and name_of(node) == entry.name:
-                return tuple(memoryview(node.edge)[: most * TOKEN].cast("q"))
+    def _tokens(self, entry: TreeEntry, node: Node, most: int) -> tuple[int, ...]:
+        """Those that an entry has now, which was this node; none if it is not there any more."""
+        for one in upwards(node):  # the node may have been split since
+            if one.start == entry.start:
+                return tuple(memoryview(one.edge)[: most * TOKEN].cast("q"))
         return ()
 
     def way(self, number: int) -> Way:
@@ -252,18 +269,12 @@ class Survey:
         owner, space, text, prompt, recall = self._text(number)
         key = key_of(text)
 
-        def look() -> list[tuple[str, int, int, tuple[int, ...]]]:
-            node, offset = self._loop.manager.prefixes.tree.reached(space, key)
-            found: list[tuple[str, int, int, tuple[int, ...]]] = []
-            end = node.start + offset
-            while node.parent is not None:
-                own = min(end, node.end)  # the rest of the last node is of other texts
-                begin = memoryview(node.edge)[: min(BEGINNING, own - node.start) * TOKEN].cast("q")
-                found.append((name_of(node), node.start, own, tuple(begin)))
-                node = node.parent
-            return found[::-1]
-
-        return Way(owner, prompt, recall, self._loop.call(look))
+        tree = self._loop.call(lambda: self._loop.manager.prefixes.tree)
+        node, offset = self._loop.call(lambda: tree.reached(space, key))
+        end, path, found = node.start + offset, upwards(node), list[tuple[str, int, int, tuple[int, ...]]]()
+        while some := self._loop.call(lambda: [_part(one, end) for one in islice(path, PARTS)]):
+            found += some
+        return Way(owner, prompt, recall, found[::-1])
 
     def _text(self, number: int) -> tuple[str, str, tuple[int, ...], int, Recall | None]:
         def look() -> tuple[str, str, tuple[int, ...], int, Recall | None] | None:
@@ -287,17 +298,15 @@ def name_of(node: Node) -> str:
     return path_digest(node, node.start + 1)[:NAME].hex()
 
 
+def _part(node: Node, end: int) -> tuple[str, int, int, tuple[int, ...]]:
+    """An entry of a way that ends at `end`. The rest of the last one is of other texts."""
+    own = min(end, node.end)
+    begin = memoryview(node.edge)[: min(BEGINNING, own - node.start) * TOKEN].cast("q")
+    return name_of(node), node.start, own, tuple(begin)
+
+
 def _used(node: Node) -> int:
     return node.use.at if node.use is not None else 0
-
-
-def _key(node: Node) -> bytes:
-    """The tokens up to the end of a node."""
-    parts: list[bytes] = []
-    while node.parent is not None:
-        parts.append(node.edge)
-        node = node.parent
-    return b"".join(reversed(parts))
 
 
 def _live(request: Request) -> LiveRequest:

@@ -1,7 +1,8 @@
 """listing: the entries of a prefix tree, in slices, so that a long list does not delay requests.
 
     walk = Walk(tree)
-    while some := walk.next(512): ...      # each call between two steps
+    while not walk.over:
+        some = walk.next(512)              # each call between two steps
 
 Every entry is listed as it is when its turn comes. What is split, joined or removed between two slices is listed once
 at most.
@@ -9,6 +10,7 @@ at most.
 
 from collections.abc import Iterator
 from hashlib import blake2b
+from itertools import chain
 from typing import NamedTuple
 
 from kvcellar.prefix.node import TOKEN, Node, digest_begun
@@ -17,6 +19,7 @@ from kvcellar.prefix.why import NAME
 from kvcellar.snapshot import adapter_of, requested
 
 SHOWN = 16  # tokens of an entry
+BYTES = 1 << 20  # of tokens that one slice reads
 
 
 class Listed(NamedTuple):
@@ -53,20 +56,32 @@ class _Place(NamedTuple):
 class Walk:
     def __init__(self, tree: Tree, namespace: str | None = None) -> None:
         """Of what requests of one namespace have computed, or of all."""
-        self._rest: list[_Place] = []
-        for root in tree.roots():
-            if namespace is None or requested(root.namespace) == namespace:
-                self._enter(root.namespace, "", root, digest_begun(root.namespace))
+        self.tree = tree
+        roots = [root for root in tree.roots() if namespace is None or requested(root.namespace) == namespace]
+        begun = (_places(one.namespace, "", one, digest_begun(one.namespace)) for one in roots)
+        self._rest: list[Iterator[_Place]] = [chain.from_iterable(begun)]
 
-    def _enter(self, namespace: str, name: str, node: Node, before: "blake2b") -> None:
-        self._rest += (_Place(namespace, name, child, node.end, before) for child in node.children.values())
+    @property
+    def over(self) -> bool:
+        """Has `next` returned the last entry?"""
+        return not self._rest
+
+    def end(self) -> list[tuple[Listed, Node]]:
+        """Leave out the rest."""
+        self._rest.clear()
+        return []
 
     def next(self, most: int) -> list[tuple[Listed, Node]]:
-        """Up to `most` entries; none at the end."""
+        """The next entries: those of up to `most` nodes, and of about `BYTES` of tokens. Costs these, and a copy of the
+        references to the children of each node."""
         found: list[tuple[Listed, Node]] = []
-        while self._rest and len(found) < most:
-            place = self._rest.pop()
+        left = BYTES
+        while self._rest and most > 0 and left > 0:
+            if (place := next(self._rest[-1], None)) is None:
+                self._rest.pop()
+                continue
             edge = b"".join(_edges(place.node, place.start))
+            most, left = most - 1, left - len(edge)
             if edge:
                 found.append((self._listed(place, edge), place.node))
         return found
@@ -79,7 +94,7 @@ class Walk:
         if node.children:
             whole = place.before.copy()
             whole.update(edge)
-            self._enter(place.namespace, name, node, whole)
+            self._rest.append(_places(place.namespace, name, node, whole))
         tokens = tuple(memoryview(edge[: SHOWN * TOKEN]).cast("q"))
         places = tuple(sorted(node.checkpoints))
         return Listed(
@@ -88,6 +103,11 @@ class Walk:
             *(node.retention.pinned, node.retention.expires, node.retention.owner),
             adapter_of(place.namespace),
         )
+
+
+def _places(namespace: str, name: str, node: Node, before: "blake2b") -> Iterator[_Place]:
+    """Of the children of a node of this name."""
+    return (_Place(namespace, name, child, node.end, before) for child in list(node.children.values()))
 
 
 def _edges(node: Node, start: int) -> Iterator[bytes]:

@@ -93,6 +93,15 @@ class Use:
     lost: Hashable = None  # what tells the tokens that were evicted since, if any
 
 
+@dataclass(slots=True)
+class NodeBlocks:
+    """The hashes of the blocks (see `blocks`) that end in the tokens of a node, and in which epoch they were last
+    published; -1: never."""
+
+    hashes: "array[int]"
+    epoch: int = -1
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """Tokens [start,end) of all sequences below it. A root has a namespace, but no claim and no edge."""
@@ -111,6 +120,7 @@ class Node:
     retention: Retention = DEFAULT
     lease: Lease | None = None
     hashed: blake2b | None = None  # the state of `path_digest` at the end, where it was needed
+    blocks: NodeBlocks | None = None  # where the tree is watched by one that publishes blocks
 
     @property
     def end(self) -> int:
@@ -139,6 +149,14 @@ class Watch(Protocol):
 
     def lost(self, node: Node, start: int) -> None:
         """A node is about to lose its tokens from `start` on."""
+        ...
+
+    def parted(self, above: Node, node: Node) -> None:
+        """The first tokens of a node are those of a new one above it."""
+        ...
+
+    def joined(self, node: Node, child: Node) -> None:
+        """The only child of a node is about to get its tokens."""
         ...
 
 
@@ -213,16 +231,28 @@ class Lookup:
 
     def nodes(self) -> Iterator[Node]:
         """All but the roots, parents before children."""
-        for root in self._roots.values():
-            yield from below(root)
+        return below(child for root in self._roots.values() for child in root.children.values())
 
 
-def below(root: Node) -> Iterator[Node]:
-    rest = list(root.children.values())
+def below(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Nodes and those below them, parents before children. The tree may change between two of them: what was removed
+    is passed, and children are those that a node has when it was passed. Each costs the same, but for a copy of its
+    references to children."""
+    rest = [iter(list(nodes))]
     while rest:
-        node = rest.pop()
+        if (node := next(rest[-1], None)) is None:
+            rest.pop()
+            continue
         yield node
-        rest += node.children.values()
+        if node.children:
+            rest.append(iter(list(node.children.values())))
+
+
+def upwards(node: Node | None) -> Iterator[Node]:
+    """A node and those above it, but for the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def root_of(node: Node) -> Node:

@@ -19,8 +19,7 @@ Always true:
 """
 
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcellar.policy import value
 from kvcellar.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Use, Watch, below, path_digest
@@ -230,6 +229,8 @@ class Tree(Lookup):
         for at in [at for at in node.checkpoints if at <= pos]:
             kept = above.checkpoints[at] = node.checkpoints.pop(at)
             kept.node = above
+        if self._watch is not None:
+            self._watch.parted(above, node)
         return above
 
     def _merge(self, node: Node) -> None:
@@ -242,6 +243,8 @@ class Tree(Lookup):
         alike = child.retention == node.retention and child.use.kind == node.use.kind
         if child.users != node.users or not alike:
             return
+        if self._watch is not None:
+            self._watch.joined(node, child)
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
@@ -319,14 +322,20 @@ class Tree(Lookup):
         del kept.node.checkpoints[kept.pos]
         self._order.checkpoints.count(kept.node.retention.owner, -1)
 
-    def discard(self, node: Node, most: int) -> int:
-        """Drop up to `most` leaves at and below a node that no sequence uses, pinned ones too; returns their tokens."""
-        tokens = 0
-        for leaf in islice((one for one in chain((node,), below(node)) if one.idle and one.parent is not None), most):
-            tokens += leaf.tokens
-            self._evicted(leaf, leaf.start)
-            self._remove(leaf)
-        return tokens
+    def discarding(self, nodes: Sequence[Node]) -> Iterator[int]:
+        """Remove what no sequence uses of nodes and those below them, pinned or not. Yields the tokens that went at
+        each node that was looked at; the tree may change between two of them. What is idle only after that stays."""
+        starts = [node.start for node in nodes]
+        for first, start in zip(nodes, starts, strict=True):
+            for node in below([first]):
+                tokens = 0
+                while node.parent is not None and node.idle and node.start >= start:
+                    above = node.parent
+                    tokens += node.tokens
+                    self._evicted(node, node.start)
+                    self._remove(node)
+                    node = above  # what has lost its last child goes, too
+                yield tokens
 
     def _cut(self, leaf: Node, pos: int) -> None:
         """Drop the tokens of a leaf behind `pos`."""

@@ -55,6 +55,7 @@ from kvcellar.sample.sampler import Sampler
 MOST_WEIGHTS = 2**24  # that are computed at once: 128 MiB, and twice as much for what they are computed from
 MAX_VOCAB = 2**22  # sums of weights stay under 2**63, and a score with its id fits one int64
 ENTROPY_OF = 100  # candidates of top-h, as in transformers
+EQUALS, MOST_RANKED = 32, 8192  # more than are wanted, and the most, that are found by their scores alone
 SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything costs ten times more
 
 
@@ -225,7 +226,7 @@ def _no_token(best: float, sampler: Sampler, pos: int) -> NoToken:
 def edit(raw: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """`raw` [R,V] with biases, penalties and forbidden tokens applied, float32; `raw` itself if no row needs any."""
     biased = {row: biases for row, one in enumerate(samplers) if (biases := one.biases())[0]}
-    penalised = [row for row, one in enumerate(samplers) if one.seen_ids]
+    penalised = [row for row, one in enumerate(samplers) if one.seen_ids or one.prompt_seen()]
     ending = {row: boost for row, one in enumerate(samplers) if (boost := one.end_boost())}
     forbidden = {row: ids for row, one in enumerate(samplers) if (ids := one.forbidden())}
     constrained = any(one.matcher is not None for one in samplers)
@@ -259,12 +260,26 @@ def weigh(scores: Tensor, best: Tensor, temperature: Tensor) -> tuple[Tensor, Te
 
 def ranked(scores: Tensor, width: int) -> Tensor:
     """The ids of the `width` highest scores, best first, the lowest id first among equals. [R,V] -> [R,width]"""
+    if scores.device.type != "cpu" or width + EQUALS > min(scores.shape[1], MOST_RANKED):
+        return _ranked_by_keys(scores, width)
+    best, ids = scores.topk(width + EQUALS)  # of equals, any
+    left_out = best[:, width - 1] == best[:, -1]  # there may be equals with lower ids that are not among these
+    ids, by_id = ids.sort(dim=1)
+    order = best.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :width]
+    ids = ids.gather(1, order)
+    if left_out.any():
+        ids[left_out] = _ranked_by_keys(scores[left_out], width)
+    return ids
+
+
+def _ranked_by_keys(scores: Tensor, width: int) -> Tensor:
+    """The same by keys that are all different."""
     bits = (scores + 0.0).view(torch.int32).long()  # + 0.0: minus zero equals zero
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats as integers of the same order
     last_id = scores.shape[1] - 1
     keys = ordered * MAX_VOCAB + (last_id - torch.arange(last_id + 1, device=scores.device))
     top = keys.topk(width).values if width in SHORTLISTS or width < SHORTLISTS[0] else keys.sort(descending=True).values
-    return last_id - top % MAX_VOCAB
+    return last_id - top[:, :width] % MAX_VOCAB
 
 
 def keep_top_k(weights: Tensor, scores: Tensor, k: Tensor, largest_k: int) -> Tensor:

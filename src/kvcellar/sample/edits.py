@@ -25,8 +25,6 @@ def boost_ends(scores: Tensor, boosts: Mapping[int, float], ends: list["array[in
 
 def penalise(scores: Tensor, rows: list[int], samplers: list[Sampler]) -> None:
     """Repetition, then frequency and presence, in place. Costs the tokens seen, not the vocabulary."""
-    at = places(rows, [one.seen_ids for one in samplers], scores.device)
-    counts = joined([one.seen_counts for one in samplers], torch.int64, scores.device).float()  # [K]
     penalties = torch.tensor(
         [
             (one.params.repetition_penalty, one.params.frequency_penalty, one.params.presence_penalty)
@@ -35,11 +33,31 @@ def penalise(scores: Tensor, rows: list[int], samplers: list[Sampler]) -> None:
         dtype=torch.float32,
         device="cpu",
     )
+    some = [index for index, one in enumerate(samplers) if one.seen_ids]
+    own = _own(scores, [rows[i] for i in some], [samplers[i] for i in some], penalties[some]) if some else None
+    factors = sent(penalties[:, :1].contiguous(), scores.device)  # [R,1]
+    for row, sampler, factor in zip(rows, samplers, factors, strict=True):
+        if ids := sampler.prompt_seen():
+            there = sent(torch.frombuffer(ids, dtype=torch.int64), scores.device)
+            scores[row].index_copy_(0, there, _repeated(scores[row].index_select(0, there), factor))
+    if own is not None:  # of these, those that the prompt has, too, are penalised once
+        at, penalised = own
+        scores[at] = penalised
+
+
+def _own(
+    scores: Tensor, rows: list[int], samplers: list[Sampler], penalties: Tensor
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Where the tokens of completions are, and their scores [K] after penalties [R,3]. Changes nothing."""
+    at = places(rows, [one.seen_ids for one in samplers], scores.device)
+    counts = joined([one.seen_counts for one in samplers], torch.int64, scores.device).float()  # [K]
     sizes = torch.tensor([len(one.seen_ids) for one in samplers], device="cpu")
     repetition, frequency, presence = sent(penalties.repeat_interleave(sizes, 0), scores.device).unbind(1)  # [K] each
-    seen = scores[at]
-    seen = torch.where(seen < 0, seen * repetition, seen / repetition)
-    scores[at] = seen - counts * frequency - (counts > 0) * presence
+    return at, _repeated(scores[at], repetition) - counts * frequency - (counts > 0) * presence
+
+
+def _repeated(seen: Tensor, repetition: Tensor) -> Tensor:
+    return torch.where(seen < 0, seen * repetition, seen / repetition)
 
 
 def places(rows: list[int], ids: list["array[int]"], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,12 @@
 
 Always true:
   * `produced` counts every accepted token;
-  * `seen_ids` names each token of the prompt (if the repetition penalty is on) and of the completion (if any penalty is
-    on) once, and `seen_counts` has how often the completion contains it; both of the last `repeat_last_n` tokens only,
-    if that is limited;
-  * an n-gram of the prompt is in the index that all completions of the request share, any other in one of its own;
-  * no id in `seen_ids`, `end_ids` or `never_ids`, or returned by `forbidden` or `biases`, lies outside the vocabulary;
+  * if any penalty is on, `seen_ids` names each token of the completion once, and `seen_counts` has how often it
+    contains it; both of the last `repeat_last_n` tokens only, if that is limited;
+  * what is collected from the prompt, for the repetition penalty and for n-grams, never changes, and is shared by all
+    completions of the request; what each of them has is of its own tokens;
+  * no id in `seen_ids`, `end_ids` or `never_ids`, or returned by `prompt_seen`, `forbidden` or `biases`, lies outside
+    the vocabulary;
   * no id in `never_ids` ends the completion: a token that ends it does not become part of its text;
   * `matcher` has accepted the tokens of the completion; samplers of its drafts share it, and name them.
 """
@@ -15,9 +16,11 @@ import hashlib
 import math
 import struct
 from array import array
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from kvcellar.sample.params import SamplingParams
@@ -86,19 +89,17 @@ class Sampler:
         params = self.params
         any_penalty = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
         self.penalised = bool(any_penalty) and params.repeat_last_n != 0
-        prompt = prompt_ids if self.penalised and params.repetition_penalty != 1.0 else ()
-        # The tokens that penalties apply to, oldest first, and how often each occurs. None: the whole text.
+        repeats = self.penalised and params.repetition_penalty != 1.0
+        self._prompt = _PromptTokens(prompt_ids, self.vocab_size, params.repeat_last_n) if repeats else None
+        # The tokens of the completion that penalties apply to, oldest first. None: all of them.
         self._recent: deque[int] | None = None
         if self.penalised and params.repeat_last_n > 0:
-            prompt = self._recent = deque(prompt, maxlen=params.repeat_last_n)
-        self._times = Counter(self._recent)
-        seen = dict.fromkeys(token for token in prompt if token < self.vocab_size)
-        self.seen_ids = array("q", seen)
-        self.seen_counts = array("q", bytes(8 * len(seen)))
-        self._place = {token: place for place, token in enumerate(self.seen_ids)}
+            self._recent = deque(maxlen=params.repeat_last_n)
+        self.seen_ids, self.seen_counts = array("q"), array("q")
+        self._place: dict[int, int] = {}  # of each of `seen_ids`
 
     def fork(self, index: int) -> "Sampler":
-        """The sampler of another completion of the same prompt. Only before the first token. Copies what was collected
+        """The sampler of another completion of the same prompt. Only before the first token. Shares what was collected
         from the prompt."""
         assert not self.produced, "only a sampler that has drawn nothing can be forked"
         other = self._copy()
@@ -108,7 +109,7 @@ class Sampler:
 
     def after(self, token: int) -> "Sampler":
         """The sampler of the next position if `token`, a draft, is accepted. This one does not change, and the new one
-        is not to be used once it does. Copies the tokens that penalties apply to."""
+        is not to be used once it does. Copies the tokens of the completion that penalties apply to."""
         other = self._copy()
         other._count(token)
         other._drafts = (*self._drafts, token)
@@ -118,7 +119,7 @@ class Sampler:
         other = copy(self)
         if self.penalised:
             other.seen_ids, other.seen_counts, other._place = self.seen_ids[:], self.seen_counts[:], self._place.copy()
-            other._recent, other._times = copy(self._recent), self._times.copy()
+            other._recent = copy(self._recent)
         if self._rules.reads_text:
             other._rules = self._rules.fork()
         return other
@@ -147,26 +148,24 @@ class Sampler:
 
     def _slide(self, recent: deque[int], token: int) -> None:
         """Append `token` to the tokens that penalties apply to, and remove the oldest if they are too many then."""
-        if len(recent) == recent.maxlen:
-            oldest = recent[0]
-            self._times[oldest] -= 1
-            if self._times[oldest] == 0:
-                del self._times[oldest]
-            if oldest < self.vocab_size:
-                # Prompt tokens are the oldest, so one of the completion is removed only if all of `recent` are its own.
-                self._unsee(oldest, of_completion=self.produced > len(recent))
+        if len(recent) == recent.maxlen and recent[0] < self.vocab_size:
+            self._unsee(recent[0])
         recent.append(token)
-        self._times[token] += 1
 
-    def _unsee(self, token: int, *, of_completion: bool) -> None:
+    def _unsee(self, token: int) -> None:
         place = self._place[token]
-        self.seen_counts[place] -= of_completion
-        if token in self._times:
+        self.seen_counts[place] -= 1
+        if self.seen_counts[place]:
             return
         del self._place[token]
         last, count = self.seen_ids.pop(), self.seen_counts.pop()
         if last != token:  # the last one moves here: the order has no meaning
             self.seen_ids[place], self.seen_counts[place], self._place[last] = last, count, place
+
+    def prompt_seen(self) -> "array[int]":
+        """The tokens of the prompt that the repetition penalty applies to, each once; not to be changed. Costs a copy
+        of them where it is limited to the last tokens, else nothing."""
+        return self._prompt.seen(self.produced) if self._prompt is not None else _NONE
 
     def ends_with(self, token: int) -> bool:
         """Does the completion end when `token` is drawn?"""
@@ -206,15 +205,40 @@ class Sampler:
         """Assert what is always true."""
         assert len(self.seen_ids) == len(self.seen_counts) == len(self._place)
         assert all(self._place[token] == place for place, token in enumerate(self.seen_ids))
-        assert all(count >= 0 for count in self.seen_counts)
+        assert all(count > 0 for count in self.seen_counts)
         assert sum(self.seen_counts) <= self.produced
         if self._recent is not None:
-            assert self._times == Counter(self._recent)
-            assert set(self.seen_ids) == {token for token in self._times if token < self.vocab_size}
+            times = Counter(token for token in self._recent if token < self.vocab_size)
+            assert dict(zip(self.seen_ids, self.seen_counts, strict=True)) == times
         assert self.end_ids.isdisjoint(self.never_ids)
         self._rules.check(self.produced)
-        for ids in (self.seen_ids, self.end_array, self.never_ids):
+        for ids in (self.seen_ids, self.prompt_seen(), self.end_array, self.never_ids):
             assert all(0 <= token < self.vocab_size for token in ids)
+
+
+_NONE = array("q")  # never changed
+
+
+class _PromptTokens:
+    """The tokens of a prompt that are in the vocabulary, each once, the last ones first."""
+
+    def __init__(self, prompt: Sequence[int], vocab: int, last: int) -> None:
+        """`last`: only so many of the last tokens count; -1: all."""
+        self._last = last
+        kept = prompt if last < 0 else prompt[max(0, len(prompt) - last) :]
+        unique = dict.fromkeys(reversed(kept))
+        self._ids = array("q", unique if max(unique, default=0) < vocab else [one for one in unique if one < vocab])
+        self._back = array("q")  # how far each is from the end of the prompt: 1 for its last token; empty if all count
+        if last >= 0:
+            back = dict(zip(kept, range(len(kept), 0, -1), strict=True))
+            self._back.extend(back[token] for token in self._ids)
+
+    def seen(self, produced: int) -> "array[int]":
+        """Those that count after so many tokens of the completion."""
+        return self._ids if self._last < 0 else self._ids[: bisect_right(self._back, self._last - produced)]
+
+
+Followers = int | dict[int, None]  # one, or several
 
 
 class _NGrams:
@@ -222,41 +246,45 @@ class _NGrams:
 
     def __init__(self, size: int, prompt: Sequence[int]) -> None:
         self._back = size - 1
-        self._tail: list[int] = []
-        self._own: dict[bytes, dict[int, None]] = {}
-        self._shared: tuple[dict[bytes, dict[int, None]], ...] = ()  # by forks, which only read them
-        for token in prompt:
-            self.add(token)
-        self._shared, self._own = (self._own,), {}
+        self._tail = tuple(prompt[max(0, len(prompt) - self._back) :])
+        self._own: dict[tuple[int, ...], Followers] = {}
+        self._shared: tuple[dict[tuple[int, ...], Followers], ...] = ()  # by forks, which only read them
+        before = zip(*(prompt[at:] for at in range(self._back)), strict=False) if self._back else repeat(())
+        index = self._own
+        for key, token in zip(before, prompt[self._back :], strict=False):
+            if index.setdefault(key, token) != token:  # most are new: a long prompt has many
+                _add(index, key, token)
+        self._shared, self._own = (index,), {}
 
     def fork(self) -> "_NGrams":
         """The fork reads what this one has added itself, too, so it is of use until this one changes; if this one has
         added nothing, without end."""
         other = copy(self)
         other._shared = (*self._shared, self._own) if self._own else self._shared
-        other._tail, other._own = self._tail[:], {}
+        other._own = {}
         return other
 
     def add(self, token: int) -> None:
         if len(self._tail) == self._back:
-            self._own.setdefault(self._key(), {})[token] = None
-        self._tail.append(token)
-        if len(self._tail) > self._back:
-            del self._tail[0]
+            _add(self._own, self._tail, token)
+        self._tail = (*self._tail, token)[-self._back :] if self._back else ()
 
     def banned(self) -> list[int]:
         """The tokens that would complete an n-gram which occurs already."""
-        if len(self._tail) < self._back:
-            return []
-        key = self._key()
-        return [token for index in (*self._shared, self._own) for token in index.get(key, ())]
-
-    def _key(self) -> bytes:
-        return array("q", self._tail).tobytes()
+        found = [index.get(self._tail, ()) for index in (*self._shared, self._own)]
+        return [token for one in found for token in ((one,) if isinstance(one, int) else one)]
 
     def check(self) -> None:
         assert len(self._tail) <= self._back
-        assert all(len(key) == 8 * self._back for index in (*self._shared, self._own) for key in index)
+        assert all(len(key) == self._back for index in (*self._shared, self._own) for key in index)
+
+
+def _add(index: dict[tuple[int, ...], Followers], key: tuple[int, ...], token: int) -> None:
+    found = index.setdefault(key, token)
+    if isinstance(found, dict):
+        found[token] = None
+    elif found != token:
+        index[key] = {found: None, token: None}
 
 
 class _Phrases:

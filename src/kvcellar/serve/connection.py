@@ -29,6 +29,7 @@ from kvcellar.serve.parse_queue import CpuBudget, ParseQueue
 from kvcellar.serve.request_log import RequestLog, new_id
 from kvcellar.serve.sending import WRITE
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.strict_http import StrictConnection
 
 READ = 2 * 2**10  # bytes
 
@@ -47,7 +48,6 @@ class ServeConfig(uvicorn.Config):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            h11_max_incomplete_event_size=settings.max_header_bytes,
             timeout_keep_alive=settings.idle_seconds,
             timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # asyncio accepts fractions
         )
@@ -88,6 +88,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = StrictConnection(config.serve.max_header_bytes)
         self._application: Any = self.app
         self.app = self._run  # type: ignore[assignment]
         self._settings, self._queue = config.serve, config.parse_queue

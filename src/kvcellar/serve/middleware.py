@@ -29,6 +29,7 @@ from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.mounted import Mounted
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.sending import ADMIT
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.startup import Startup
 
@@ -96,6 +97,7 @@ class RequestMiddleware:
             return
         if scope["path"] not in self._mounted.open:
             self._keys.check(scope, self._mounted.operated)
+            scope.get("extensions", {}).get(ADMIT, _no_connection)()
         if self._drain.started:
             raise shutting_down()
         if scope["path"] not in self._mounted.open:
@@ -133,6 +135,10 @@ def headers_too_large(settings: ServeSettings) -> ApiError:
     most = f"{settings.max_headers} headers of {settings.max_header_bytes} bytes together"
     message = f"the headers are too many or too long; at most {most} are allowed"
     return ApiError(431, message, code="headers_too_large", headers={"connection": "close"})
+
+
+def _no_connection() -> None:
+    """In place of `ADMIT` where the application is called without a connection."""
 
 
 def _name_of(host: str) -> str | None:

@@ -46,7 +46,7 @@ class ServeSettings:
     max_upload_bytes: int = 64 * 2**30
     max_header_bytes: int = 64 * 2**10  # largest request line and headers together
     max_headers: int = 100  # most header lines of one request
-    # most connections open at once; below 1024, the usual limit on open files. Those that have sent no key are closed first
+    # most connections open at once; below 1024, the usual limit on open files. Those that sent no key are closed first
     max_connections: int = 512
     max_backlog_events: int = 4096  # most events of one request queued for a slow client; more cancel the request
     header_seconds: float = 15.0  # limit for receiving a request line and its headers

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvcellar.errors import KvcellarError
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.failed_loads import forget
 from kvcellar.serve.health import OPEN
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.mounted import Mounted
@@ -67,6 +68,7 @@ class RequestMiddleware:
         except ClientDisconnected:
             request.set_error(499, "client_gone")  # nginx's status for a client that has disconnected
         except (ApiError, KvcellarError) as error:
+            forget(error)  # its functions had the body, for which the memory is given back now
             await self._send_error(api_error(error), scope, receive, response)
         except asyncio.CancelledError:
             await self._send_error(shutting_down(), scope, receive, response)
@@ -74,6 +76,7 @@ class RequestMiddleware:
         except Exception as error:  # noqa: BLE001 -- logged without its message, which may quote a prompt
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("%s: unexpected %s\n%s", request.request_id, type(error).__name__, where)
+            forget(error)
             await self._send_error(api_error(error), scope, receive, response)
         finally:
             request.write()

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from kvcellar.errors import panics_of
+
 MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
 
@@ -29,7 +31,10 @@ def text_assets(path: Path, config: Any) -> TextAssets | str:
         if file.suffix in _SUFFIXES and file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
             return f"{file.name} has {file.stat().st_size} bytes; {MAX_FILE_BYTES} are allowed"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, local_files_only=True, trust_remote_code=False)
+        with panics_of("the reader of its tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, config=config, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
         return f"transformers cannot build its tokenizer: {type(error).__name__}: {error}"
     if not tokenizer.is_fast:

@@ -95,7 +95,7 @@ class ClientDisconnected(Exception):
     """The client closed its connection before the response ended."""
 
 
-def api_error(error: Exception) -> ApiError:
+def api_error(error: BaseException) -> ApiError:
     """`error` as the client gets it. Only exceptions raised for the client keep their message."""
     match error:
         case ApiError():

@@ -100,7 +100,7 @@ async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings, 
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise ApiError(415, f"Content-Encoding {printable(coding, 40)} is not supported; send the body uncompressed")
     kinds = headers.getlist("content-type")
-    if not _is_json(kinds) and (kinds or not _may_omit_type(scope, headers)):
+    if not _is_json(kinds) and not _any_type(scope, headers):
         raise ApiError(415, "the body must be JSON in UTF-8; send it with Content-Type: application/json")
     declared = headers.get("content-length", "0")  # h11 has checked that there is one, and that it is a number
     if int(declared) > settings.max_body_bytes:
@@ -133,9 +133,9 @@ def _is_json(content_types: list[str]) -> bool:
     return kind == "application/json" and all(p in ("", "charset=utf-8", 'charset="utf-8"') for p in parameters)
 
 
-def _may_omit_type(scope: Scope, headers: Headers) -> bool:
-    """Ollama's clients may send no content type. A page of another site could send such a body without asking first,
-    but its browser names the site in these headers."""
+def _any_type(scope: Scope, headers: Headers) -> bool:
+    """Ollama's clients may send no content type, or the one that curl sends with `-d`. A page of another site could
+    send such a body without asking first, but its browser names the site in these headers."""
     return scope["path"].startswith("/api/") and not {"origin", "sec-fetch-site"} & set(headers.keys())
 
 

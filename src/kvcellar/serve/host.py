@@ -262,7 +262,7 @@ class Host:
         try:
             with self.short_switches:
                 variant = self._joined(load.member, self._resting())
-        except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
+        except BaseException as failure:  # noqa: BLE001 - logged, and given to the requests that wait; a panic, too
             log_failure(servable, failure)
             error = refused(servable, failure)
             forget(failure)

@@ -73,7 +73,9 @@ class RequestMiddleware:
         except asyncio.CancelledError:
             await self._send_error(shutting_down(), scope, receive, response)
             raise
-        except Exception as error:  # noqa: BLE001 -- logged without its message, which may quote a prompt
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 -- a panic, too; logged without its message: it may quote a prompt
             where = "".join(traceback.format_tb(error.__traceback__))
             log.error("%s: unexpected %s\n%s", request.request_id, type(error).__name__, where)
             forget(error)

@@ -29,8 +29,9 @@ from typing import Any, cast
 
 from tokenizers import Encoding, Tokenizer, models
 
-from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.errors import BadRequest, PromptTooLong, panics_of
 
+TOKENIZER = "the tokenizer"
 RELEASE_ABOVE = 4096  # bytes of text; fewer are tokenized within milliseconds, without releasing the interpreter
 MOST_BYTES = 2**31  # of one text, where there is no other limit
 BYTES_PER_BYTE = 448  # of memory, for a byte of text while it is tokenized
@@ -131,12 +132,13 @@ class TextTokenizer:
         self.check_length(text, limit)
         size = check_unicode(text, param)
         with self.limit.taken(size, param):
-            if size <= RELEASE_ABOVE:
-                found = self._tokenizer.encode(text, add_special_tokens=special)
-            elif offsets:
-                found = self._tokenizer.encode_batch([text], add_special_tokens=special)[0]
-            else:
-                found = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+            with panics_of(TOKENIZER):
+                if size <= RELEASE_ABOVE:
+                    found = self._tokenizer.encode(text, add_special_tokens=special)
+                elif offsets:
+                    found = self._tokenizer.encode_batch([text], add_special_tokens=special)[0]
+                else:
+                    found = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
             if limit is not None and len(found) > limit:
                 raise PromptTooLong(len(found), limit, "the model's context")
             yield found
@@ -146,7 +148,8 @@ class TextTokenizer:
         for token in ids:
             if not 0 <= token < 2**32:
                 raise BadRequest(f"{token} is not a token id; they are 0 to {self.vocab_size - 1}", "ids")
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+        with panics_of(TOKENIZER):
+            return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
 
     def written(self, token: int) -> str | None:
         """The entry of the vocabulary, which is not decoded; None if there is no such token."""
@@ -183,6 +186,7 @@ class TextTokenizer:
             return ids
         return [token for char in text for token in self._plain(char)]  # it is a word of the vocabulary, too
 
+    @panics_of(TOKENIZER)
     def _plain(self, text: str) -> list[int]:
         """The ids of ordinary text: without added tokens and post-processing."""
         normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer

@@ -633,9 +633,9 @@ def test_connections(shared_engine: FakeEngine, engine: FakeEngine) -> None:
                 wire.sendall(sent)
                 assert json.loads(read_response(wire)[1])["error"]["message"] == message
         with connected(server) as first, connected(server) as second:
-            first.sendall(request("/health"))
-            assert read_response(first)[0] == 200
-            assert json.loads(read_response(second)[1])["error"]["message"] == FULL
+            assert json.loads(read_response(first)[1])["error"]["message"] == FULL
+            second.sendall(request("/health"))
+            assert read_response(second)[0] == 200
 
 
 # The code has no message that is not here.

@@ -134,8 +134,8 @@ def command(
     the local Hugging Face cache; without one, the embedded model), which stays loaded, and the models of the library,
     which are loaded when requests name them. Requests without a name get the first MODEL.
 
-    The port answers while the models are loaded: /health is 200, /ready is 503 and says how far that is, and so are
-    requests. A model that cannot be loaded ends the server.
+    The port answers while the models are loaded: /live is 200, /health is 503, and so are /ready, which says how far
+    that is, and requests. A model that cannot be loaded ends the server.
 
     SIGHUP reads the key files again; one that is wrong changes nothing. SIGTERM or SIGINT refuses requests that have
     not started, waits up to --drain-timeout for running ones, and closes the engine at most 3 seconds later. Exit

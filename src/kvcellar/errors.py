@@ -7,7 +7,8 @@ but it is never sent to an HTTP client.
 
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -28,6 +29,25 @@ def shown(value: object) -> str:
 def forked_from(process: int) -> str:
     """The process of this id as a message names it in a fork of it."""
     return f"process {process}, which this process ({os.getpid()}) was forked from"
+
+
+class NativePanic(RuntimeError):
+    """Compiled code of another package has met a defect of its own. What was asked of it has failed; it can go on."""
+
+
+@contextmanager
+def panics_of(what: str) -> Generator[None]:
+    """Around calls of packages in Rust: PyO3 raises a panic as a `BaseException`, for which neither a request's error
+    handling nor a thread's is made, so it becomes a `NativePanic`. Its message may quote a prompt: it is only the
+    cause."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise NativePanic(f"{what} has panicked") from error
 
 
 class KvcellarError(Exception):

@@ -85,6 +85,19 @@ def test_the_second_signal_ends_the_process_at_once(number):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_while_engines_are_closed_ends_the_process_with_its_code(number):
+    with stuck("--drain-timeout", "1000") as process:
+        until_it_serves(process)
+        process.send_signal(number)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "closing\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in err
+
+
 def listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port)).close()
@@ -103,6 +116,18 @@ def test_the_timer_does_nothing_without_a_signal_or_after_the_end():
     timer._thread.join(PATIENCE)
     assert not timer._thread.is_alive()
     assert left == []
+
+
+def test_a_signal_before_the_server_runs_does_what_it_did_and_handlers_are_restored():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    left: list[int] = []
+    with ShutdownTimer(1000.0, flush=lambda: None, leave=left.append) as timer:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        timer.signalled(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert left == [128 + signal.SIGTERM]
+    assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
 
 
 def test_the_log_is_flushed_before_the_process_exits():

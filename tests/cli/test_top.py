@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar import Engine
+from kvcellar.cli.client import AdminClient, ServerLoading
 from kvcellar.cli.inspecting import inspector
 from kvcellar.cli.top import Watched
 from kvcellar.cli.top_view import FREE, view
@@ -115,3 +116,22 @@ def test_a_map_shows_every_run_that_is_in_use(found: dict[str, Any]) -> None:
     (line,) = [line for line in view(found | {"groups": [group]}, 100, 60) if line.startswith(group["name"])]
     assert line.count("▓") >= 1
     assert line.count(FREE) > 40
+
+
+def test_it_waits_for_a_server_that_loads_its_models_and_says_so(monkeypatch, found: dict[str, Any]) -> None:
+    states = [ServerLoading("the server is loading the model a"), ServerLoading("the server is loading the model a")]
+    states += [ServerLoading("the server is loading the model b"), found]
+    monkeypatch.setattr("kvcellar.cli.top.EVERY", 0.0)
+    monkeypatch.setattr("kvcellar.cli.client.AdminClient.get", mock.Mock(side_effect=states))
+    ran = kvcellar("top", "--once")
+    assert ran.code == 0
+    assert ran.err == "the server is loading the model a; waiting\nthe server is loading the model b; waiting\n"
+    assert ran.out.startswith("embedded: ")
+
+
+def test_the_error_of_a_server_that_loads_is_told_from_others(engine: Engine) -> None:
+    with Server(engine, ServeSettings(port=0), mount=inspector) as server:
+        client = AdminClient(server.url, None)
+        server._engines._host.startup.begin()
+        with pytest.raises(ServerLoading, match="loading the model"):
+            client.get("/inspector/api/snapshot")

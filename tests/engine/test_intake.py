@@ -2,6 +2,8 @@
 
 import enum
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -229,3 +231,34 @@ def test_a_session_is_named_by_a_number(recurrent) -> None:
         with pytest.raises(BadRequest) as refused:
             recurrent.submit([5], SamplingParams(**HOW), deliver=Ear(), session=bad)
         assert refused.value.param == "session"
+
+
+@pytest.mark.parametrize(
+    ("posted", "taken_in"), [(False, False), (True, False), (True, True)], ids=["not posted", "posted", "taken in"]
+)
+def test_an_interrupt_of_a_submission_gives_back_what_it_holds_once(llama, monkeypatch, posted, taken_in) -> None:
+    """Given back twice, the memory of prompts would be counted as less than is taken, and an adapter freed under a
+    request."""
+    loop, prompts, held = llama._loop, llama._built.intake.prompts, threading.Event()
+    submit, seen = loop.submit, list[Any]()
+
+    def interrupted(request: Any, completion: Any) -> None:
+        seen.append(request)
+        if not taken_in:
+            loop.post(held.wait)  # nothing is taken in meanwhile
+        if posted:
+            submit(request, completion)
+        if taken_in:
+            llama.stats()  # is answered after the request was taken in
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llama.submit([5] * 20, SamplingParams(max_tokens=500, ignore_eos=True), deliver=lambda event: None)
+    held.set()
+    assert len(llama.generate([7] * 4, **HOW).token_ids) == 2
+    while loop.backlog or (taken_in and not seen[0].done):
+        time.sleep(0.005)
+    assert prompts.taken == 0
+    assert_at_rest(llama)

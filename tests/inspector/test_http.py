@@ -214,12 +214,13 @@ def _loopback() -> Any:
     return listener
 
 
-def test_a_key_sees_its_own_requests_and_texts_and_counts_of_others(closed):
+def test_a_key_sees_its_own_requests_and_texts_and_nothing_of_others(closed):
     complete(closed, SECRET, **bearer(MINE))
     complete(closed, "class Yours:\n", **bearer(YOURS))
-    mine = fresh(closed, lambda found: found["tree"]["of_others"]["entries"], **bearer(MINE))
-    yours = fresh(closed, lambda found: found["tree"]["of_others"]["entries"], **bearer(YOURS))
-    all_of_it = fresh(closed, lambda found: True, **bearer(ADMIN))
+    mine = fresh(closed, lambda found: found["requests"]["ended"], **bearer(MINE))
+    yours = fresh(closed, lambda found: found["requests"]["ended"], **bearer(YOURS))
+    all_of_it = fresh(closed, lambda found: len(found["requests"]["ended"]) > 1, **bearer(ADMIN))
+    assert [found["sums"] for found in (mine, yours, all_of_it)] == [False, False, True]
     assert "the_secret" in json.dumps(mine)
     assert "the_secret" not in json.dumps(yours) + json.dumps(all_of_it)
     names = [{entry["name"] for entry in found["tree"]["entries"] if entry} for found in (mine, yours, all_of_it)]

@@ -204,7 +204,7 @@ def test_an_error_in_a_step_leaves_a_picture_that_can_be_taken(engine, monkeypat
     assert (one.outcome, one.usage.completion_tokens) == ("EngineFailed", 0)
 
 
-def test_others_are_counted_and_neither_named_nor_read(engine):
+def test_others_are_neither_counted_nor_named_nor_read(engine):
     for tenant in ("mine", "yours"):
         engine.start(
             [*FIRST, 90 if tenant == "mine" else 91],
@@ -219,13 +219,35 @@ def test_others_are_counted_and_neither_named_nor_read(engine):
     assert yours.name not in text
     assert engine_text(yours.tokens) in json.dumps(snapshot(picture, EVERYTHING, engine_text))
     assert len(shown["requests"]["ended"]) == 1
-    assert shown["tree"]["of_others"]["tokens"] >= len(FIRST)
-    assert [entry["namespace"] for entry in shown["tree"]["entries"] if entry is not None] == ["mine"]
-    indices = {run[2] for group in shown["groups"] for run in group["runs"] if run[1] == "kept"}
-    assert indices == {None, next(at for at, entry in enumerate(picture.entries) if entry.owner == "mine")}
+    assert [entry["namespace"] for entry in shown["tree"]["entries"]] == ["mine"]
+    assert {run[2] for group in shown["groups"] for run in group["runs"] if run[1] == "kept"} == {0}
+    assert {run[1] for group in shown["groups"] for run in group["runs"]} == {"kept", "other"}
+    assert not shown["sums"]
     operator = snapshot(picture, Viewer(None, False, None), engine_text)
     assert len(operator["requests"]["ended"]) == 2
+    assert operator["sums"]
     assert engine_text(yours.tokens) not in json.dumps(operator)
+
+
+def test_what_others_do_changes_no_number_that_a_key_sees(engine):
+    """To the digit, whatever they compute and keep."""
+
+    def computed(tenant: str, tokens: int) -> None:
+        prompt, how = [5 + len(tenant)] * tokens, engine.params(max_tokens=2, ignore_eos=True)
+        engine.start(prompt, how, namespace=tenant, retention=RetentionOptions(owner=tenant))[0].result()
+
+    def seen() -> dict[str, Any]:
+        found = snapshot(ended(engine, 1), Viewer("mine", True, "mine"), engine_text)
+        kept = [sum(run[0] for run in group["runs"] if run[1] == "kept") for group in found["groups"]]
+        return {**found, "at": 0.0, "groups": (kept, [group["counts"] for group in found["groups"]])}
+
+    engine.clear_cache()
+    computed("mine", 20)
+    before = seen()
+    for tokens in (30, 41):
+        computed("yours", tokens)
+    assert seen() == before
+    assert before["groups"][0][0] >= 20
 
 
 def test_last_requests_are_bounded_in_number_and_tokens():

@@ -365,24 +365,6 @@ def test_an_upgrade_header_is_ignored(server):
         assert read_response(wire)[0] == 200
 
 
-def test_connections_beyond_the_limit_are_refused_until_others_close(shared_engine):
-    with Server(shared_engine, ServeSettings(port=0, max_connections=8)) as server:
-        wires = [Wire(server.port) for _ in range(8)]
-        try:
-            with connected(server) as wire:
-                assert shape(read_response(wire)) == (503, "overloaded")
-                assert read_to_end(wire) == b""
-        finally:
-            for wire in wires:
-                wire.close()
-        status = 503
-        while status == 503:  # until the server has noticed that the others are closed
-            with connected(server) as wire:
-                wire.sendall(request("/health"))
-                status, _ = read_response(wire)
-        assert status == 200
-
-
 @pytest.mark.parametrize("slow", ["encode", "render", "submit"])
 def test_slow_preparation_of_a_request_does_not_block_others(server, http, engine, monkeypatch, slow):
     """Other requests get responses while one is prepared."""

@@ -1,4 +1,4 @@
-"""/health, /ready and /ping: they need no key, tell nothing else, and /ready is 503 during shutdown."""
+"""/health, /live, /ready and /ping: they need no key, tell nothing else, and /ready is 503 during shutdown."""
 
 import asyncio
 from contextlib import closing
@@ -19,8 +19,8 @@ from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import MODEL, error_of
 
-PATHS = ["/health", "/ready", "/ping"]
-STATUS = {"/health": "ok", "/ready": "ready", "/ping": "ok"}
+PATHS = ["/health", "/ready", "/live", "/ping"]
+STATUS = {"/health": "ok", "/ready": "ready", "/live": "ok", "/ping": "ok"}
 
 
 @pytest.fixture
@@ -55,7 +55,11 @@ def test_a_path_that_is_not_exactly_one_of_these_needs_a_key(locked, path):
 def test_a_failed_engine_is_neither_healthy_nor_ready(http, engine, path):
     engine.healthy = False
     response = http.get(path)
-    assert (response.status_code, error_of(response)["code"]) == (503, "engine_unhealthy")
+    assert response.status_code == 503
+    if path == "/health":
+        assert {**response.json()["error"], "message": ""} == {"code": 503, "message": "", "type": "unavailable_error"}
+    else:
+        assert error_of(response)["code"] == "engine_unhealthy"
     assert http.head(path).status_code == 503
 
 
@@ -72,4 +76,4 @@ def test_during_shutdown_the_server_is_alive_but_not_ready(shared_engine, engine
             return [(one.status_code, one.json().get("status") or error_of(one)["code"]) for one in responses]
 
     with closing(ReaderThreads()) as threads:
-        assert asyncio.run(states()) == [(200, "ok"), (503, "shutting_down"), (200, "ok")]
+        assert asyncio.run(states()) == [(200, "ok"), (503, "shutting_down"), (200, "ok"), (200, "ok")]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.lease import Lease
-from kvcellar.serve.resident import Limits, Load
+from kvcellar.serve.resident import Limits, Load, Member, Stage
 from kvcellar.short_switches import MOST_REST, SHORT, Rests, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
@@ -564,3 +564,33 @@ def test_a_model_that_is_unloaded_while_it_is_loaded_leaves_after_its_requests()
         assert made.bytes == 0 == made.host.residents.bytes
 
     run(play)
+
+
+@pytest.mark.parametrize("look", ["healthy", "fixed", "leases", "used", "bytes", "kept", "parting"])
+def test_a_model_may_leave_an_engine_while_another_thread_looks_at_its_models(look: str) -> None:
+    """`/health` and a load look without the lock of the residents."""
+    made = world()
+
+    class Watched(Member):
+        """Another one leaves when it is looked at."""
+
+        def __getattribute__(self, name: str) -> Any:
+            if name in ("fixed", "leases", "used", "size", "expires") and leaving:
+                made.host.residents.parted(leaving.pop())
+            return super().__getattribute__(name)
+
+    leaving = list[Member]()
+    fixed = made.host.residents.reserved(made.find("a"))
+    resident = fixed.resident
+    made.host.residents.add(fixed, made.host._joined(fixed, lambda: None))
+    others = {one.key: one for one in (Watched(made.find(name), resident, 1.0) for name in ("a1", "a2", "a3"))}
+    resident.members = {**others, **resident.members}
+    leaving.append(others[made.find("a2").member])
+    leaving[0].stage = Stage.CLOSING
+    if look == "healthy":
+        assert made.host.healthy
+    else:
+        found = getattr(resident, look)
+        found(0.0) if callable(found) else None
+    assert not leaving, "nothing was looked at"
+    assert len(resident.members) == 3

@@ -11,6 +11,7 @@ from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.http_request import HttpRequest
+from tests.serve.fake_engine import PATIENCE
 
 DONE = Done(Usage(1, 0, 1), Timings(0.0, 0.0, 0.0))
 
@@ -294,3 +295,39 @@ def test_a_failure_during_submission_cancels_all_prompts():
 
     asyncio.run(main())
     assert engine.cancels() == [0, 1]
+
+
+def test_a_prompt_may_be_submitted_while_the_drain_looks_at_those_before_it():
+    """The thread that submits adds a ticket between two that the event loop looks at."""
+    looked, added = threading.Event(), threading.Event()
+
+    class Waiting(Ticket):
+        @property
+        def begun(self) -> bool:
+            looked.set()
+            assert added.wait(PATIENCE)
+            return False
+
+    class Slow(Engine):
+        def submit(self, *args, **options):
+            if len(self.tickets) == 2:
+                added.set()  # the last one is there, and its ticket was added before the event loop goes on
+            if len(self.tickets) == 1:
+                assert looked.wait(PATIENCE)
+            super().submit(*args, **options)
+            self.tickets[-1] = Waiting()
+            return self.tickets[-1]
+
+    async def main():
+        engine = Slow()
+        with HttpRequest(100, Arrivals()) as request:
+            submitting = asyncio.create_task(asyncio.to_thread(request.submit, engine, [[1]] * 3, SamplingParams()))
+            while not request._tickets:
+                await asyncio.sleep(0)
+            request.refuse_if_queued()
+            await submitting
+            with pytest.raises(ApiError, match="shutting down"):
+                await request.next_batch()
+            assert engine.cancels() == [1, 1, 1][: len(engine.tickets)]
+
+    asyncio.run(main())

@@ -625,7 +625,7 @@ ADMIN_KEY = "a valid admin key is needed: Authorization: Bearer KEY"
 
 def test_health_and_keys(http: httpx.Client, shared_engine: FakeEngine, engine: FakeEngine) -> None:
     engine.healthy = False
-    assert message_of(http.get("/health")) == STOPPED
+    assert http.get("/health").json()["error"]["message"] == message_of(http.get("/live")) == STOPPED
     keys = {"key_digests": (key_digest("good"),), "admin_digests": (key_digest("better"),)}
     with Server(shared_engine, ServeSettings(port=0, **keys)) as server:
         assert message_of(httpx.get(f"{server.url}/v1/models")) == KEY
@@ -654,9 +654,9 @@ def test_connections(shared_engine: FakeEngine, engine: FakeEngine) -> None:
                 wire.sendall(sent)
                 assert json.loads(read_response(wire)[1])["error"]["message"] == message
         with connected(server) as first, connected(server) as second:
-            first.sendall(request("/health"))
-            assert read_response(first)[0] == 200
-            assert json.loads(read_response(second)[1])["error"]["message"] == FULL
+            assert json.loads(read_response(first)[1])["error"]["message"] == FULL
+            second.sendall(request("/health"))
+            assert read_response(second)[0] == 200
 
 
 # The code has no message that is not here.
@@ -688,6 +688,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "{} requests are waiting for models; try again later": "likewise",
     "a model and an adapter both have the name {}; rename one": "start: test_several_models.py",
     "this server has no admin key, so its models cannot be changed by requests": "for an operator: test_ollama.py",
+    "metrics are sums over all API keys, so none of several may read them: send a metrics key": "test_metrics.py",
     "order must be asc or desc, not {}": "the items of a kept response: test_responses_api.py",
     "limit must be a number from 1 to {}, not {}": "likewise",
     "after is {}, which is no id of these items": "likewise",

@@ -357,6 +357,16 @@ def test_the_key_of_an_operator_is_needed_where_there_is_one(shared_engine, engi
         assert refused.status_code == (401 if "key_digests" in keys else 200)
 
 
+def test_none_of_several_api_keys_reads_the_sums_of_all(shared_engine, engine):
+    keys = key_digest("client-key"), key_digest("other-key")
+    bearer = {"authorization": "Bearer client-key"}
+    with Server(shared_engine, ServeSettings(port=0, key_digests=keys)) as server:
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/metrics", headers=bearer).status_code == 403
+    with Server(shared_engine, ServeSettings(port=0, key_digests=keys, **METRICS)) as server:
+        assert httpx.get(f"{server.url}/metrics", headers=bearer).status_code == 401
+
+
 def test_buckets_are_those_of_a_dumb_count():
     rng = random.Random(3)
     bounds = (1.0, 2.0, 5.0)

@@ -1,10 +1,12 @@
-"""Keys on every route but those of supervisors, host names of this machine only, no CORS; and the log of requests."""
+"""Keys on every route but those of supervisors, names of this machine only, CORS for named origins; the request log."""
 
 import logging
 import time
 
+import httpx
 import pytest
 
+from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
@@ -78,6 +80,76 @@ def test_no_cors_headers_are_sent(http):
         http.post(COMPLETIONS, json=completion(), headers={"origin": "null"}),
     ):
         assert not any(name.startswith("access-control") for name in response.headers)
+
+
+PAGE = "https://chat.example.com"
+
+
+@pytest.fixture(scope="module")
+def named_origins(shared_engine: FakeEngine):
+    origins = (PAGE, "http://localhost:3000")
+    with (
+        Server(shared_engine, ServeSettings(port=0, key_digests=(key_digest(GOOD),), cors_origins=origins)) as server,
+        DeclaredClient(base_url=server.url, timeout=PATIENCE) as client,
+    ):
+        yield client
+
+
+def cors(response: httpx.Response) -> dict[str, str]:
+    names = [name for name in response.headers if name.startswith("access-control") or name == "vary"]
+    return {name.removeprefix("access-control-"): response.headers[name] for name in names}
+
+
+@pytest.mark.parametrize("wanted", ["authorization, content-type, x-api-key", "x-stainless-os,authorization", ""])
+def test_a_page_of_a_named_origin_may_send_requests(named_origins, wanted):
+    asked = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": wanted}
+    for path in (COMPLETIONS, "/api/chat", "/no-such-route"):
+        found = named_origins.options(path, headers=asked)
+        assert (found.status_code, found.content) == (204, b"")
+        assert cors(found) == {
+            "allow-origin": PAGE,
+            "allow-methods": "GET, HEAD, POST, DELETE",
+            "allow-headers": wanted or "authorization, content-type, x-api-key",
+            "max-age": "600",
+            "expose-headers": "x-request-id, request-id, retry-after",
+            "vary": "Access-Control-Request-Headers, Origin",
+        }
+
+
+@pytest.mark.parametrize("origin", [PAGE, "http://localhost:3000"])
+def test_a_page_of_a_named_origin_reads_responses_streams_and_errors(named_origins, engine, origin):
+    key, expected = {"authorization": f"Bearer {GOOD}"}, {"allow-origin": origin, "vary": "Origin"}
+    expected["expose-headers"] = "x-request-id, request-id, retry-after"
+    for headers, status in ((key, 200), ({}, 401)):
+        for stream in (False, True):
+            body = completion(stream=stream)
+            found = named_origins.post(COMPLETIONS, json=body, headers=headers | {"origin": origin})
+            assert (found.status_code, cors(found)) == (status, expected)
+
+
+ORIGINS = ["https://evil.com", "null", "https://chat.example.com.evil.com", "http://chat.example.com", "*", PAGE + ":8"]
+
+
+@pytest.mark.parametrize("origin", [*ORIGINS, PAGE + "/", PAGE.upper(), ""])
+def test_other_origins_are_as_without_cors(named_origins, origin):
+    asked = {"origin": origin, "access-control-request-method": "POST", "authorization": f"Bearer {GOOD}"}
+    preflight, got = named_origins.options(COMPLETIONS, headers=asked), named_origins.get("/v1/models", headers=asked)
+    assert (preflight.status_code, got.status_code) == (405, 200)
+    assert cors(preflight) == cors(got) == {"vary": "Origin"}
+
+
+def test_two_origins_are_none(named_origins):
+    headers = [("origin", PAGE), ("origin", "https://evil.com"), ("authorization", f"Bearer {GOOD}")]
+    assert cors(named_origins.get("/v1/models", headers=headers)) == {"vary": "Origin"}
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "chat.example.com", PAGE + "/", "https://*.example.com", "HTTPS://a", ""]
+)
+def test_what_is_no_origin_is_refused_at_the_start(origin):
+    with pytest.raises(BadRequest, match="is no origin") as refused:
+        ServeSettings(cors_origins=(origin,))
+    assert refused.value.param == "cors_origins"
 
 
 def test_the_log_contains_no_text_of_requests(http, engine, caplog):

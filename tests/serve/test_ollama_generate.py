@@ -199,12 +199,14 @@ def test_what_a_model_can_is_shown(http: httpx.Client, engine: FakeEngine) -> No
     assert http.post("/api/show", json={"model": MODEL}).json()["capabilities"] == ["completion", "tools", "thinking"]
 
 
-def test_a_body_without_a_content_type_is_accepted_but_from_a_page_of_another_site(http, engine) -> None:
-    """litellm sends none to Ollama's routes. A page may send such a body to any server; its browser says so."""
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_of_any_content_type_is_accepted_but_from_a_page_of_another_site(http, engine, kind) -> None:
+    """litellm sends none to Ollama's routes, and curl that of a form. A page may send such a body to any server; its
+    browser says so."""
+    typed = {} if kind is None else {"content-type": kind}
     body = json.dumps({"model": MODEL, "messages": ASKED, "stream": False})
-    assert http.post("/api/chat", content=body).status_code == 200
+    assert http.post("/api/chat", content=body, headers=typed).status_code == 200
     for header in ({"origin": "http://evil.com"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
-        assert http.post("/api/chat", content=body, headers=header).status_code == 415
-    assert http.post("/api/chat", content=body, headers={"content-type": "text/plain"}).status_code == 415
-    assert http.post("/v1/chat/completions", content=body).status_code == 415
+        assert http.post("/api/chat", content=body, headers=header | typed).status_code == 415
+    assert http.post("/v1/chat/completions", content=body, headers=typed).status_code == 415
     assert len(engine.seen) == 1

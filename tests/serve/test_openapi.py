@@ -10,7 +10,7 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.api_errors import ApiError, anthropic_shape, ollama_shape, openai_shape
+from kvcellar.serve.api_errors import ApiError, anthropic_shape, health_shape, ollama_shape, openai_shape
 from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
@@ -123,11 +123,16 @@ def test_what_the_schema_of_a_body_refuses_the_server_refuses(http, path, body):
 
 @pytest.mark.parametrize(
     ("path", "form"),
-    [("/v1/models", openai_shape), ("/v1/messages", anthropic_shape), ("/api/tags", ollama_shape)],
+    [
+        ("/v1/models", openai_shape),
+        ("/v1/messages", anthropic_shape),
+        ("/api/tags", ollama_shape),
+        ("/health", health_shape),
+    ],
 )
 def test_an_error_that_no_route_declares_must_have_the_form_of_its_api(path, form):
     method = "POST" if path == "/v1/messages" else "GET"
-    for shape in (openai_shape, anthropic_shape, ollama_shape):
+    for shape in (openai_shape, anthropic_shape, ollama_shape, health_shape):
         body = json.dumps(shape(ApiError(405, "x", code="y"))).encode()
         if shape is form:
             declared().check(method, path, 405, "application/json", body)

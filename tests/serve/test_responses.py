@@ -287,4 +287,4 @@ def test_health(http, engine):
     assert http.get("/health").json() == {"status": "ok", "model": MODEL}
     engine.healthy = False
     response = http.get("/health")
-    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_unhealthy")
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "unavailable_error")

@@ -111,7 +111,12 @@ def starting(monkeypatch) -> Start:
 
 def test_the_port_answers_while_models_are_loaded_and_says_how_far_that_is(starting):
     with starting(ServeSettings(port=0)) as (one, client):
-        assert client.get("/health").json() == client.get("/ping").json() == {"status": "ok"}
+        assert client.get("/live").json() == client.get("/ping").json() == {"status": "ok"}
+        healthy = client.get("/health")
+        assert (healthy.status_code, healthy.json()) == (
+            503,
+            {"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}},
+        )
         told = client.get("/ready")
         assert (told.status_code, error_of(told)["code"]) == (503, "loading_model")
         assert error_of(told)["message"] == (
@@ -123,6 +128,7 @@ def test_the_port_answers_while_models_are_loaded_and_says_how_far_that_is(start
         assert "second, 1 of 2 are loaded; try" in error_of(client.get("/ready"))["message"]
         one.finish()
         assert client.get("/ready").json() == {"status": "ready", "model": "first"}
+        assert client.get("/health").json() == {"status": "ok", "model": "first"}
         assert client.post(CHAT, json=chat(model="second")).status_code == 200
 
 

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, pre_tokenizers
 
-from kvcellar.errors import BadRequest
-from kvcellar.text.tokens import TextTokenizer
+from kvcellar.errors import BadRequest, NativePanic
+from kvcellar.text.tokens import RELEASE_ABOVE, TextTokenizer
 from tests.text.made import CONTROL, KINDS, byte_level, words
 
 
@@ -22,6 +23,24 @@ def test_begin_of_text_is_added_as_the_tokenizer_is_configured() -> None:
     assert words("byte_level").encode("a", special=True)[0] == begin
     assert words("byte_level").encode("a", special=False)[0] != begin
     assert TextTokenizer(byte_level(), add_special=False).encode("a") == words("byte_level").encode("a", special=False)
+
+
+def test_a_panic_of_the_tokenizer_is_an_exception() -> None:
+    """It would pass by everything that catches exceptions, and end the engine's thread."""
+    made = byte_level()
+    made.pre_tokenizer = pre_tokenizers.FixedLength(0)
+    made.decoder = decoders.Strip("a", 1, 1)
+    vocabulary, long = TextTokenizer(made), "a" * (RELEASE_ABOVE + 1)
+    token = made.token_to_id("a")
+    for what in (
+        lambda: vocabulary.encode("abc"),
+        lambda: vocabulary.encode(long),
+        lambda: vocabulary.encode_marked(long, (1,)),
+        lambda: vocabulary._plain("abc"),
+        lambda: vocabulary.decode([token]),
+    ):
+        with pytest.raises(NativePanic, match="the tokenizer has panicked"):
+            what()
 
 
 @pytest.mark.parametrize("text", ["\ud800", "ok \udfff"])

@@ -86,7 +86,7 @@ class AdminClient:
             connection.request(method, parts.path.rstrip("/") + path, body, headers, encode_chunked=chunked)
             response = connection.getresponse()
             if response.status != 200:
-                raise KvcellarError(_message(response, path))
+                raise _error(response, path)
             yield response
         except (OSError, http.client.HTTPException) as error:
             raise KvcellarError(f"{parts.netloc}: {error or type(error).__name__}. {self._advice}") from error
@@ -94,11 +94,19 @@ class AdminClient:
             connection.close()
 
 
-def _message(response: http.client.HTTPResponse, path: str) -> str:
+class ServerLoading(KvcellarError):
+    """The server loads its models; it will answer when it has."""
+
+
+def _error(response: http.client.HTTPResponse, path: str) -> KvcellarError:
+    code = None
     try:
         found = json.loads(response.read())["error"]
         message = found if isinstance(found, str) else found["message"]
+        code = None if isinstance(found, str) else found.get("code")
     except (ValueError, KeyError, TypeError):
         message = response.reason
+    if code == "loading_model":
+        return ServerLoading(message)
     advice = "" if response.status == 404 and not path.startswith("/admin/") else ADVICE.get(response.status, "")
-    return f"{message}. {advice}".rstrip(". ") + "."
+    return KvcellarError(f"{message}. {advice}".rstrip(". ") + ".")

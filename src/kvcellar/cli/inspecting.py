@@ -73,8 +73,8 @@ class ServerSource:
         self._drain, self._keys = shared.drain, shared.keys
 
     def viewer(self, request: Request) -> Viewer:
-        """An API key sees what its own requests have computed, an admin key sees all, without texts. A server without
-        API keys has one tenant. Raises `ApiError` 403 for an API key where the page is off."""
+        """An API key sees what its own requests have computed, an admin key sees all, without texts. A server with one
+        API key, or none, has one tenant. Raises `ApiError` 403 for an API key where the page is off."""
         settings, keys, key = self._settings, self._keys.now, api_key(request.scope)
         if not keys.api:
             if not settings.inspects:
@@ -85,7 +85,7 @@ class ServerSource:
         if not settings.inspects:
             raise ApiError(403, OFF, code="not_allowed")
         own = owner(request.scope)
-        return Viewer(own, not settings.share_prefixes, own)
+        return Viewer(own if len(keys.api) > 1 else None, not settings.share_prefixes, own)
 
     def models(self) -> Sequence[str]:
         return self._host.names

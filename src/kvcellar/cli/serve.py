@@ -29,7 +29,8 @@ log = logging.getLogger("kvcellar.serve")
 
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
-    *("host", "port", "allow_open", "allowed_hosts", "max_body_bytes", "max_upload_bytes", "drain_seconds"),
+    *("host", "port", "allow_open", "allowed_hosts", "cors_origins"),
+    *("max_body_bytes", "max_upload_bytes", "drain_seconds"),
     *("share_prefixes", "client_pins", "allow_pull", "metrics_compat", "inspector", "both_reasoning_names"),
 )
 
@@ -59,6 +60,12 @@ SERVER_OPTIONS = (
     help="Send OpenTelemetry spans. Default: if $OTEL_EXPORTER_OTLP_ENDPOINT is set. Needs kvcellar[otel].",
 )
 @click.option("--metrics-compat", type=click.Choice(get_args(MetricsCompat)), help="Add vLLM's names to /metrics.")
+@click.option(
+    "--cors-origin",
+    "cors_origins",
+    multiple=True,
+    help="Let web pages of this origin, such as https://chat.example.com, send requests. May be repeated.",
+)
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
 @click.option(
@@ -134,8 +141,8 @@ def command(
     the local Hugging Face cache; without one, the embedded model), which stays loaded, and the models of the library,
     which are loaded when requests name them. Requests without a name get the first MODEL.
 
-    The port answers while the models are loaded: /health is 200, /ready is 503 and says how far that is, and so are
-    requests. A model that cannot be loaded ends the server.
+    The port answers while the models are loaded: /live is 200, /health is 503, and so are /ready, which says how far
+    that is, and requests. A model that cannot be loaded ends the server.
 
     SIGHUP reads the key files again; one that is wrong changes nothing. SIGTERM or SIGINT refuses requests that have
     not started, waits up to --drain-timeout for running ones, and closes the engine at most 3 seconds later. Exit

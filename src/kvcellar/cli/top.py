@@ -2,13 +2,14 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
 
-from kvcellar.cli.client import AdminClient, server_options
+from kvcellar.cli.client import AdminClient, ServerLoading, server_options
 from kvcellar.cli.options import Command
 from kvcellar.cli.top_view import view
 from kvcellar.errors import KvcellarError
@@ -24,17 +25,31 @@ WIDTH, HEIGHT = 100, 40  # characters and lines, where there is no terminal
 @server_options
 def command(model: str | None, once: bool, as_json: bool, url: str, admin_key_file: Path | None) -> None:
     """Show what a running server does: requests, memory, the prefix tree, tiers and steps, once a second; q ends it.
+    It waits for a server that loads its models.
 
     MODEL is the name of a loaded model; without it, the one that the server was started with."""
     path = "/inspector/api/snapshot" + (f"?model={quote(model, safe='')}" if model else "")
     client = AdminClient(url, admin_key_file)
-    found = client.get(path)
+    found = _first(client, path)
     if as_json:
         click.echo(json.dumps(found))
     elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
         click.echo("\n".join(view(found, WIDTH, HEIGHT)))
     else:
         _watch(client, path, found)
+
+
+def _first(client: AdminClient, path: str) -> dict[str, Any]:
+    """The first state, once the server has loaded its models. How far that is is told when it changes."""
+    told = ""
+    while True:
+        try:
+            return client.get(path)
+        except ServerLoading as error:
+            if (now := str(error)) != told:
+                click.echo(f"{now}; waiting", err=True)
+            told = now
+            time.sleep(EVERY)
 
 
 class Watched:

@@ -94,7 +94,7 @@ def _live(requests: Snapshot) -> list[str]:
         f"{one['tokens_per_second']:>9.1f}  {_restored(one)}"
         for one in requests["live"]
     ]
-    if more := requests["more_live"] + requests["of_others"]:
+    if more := requests["more_live"]:
         lines.append(f"{more} more")
     return lines or ["none"]
 

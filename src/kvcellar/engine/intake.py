@@ -2,7 +2,8 @@
 until it is over. No torch.
 
 Always true: bytes of `PromptMemory` and the use of an adapter are taken before a request reaches the engine's thread,
-and given back once: when it is over, or at once if it could not be submitted.
+and given back once: when it is over, or at once if it could not be submitted, or was interrupted before that thread had
+it.
 """
 
 import threading
@@ -84,7 +85,7 @@ class Intake:
         """Make a request of checked arguments, take the memory that it holds until it is over, and pass it to `take_in`
         with its first completion. After an error, which is raised, it holds nothing."""
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        size, use = self.prompts.take(len(prompt), params.n, scores), None
+        size, use, request = self.prompts.take(len(prompt), params.n, scores), None, None
         try:
             if (adapter, self.adapters.default) != (None, None):
                 use = self.adapters.take(adapter)
@@ -94,8 +95,11 @@ class Intake:
             request.on_done = partial(self.ended, request, size)
             take_in(request, self.completion(request, fresh_seed() if params.seed is None else params.seed))
         except BaseException:
-            self.prompts.give(size)
-            self.adapters.give(use)
+            if request is None or request.claim():
+                self.prompts.give(size)
+                self.adapters.give(use)
+            else:  # an interrupt has come after it was submitted: it is cancelled, and gives back what it holds then
+                request.unreachable = True
             raise
         return request
 

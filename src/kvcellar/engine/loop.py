@@ -144,6 +144,8 @@ class Loop:
 
     def submit(self, request: Request, completion: Completion) -> None:
         def take_in() -> None:
+            if not request.claim():
+                return
             request.number = next(self._arrivals)
             request.completions.append(completion)
             self._requests[request.number] = request

@@ -137,6 +137,16 @@ class Request:
     admitted: float | None = None
     first_token: float | None = None
     last_token: float | None = None
+    _unclaimed: list[None] = field(default_factory=lambda: [None])  # empty once it is claimed
+
+    def claim(self) -> bool:
+        """Whether this is the first call. The engine's thread claims a request when it takes it in, and then what it
+        holds is given back at its end; a submission that was interrupted claims it to give that back itself."""
+        try:
+            self._unclaimed.pop()  # atomic
+        except IndexError:
+            return False
+        return True
 
     def __post_init__(self) -> None:
         self.stops = Stops(self.params.stop)

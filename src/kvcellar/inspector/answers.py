@@ -21,7 +21,7 @@ class SeenSpeculation(TypedDict):
 
 
 class SeenEngine(TypedDict):
-    """Counts of all tenants together."""
+    """Counts of all tenants together; to one API key of several, those of its own completions only."""
 
     running: int
     waiting: int
@@ -94,7 +94,6 @@ class SeenRequests(TypedDict):
     live: list[SeenLiveRequest]
     more_live: int
     ended: list[SeenEndedRequest]
-    of_others: int
 
 
 class SeenGroup(TypedDict):
@@ -124,15 +123,9 @@ class SeenEntry(TypedDict):
     begins: str | None
 
 
-class SeenOthers(TypedDict):
-    entries: int
-    tokens: int
-
-
 class SeenTree(TypedDict):
-    entries: list[SeenEntry | None]  # those of others are `null`
+    entries: list[SeenEntry]
     more: int
-    of_others: SeenOthers
 
 
 class SeenTier(TypedDict):
@@ -180,6 +173,7 @@ class SeenModel(TypedDict):
 class Snapshot(TypedDict):
     version: int
     at: float  # seconds of the wall clock
+    sums: bool  # whether there are numbers of all tenants together; else it is of one of them only
     engine: SeenEngine
     rates: SeenRates
     requests: SeenRequests

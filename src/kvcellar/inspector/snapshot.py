@@ -2,16 +2,18 @@
 
 Always true:
   * its size is bounded, whatever the engine does: by the limits below and those of `engine.survey`;
-  * requests and entries of others are counted, and have neither names nor texts; a text is there only if the viewer
-    reads its owner's texts.
+  * a viewer of one tenant sees nothing of the others: neither requests, entries and texts nor a number that they are a
+    part of, as what is left of a sum is theirs to the digit; sums are for viewers of all. A text is there only if the
+    viewer reads its owner's texts.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
-from kvcellar.engine.cell_map import CellMap
+from kvcellar.engine.cell_map import CellMap, MapRun
 from kvcellar.engine.result import Ended
+from kvcellar.engine.runner import StepRecord
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.engine.survey import RECENT_SECONDS, LiveRequest, Picture, TreeEntry, Way
 from kvcellar.events import Recall
@@ -20,7 +22,7 @@ from kvcellar.inspector.source import Viewer
 Json = dict[str, object]
 Decode = Callable[[Sequence[int]], str]
 
-VERSION = 1  # of the object; a field that is added does not change it
+VERSION = 2  # of the object; a field that is added does not change it
 GROUPS = 16  # that are shown
 BEGINNINGS = 4096  # texts of beginnings that are remembered
 
@@ -41,28 +43,66 @@ class Beginnings:
 
 def snapshot(picture: Picture, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
     """`text` decodes a few tokens; None: the model has no tokenizer."""
-    stats, seen = picture.stats, [viewer.sees(entry.owner) for entry in picture.entries]
-    live = [one for one in picture.live if viewer.sees(one.owner)]
-    ended = [one for one in picture.ended if viewer.sees(one.owner)]
-    numbers = {one.number for one in live}
-    groups = zip(stats.groups, picture.maps, strict=True)
+    picture, all_seen = _own(picture, viewer), viewer.tenant is None
+    stats, groups = picture.stats, zip(picture.stats.groups, picture.maps, strict=True)
     return {
         "version": VERSION,
         "at": picture.at,
-        "engine": _engine(stats),
-        "rates": _rates(picture),
+        "sums": all_seen,
+        "engine": _engine(stats) if all_seen else _engine_of_one(stats, picture.live),
+        "rates": _rates(picture) if all_seen else _rates_of_one(picture.live),
         "requests": {
-            "live": [_live(one) for one in live],
+            "live": [_live(one) for one in picture.live],
             "more_live": picture.more_live,
-            "ended": [_ended(one, viewer, text) for one in ended],
-            "of_others": len(picture.live) - len(live),
+            "ended": [_ended(one, viewer, text) for one in picture.ended],
         },
-        "groups": [_group(group, cells, seen, numbers) for group, cells in groups][:GROUPS],
+        "groups": [_group(group, cells) for group, cells in groups][:GROUPS],
         "more_groups": max(0, len(stats.groups) - GROUPS),
-        "tree": _tree(picture, viewer, seen, text),
-        "tiers": _tiers(stats),
+        "tree": _tree(picture, viewer, text),
+        "tiers": _tiers(stats) if all_seen else {"all": [], "store": None},
         "steps": _steps(picture),
     }
+
+
+def _own(picture: Picture, viewer: Viewer) -> Picture:
+    """What the viewer may see of a picture."""
+    if viewer.tenant is None:
+        return picture
+    live = [one for one in picture.live if viewer.sees(one.owner)]
+    places = [at for at, entry in enumerate(picture.entries) if viewer.sees(entry.owner)]
+    moved = {before: now for now, before in enumerate(places)}
+    entries = [
+        one._replace(parent=None if one.parent is None else moved.get(one.parent))
+        for one in (picture.entries[at] for at in places)
+    ]
+    maps = [_own_cells(cells, {one.number for one in live}, moved) for cells in picture.maps]
+    ended = [one for one in picture.ended if viewer.sees(one.owner)]
+    own = {"live": live, "ended": ended, "entries": entries, "maps": maps, "steps": list[StepRecord]()}
+    return replace(picture, more_live=0, more_entries=0, **own)
+
+
+def _own_cells(cells: CellMap, numbers: set[int], moved: Mapping[int, int]) -> CellMap:
+    """All cells but the tenant's own are "other": which of them are free would tell what others have."""
+    runs, counts = list[MapRun](), dict.fromkeys(cells.counts, 0)
+    for run in cells.runs:
+        own = run.which is not None and (run.which in numbers if run.kind == "request" else run.which in moved)
+        kind = run.kind if own else "other"
+        which = None if run.which is None or not own else run.which if run.kind == "request" else moved[run.which]
+        counts[kind] += run.cells
+        if runs and (runs[-1].kind, runs[-1].which) == (kind, which):
+            runs[-1] = runs[-1]._replace(cells=runs[-1].cells + run.cells)
+        else:
+            runs.append(MapRun(run.cells, kind, which))
+    return CellMap(cells.cells_each, runs, counts)
+
+
+def _engine_of_one(stats: EngineStats, live: Sequence[LiveRequest]) -> Json:
+    """The same for one tenant: how the engine was set up, and the tenant's own completions."""
+    waiting = sum(one.completions for one in live if one.status == "waiting")
+    own = {"running": sum(one.completions for one in live) - waiting, "waiting": waiting}
+    limits = {name: getattr(stats, name) for name in ("cache_bytes", "limit_bytes", "rows")}
+    zeros = dict.fromkeys(("steps", "preemptions", "rows_used", "rows_cached", "state_bytes", "pinned", "compacted"), 0)
+    return {**own, **limits, **zeros, "recording": {"refused": stats.recording.refused, "steps": 0}}
 
 
 def _engine(stats: EngineStats) -> Json:
@@ -85,12 +125,22 @@ def _rates(picture: Picture) -> Json:
     return {"prefill": prefill / seconds, "decode": decode / seconds, "seconds": seconds}
 
 
+def _rates_of_one(live: Sequence[LiveRequest]) -> Json:
+    """Of the running requests of one tenant, since each began."""
+    reading = sum(one.computed / one.seconds for one in live if one.status == "prefill" and one.seconds > 0)
+    seconds = max((one.seconds for one in live), default=0.0)
+    return {"prefill": reading, "decode": sum(map(_rate, live)), "seconds": seconds}
+
+
+def _rate(one: LiveRequest) -> float:
+    """Tokens per second from the first one on."""
+    return max(0, one.produced - one.completions) / one.decoding if one.decoding > 0 else 0.0
+
+
 def _live(one: LiveRequest) -> Json:
-    """`tokens_per_second` counts from the first token on."""
-    rate = max(0, one.produced - one.completions) / one.decoding if one.decoding > 0 else 0.0
     found = {name: getattr(one, name) for name in ("number", "status", "completions", "prompt", "computed", "produced")}
     restored = one.recall.restored if one.recall is not None else None
-    return found | {"seconds": one.seconds, "tokens_per_second": rate, "restored": restored}
+    return found | {"seconds": one.seconds, "tokens_per_second": _rate(one), "restored": restored}
 
 
 def _ended(one: Ended, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
@@ -123,35 +173,22 @@ def _recall(recall: Recall, reads: bool, text: Callable[[tuple[int, ...]], str] 
     }
 
 
-def _group(group: GroupStats, cells: CellMap, seen: Sequence[bool], numbers: set[int]) -> Json:
+def _group(group: GroupStats, cells: CellMap) -> Json:
     """Each run is [cells, kind, which]; `which` is an index into the entries of the tree, or a request's number."""
     found: Json = {name: getattr(group, name) for name in ("name", "layers", "cells", "bytes", "backend")}
-    runs: list[list[object]] = []
-    for run in cells.runs:
-        shown = run.which is not None and (run.which in numbers if run.kind == "request" else seen[run.which])
-        runs.append([run.cells, run.kind, run.which if shown else None])
+    runs = [[run.cells, run.kind, run.which] for run in cells.runs]
     return found | {"counts": cells.counts, "cells_each": cells.cells_each, "runs": runs}
 
 
-def _tree(
-    picture: Picture, viewer: Viewer, seen: Sequence[bool], text: Callable[[tuple[int, ...]], str] | None
-) -> Json:
-    """Entries of others are null, so that the indices of the cells' maps hold."""
-    entries = [
-        _entry(entry, viewer, seen, text) if sees else None for entry, sees in zip(picture.entries, seen, strict=True)
-    ]
-    hidden = [entry for entry, sees in zip(picture.entries, seen, strict=True) if not sees]
-    others = {"entries": len(hidden), "tokens": sum(entry.end - entry.start for entry in hidden)}
-    return {"entries": entries, "more": picture.more_entries, "of_others": others}
+def _tree(picture: Picture, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+    entries = [_entry(entry, viewer, text) for entry in picture.entries]
+    return {"entries": entries, "more": picture.more_entries}
 
 
-def _entry(
-    entry: TreeEntry, viewer: Viewer, seen: Sequence[bool], text: Callable[[tuple[int, ...]], str] | None
-) -> Json:
+def _entry(entry: TreeEntry, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
     named = ("name", "namespace", "start", "end", "checkpoints", "users", "reused", "pinned", "expires", "stored")
-    parent = entry.parent if entry.parent is not None and seen[entry.parent] else None
     begins = text(entry.tokens) if viewer.reads(entry.owner) and text is not None else None
-    return {name: getattr(entry, name) for name in named} | {"parent": parent, "begins": begins}
+    return {name: getattr(entry, name) for name in named} | {"parent": entry.parent, "begins": begins}
 
 
 def _tiers(stats: EngineStats) -> Json:

@@ -16,7 +16,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
 )
 
-from kvcellar.errors import ModelRefused, shown
+from kvcellar.errors import ModelRefused, panics_of, shown
 from kvcellar.models.gguf_file import Header
 
 _AS_GPT2 = frozenset({"gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling"})
@@ -62,7 +62,8 @@ def write_tokenizer(header: Header, into: Path) -> None:
     _check_merges(header, fields)
     try:
         given = {name: one for name, one in fields.items() if one is not None}
-        backend, _ = convert_gguf_tokenizer(header.fields["general.architecture"], given)
+        with panics_of("the reader of its tokenizer"):
+            backend, _ = convert_gguf_tokenizer(header.fields["general.architecture"], given)
     except Exception as error:  # the tokenizers library raises plain Exception
         raise ModelRefused(f"the tokenizer of {header.name} cannot be built: {error}") from error
     if split in _SINGLE_DIGITS:

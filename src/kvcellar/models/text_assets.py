@@ -7,7 +7,11 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+<<<<<<< HEAD
 from kvcellar.text.trial import check_tokenizer_file
+=======
+from kvcellar.errors import panics_of
+>>>>>>> w-http
 
 MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
@@ -33,7 +37,10 @@ def text_assets(path: Path, config: Any) -> TextAssets | str:
     if (file := path / "tokenizer.json").is_file():
         check_tokenizer_file(file)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, config=config, local_files_only=True, trust_remote_code=False)
+        with panics_of("the reader of its tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, config=config, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
         return f"transformers cannot build its tokenizer: {type(error).__name__}: {error}"
     if not tokenizer.is_fast:

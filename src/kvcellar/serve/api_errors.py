@@ -37,6 +37,8 @@ from kvcellar.serve.json_text import printable, to_json
 RETRY_SECONDS = "1"
 OLLAMA = "/api/"  # the routes below it have errors in the format of Ollama's API
 ANTHROPIC = "/v1/messages"  # this route, and those below it, have errors in the format of Anthropic's API
+HEALTH = "/health"  # this route has errors in the format of llama.cpp's server, whose clients read it
+HEALTH_TYPES: Mapping[int, str] = MappingProxyType({401: "authentication_error", 404: "not_found_error"})
 ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(  # by status; others below 500 are invalid requests
     {
         401: "authentication_error",
@@ -85,9 +87,15 @@ def anthropic_shape(error: ApiError) -> dict[str, object]:
     return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(error.status, other), "message": error.message}}
 
 
+def health_shape(error: ApiError) -> dict[str, object]:
+    other = "unavailable_error" if error.status == 503 else HEALTH_TYPES.get(error.status, "invalid_request_error")
+    kind = "server_error" if error.status == 500 else other
+    return {"error": {"code": error.status, "message": error.message, "type": kind}}
+
+
 # Formats of errors by the beginnings of paths.
 SHAPES: Mapping[str, Callable[[ApiError], dict[str, object]]] = MappingProxyType(
-    {OLLAMA: ollama_shape, ANTHROPIC: anthropic_shape}
+    {OLLAMA: ollama_shape, ANTHROPIC: anthropic_shape, HEALTH: health_shape}
 )
 
 
@@ -95,7 +103,7 @@ class ClientDisconnected(Exception):
     """The client closed its connection before the response ended."""
 
 
-def api_error(error: Exception) -> ApiError:
+def api_error(error: BaseException) -> ApiError:
     """`error` as the client gets it. Only exceptions raised for the client keep their message."""
     match error:
         case ApiError():

@@ -1,7 +1,11 @@
 """body: receives the body of a request, within limits on its length, its time, and the memory of all bodies together.
 
 Always true:
-  * all bodies being received or parsed, not counting the first `SHORT_BODY` bytes of each, fit in the budget.
+  * the bytes of all bodies, and what is kept of them in another form, fit in the budget, not counting the first
+    `SHORT_BODY` bytes of each: a share is given back when the bytes that it stands for are free.
+
+Besides, uvicorn holds up to 64 KiB of each connection that were not asked for yet, and each thread that parses holds
+one body as text and as objects.
 """
 
 import asyncio
@@ -18,7 +22,7 @@ SHORT_BODY = 16 * 2**10  # bytes
 
 
 class BodyBudget:
-    """Counts the bytes of bodies that are being received or parsed. Thread-safe."""
+    """Counts the bytes of bodies that are in memory. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0
@@ -38,8 +42,8 @@ class BodyBudget:
 
 
 class RequestBody:
-    """One body and its share of the budget. The share is released when the body was parsed, or at the end of the
-    request; but not while a thread reads the body."""
+    """One body and its share of the budget. The bytes are freed, and the share released, when the body was read, or at
+    the end of the request; but not while a thread reads it."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self.data = bytearray()
@@ -64,16 +68,27 @@ class RequestBody:
             if self._ended:
                 self._free()
 
+    @property
+    def long(self) -> bool:
+        return len(self.data) > SHORT_BODY
+
+    def keep(self, size: int) -> None:
+        """It was read, and no thread reads it. `size` bytes of it stay in memory in another form, until `release`."""
+        with self._lock:
+            self._free(max(0, size - SHORT_BODY))
+
     def release(self) -> None:
-        """It is not needed any more: it was parsed, or its request has ended."""
+        """It is not needed any more: it was read, or its request has ended."""
         with self._lock:
             self._ended = True
             if not self._in_thread:
                 self._free()
 
-    def _free(self) -> None:
-        self._budget.release(self._reserved)
-        self._reserved = 0
+    def _free(self, kept: int = 0) -> None:
+        self.data = bytearray()
+        kept = min(kept, self._reserved)
+        self._budget.release(self._reserved - kept)
+        self._reserved = kept
 
 
 async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings, body: RequestBody) -> None:
@@ -85,7 +100,7 @@ async def receive_json(scope: Scope, receive: Receive, settings: ServeSettings, 
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise ApiError(415, f"Content-Encoding {printable(coding, 40)} is not supported; send the body uncompressed")
     kinds = headers.getlist("content-type")
-    if not _is_json(kinds) and (kinds or not _may_omit_type(scope, headers)):
+    if not _is_json(kinds) and not _any_type(scope, headers):
         raise ApiError(415, "the body must be JSON in UTF-8; send it with Content-Type: application/json")
     declared = headers.get("content-length", "0")  # h11 has checked that there is one, and that it is a number
     if int(declared) > settings.max_body_bytes:
@@ -118,9 +133,9 @@ def _is_json(content_types: list[str]) -> bool:
     return kind == "application/json" and all(p in ("", "charset=utf-8", 'charset="utf-8"') for p in parameters)
 
 
-def _may_omit_type(scope: Scope, headers: Headers) -> bool:
-    """Ollama's clients may send no content type. A page of another site could send such a body without asking first,
-    but its browser names the site in these headers."""
+def _any_type(scope: Scope, headers: Headers) -> bool:
+    """Ollama's clients may send no content type, or the one that curl sends with `-d`. A page of another site could
+    send such a body without asking first, but its browser names the site in these headers."""
     return scope["path"].startswith("/api/") and not {"origin", "sec-fetch-site"} & set(headers.keys())
 
 

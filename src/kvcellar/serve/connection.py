@@ -3,6 +3,7 @@
 Extends uvicorn's protocol class, which parses HTTP with h11.
 
 Always true:
+  * there is room for the connection, or it is being closed (see `room`);
   * a connection without a running request has a timer, ours or uvicorn's for idle ones, that closes it;
   * a connection whose client does not read has a timer that aborts it and drops unsent data;
   * at most `READ` bytes of one connection are parsed at a time on the event loop; a connection over its CPU budget is
@@ -27,10 +28,13 @@ from kvcellar.serve.api_errors import ApiError, overloaded
 from kvcellar.serve.middleware import headers_too_large
 from kvcellar.serve.parse_queue import CpuBudget, ParseQueue
 from kvcellar.serve.request_log import RequestLog, new_id
-from kvcellar.serve.sending import WRITE
+from kvcellar.serve.room import Room
+from kvcellar.serve.sending import ADMIT, WRITE
 from kvcellar.serve.settings import ServeSettings
+from kvcellar.serve.strict_http import StrictConnection
 
 READ = 2 * 2**10  # bytes
+ACCEPTED = 64  # connections that are accepted before other tasks of the event loop run
 
 
 class ServeConfig(uvicorn.Config):
@@ -47,12 +51,13 @@ class ServeConfig(uvicorn.Config):
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            h11_max_incomplete_event_size=settings.max_header_bytes,
+            backlog=ACCEPTED,  # asyncio accepts up to as many at once; the server sets the length of the queue itself
             timeout_keep_alive=settings.idle_seconds,
             timeout_graceful_shutdown=cast(int, settings.drain_seconds),  # asyncio accepts fractions
         )
         self.serve = settings
         self.parse_queue = ParseQueue()
+        self.room = Room[Connection](settings.max_connections)
 
 
 class Timer:
@@ -88,9 +93,10 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = StrictConnection(config.serve.max_header_bytes)
         self._application: Any = self.app
         self.app = self._run  # type: ignore[assignment]
-        self._settings, self._queue = config.serve, config.parse_queue
+        self._settings, self._queue, self._room = config.serve, config.parse_queue, config.room
         self._budget = CpuBudget()
         self._buffer = bytearray(READ)
         self._read_timer = Timer(config.serve.header_seconds, self._read_timeout)
@@ -98,11 +104,24 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if len(self.connections) > self._settings.max_connections:
+        self._read_timer.start()
+        if (closed := self._room.enter(self, self.client[0] if self.client else "")) is not None:
+            closed.make_room()
+
+    @property
+    def idle(self) -> bool:
+        return not self._request_running
+
+    def make_room(self) -> None:
+        """Close for another connection, at once: what is not sent by now is dropped."""
+        self._read_timer.stop()
+        if self.conn.their_state is h11.IDLE and self.cycle is None:  # it has got no response yet
             message = f"{self._settings.max_connections} connections are open already; try again later"
             self._send_error(overloaded(message))
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
         else:
-            self._read_timer.start()
+            self.transport.close()
 
     def get_buffer(self, sizehint: int) -> bytearray:
         return self._buffer
@@ -135,8 +154,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
             self._read_timer.start()
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, which may write parts of a stream without h11, whose state they do not change."""
-        scope["extensions"] = {WRITE: partial(self._write_part, self.cycle)}
+        """The application, which may write parts of a stream without h11, whose state they do not change, and says
+        when the request has the key that it needs."""
+        scope["extensions"] = {WRITE: partial(self._write_part, self.cycle), ADMIT: partial(self._room.admit, self)}
         await self._application(scope, receive, send)
 
     def _write_part(self, cycle: RequestResponseCycle, data: bytes) -> bool:
@@ -154,6 +174,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._room.leave(self)
         self._read_timer.stop()
         self._write_timer.stop()
         super().connection_lost(exc)

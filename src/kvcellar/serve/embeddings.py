@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from starlette.routing import Route
@@ -90,6 +90,7 @@ class EmbeddingHandler:
                 with naming_fields({"prompt": request.field}):
                     prompts = [embeddings.tokens(one, truncate=request.truncate) for one in request.inputs]
                 log.set_prompts(prompts)
+                request = replace(request, inputs=())  # whose texts are tokens now
                 space = namespace(scope, server.settings.share_prefixes, request.salt, request.users)
                 return Prepared(request, prompts, space, allowed(NO_OPTIONS, scope, server.settings))
 

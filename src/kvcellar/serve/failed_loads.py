@@ -4,7 +4,7 @@ import logging
 import traceback
 
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
-from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.api_errors import ApiError, api_error
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.servable import Servable, not_served
@@ -12,7 +12,7 @@ from kvcellar.serve.servable import Servable, not_served
 log = logging.getLogger("kvcellar.serve")
 
 
-def refused(servable: Servable, error: Exception) -> Exception:
+def refused(servable: Servable, error: BaseException) -> Exception:
     """The error of a load, as a client gets it."""
     if isinstance(error, ModelNotFound):  # removed meanwhile
         return not_served(servable.name)
@@ -22,10 +22,10 @@ def refused(servable: Servable, error: Exception) -> Exception:
     if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed):
         message = printable(f"the model {servable.name} cannot be loaded: {without_paths(str(error))}", 2000)
         return ApiError(400, message, "model", "model_refused")
-    return error
+    return error if isinstance(error, Exception) else api_error(error)
 
 
-def log_failure(servable: Servable, error: Exception) -> None:
+def log_failure(servable: Servable, error: BaseException) -> None:
     if isinstance(error, KvcellarError):
         log.error("%s cannot be loaded: %s", servable.name, error)
     else:

@@ -17,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvcellar.serve.api_errors import api_error, shutting_down
 from kvcellar.serve.body import RequestBody, receive_json
-from kvcellar.serve.chat_request import Json, Prepared
+from kvcellar.serve.chat_request import ChatRequest, Json, Prepared
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import Batch, HttpRequest
-from kvcellar.serve.json_text import CHUNK_ITEMS
+from kvcellar.serve.json_text import CHUNK_ITEMS, json_size
 from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
@@ -32,7 +32,7 @@ from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.retained import allowed
 from kvcellar.serve.sending import Stream, send_json, until_disconnected
 from kvcellar.serve.shared import Shared
-from kvcellar.serve.writer import Caller, Generation, Parse, Writer
+from kvcellar.serve.writer import Caller, Generation, MakeWriter, Parse, Writer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class GenerationHandler:
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             turn = stack.enter_context(ConversationTurn(caller.owner))
 
-            def submit(engine: ServedEngine, sent: Fields) -> tuple[Generation, Prepared]:
+            def submit(engine: ServedEngine, sent: Fields) -> tuple[MakeWriter, Prepared, int]:
                 log.servable = use.servable
                 read = self._parse(engine, sent, caller)
                 with naming_fields(read.request.names):
@@ -105,12 +105,12 @@ class GenerationHandler:
                         breakpoints=prepared.breakpoints,
                         reading=prepared.reading,
                     )
-                return read, prepared
+                return read.writer, prepared, _kept(read, turn) if body.long else 0
 
-            _, (read, prepared) = await server.drain.run_before(use.run(submit))
-            body.release()
+            _, (writer, prepared, kept) = await server.drain.run_before(use.run(submit))
+            body.keep(kept)
             replies = Replies(prepared)
-            answer = Answer(replies, read.writer(replies), turn, log)
+            answer = Answer(replies, writer(replies), turn, log)
             log.response_id, log.namespace, log.owner = answer.writer.id, prepared.namespace, caller.owner
             if prepared.stream:
                 await self._stream(request, answer, Stream(scope, send, request.waiting_for_client))
@@ -156,6 +156,17 @@ class GenerationHandler:
             if request.finished:
                 return
             batch = await request.next_batch(self._server.settings.ping_seconds)
+
+
+def _kept(read: Generation, turn: ConversationTurn) -> int:
+    """Bytes of a body that are in memory until its response has ended: for its writer, for reading the answers, and in
+    the turn of a conversation."""
+    request = read.request
+    parts: list[object] = [request.tools] if isinstance(request, ChatRequest) else []
+    if turn.begun:
+        parts.append(request.messages if isinstance(request, ChatRequest) else request.prompts)
+    constraint = 0 if request.constraint is None else len(request.constraint.source)
+    return read.kept + constraint + sum(map(json_size, parts))
 
 
 def _headers(writer: Writer) -> list[tuple[bytes, bytes]]:

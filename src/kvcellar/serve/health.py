@@ -1,26 +1,30 @@
 """health: the routes for supervisors and load balancers. They need no key and tell nothing but the state of the server.
 
-/health   200 while the process is alive and no engine that stays has failed, else 503: start it again
+/live     200 while the process is alive and no engine that stays has failed, else 503: start it again
 /ready    200 while requests are served; 503 while the models are loaded, with how far that is, or the server is
           shutting down: send requests elsewhere
-/ping     as /health
+/health   as llama.cpp's server has it: 503 while the models are loaded, else as /live
+/ping     as /live
 """
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvcellar.serve.api_errors import ApiError, shutting_down
+from kvcellar.serve.api_errors import HEALTH, ApiError, shutting_down
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.shared import Shared
+from kvcellar.serve.startup import loading
 
-OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key and are served while the server shuts down
+# paths that need no key and are served while the server shuts down
+OPEN = frozenset({HEALTH, "/live", "/ready", "/ping"})
 
 
 def health_routes(server: Shared) -> list[Route]:
     handler = HealthHandler(server)
     return [
-        Route("/health", handler.alive, methods=["GET"]),
+        Route(HEALTH, handler.health, methods=["GET"]),
+        Route("/live", handler.alive, methods=["GET"]),
         Route("/ready", handler.ready, methods=["GET"]),
         Route("/ping", handler.alive, methods=["GET", "POST"]),
     ]
@@ -32,6 +36,11 @@ class HealthHandler:
         self._named = not server.settings.key_digests  # a name of a model is told to clients only
 
     async def alive(self, request: Request) -> Response:
+        return self._state("ok")
+
+    async def health(self, request: Request) -> Response:
+        if self._host.startup.loading:
+            raise loading("Loading model")
         return self._state("ok")
 
     async def ready(self, request: Request) -> Response:

@@ -14,7 +14,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -58,7 +58,7 @@ class Host:
         self.limits, self._catalogue, self._unload, self._free = limits, catalogue, unload, free
         self.residents = Residents(limits)
         self._clock, self._spawn = clock, spawn or self._thread
-        self._fixed: dict[str, Servable] = {}  # by name, the default first
+        self._fixed: Mapping[str, Servable] = {}  # by name, the default first; replaced, never changed
         self._waiting: dict[Load, list[asyncio.Future[Member]]] = {}
         self._conversations: Conversations | None = None  # of the first engine: all others use its archive
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,7 +83,7 @@ class Host:
             raise
         engine = member.resident.engine
         assert engine is not None
-        self._fixed[servable.name] = replace(servable, context=engine.model.context)
+        self._fixed = {**self._fixed, servable.name: replace(servable, context=engine.model.context)}
         return engine
 
     def name_adapter(self, name: str) -> None:
@@ -262,7 +262,7 @@ class Host:
         try:
             with self.short_switches:
                 variant = self._joined(load.member, self._resting())
-        except Exception as failure:  # noqa: BLE001 - logged, and given to the requests that wait
+        except BaseException as failure:  # noqa: BLE001 - logged, and given to the requests that wait; a panic, too
             log_failure(servable, failure)
             error = refused(servable, failure)
             forget(failure)

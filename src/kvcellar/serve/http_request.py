@@ -170,7 +170,9 @@ class HttpRequest:
 
     def refuse_if_queued(self) -> None:
         """At shutdown: fail the request if the engine has begun none of its prompts."""
-        if self._open and self._failure is None and not any(ticket.begun for ticket in self._tickets.values()):
+        with self._lock:
+            tickets = [*self._tickets.values()]
+        if self._open and self._failure is None and not any(ticket.begun for ticket in tickets):
             self._fail(shutting_down())
 
     def _cancel(self) -> None:

@@ -76,6 +76,11 @@ def json_chunks(value: object) -> Iterator[bytes]:
         yield to_json(value)
 
 
+def json_size(value: object) -> int:
+    """Bytes of `to_json(value)`."""
+    return sum(map(len, json_chunks(value)))
+
+
 def _list_chunks(items: Iterator[object]) -> Iterator[bytes]:
     yield b"["
     separator = b""

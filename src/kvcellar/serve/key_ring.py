@@ -121,6 +121,9 @@ class KeyRing:
             known = {**keys.api, **keys.admin} if path.startswith((OLLAMA, *operated)) else keys.api
             digest = self._accept(scope, sent, known, "API key", "invalid_api_key")
             set_api_key(scope, digest, keys.weights.get(digest, 1.0))
+            if path == METRICS and len(keys.api) > 1:
+                message = "metrics are sums over all API keys, so none of several may read them: send a metrics key"
+                raise ApiError(403, message, code="not_allowed")
 
     def _check_admin(self, scope: Scope, keys: Keys, sent: str | None) -> None:
         """Raises `ApiError` without an admin key. A server without any keys, which only this machine can reach, allows

@@ -40,6 +40,7 @@ class ModelRoute:
                 return self._answer(engine, sent, caller)
 
             _, found = await server.drain.run_before(use.run(work))
+        body.release()
         await send_json(send, found)
 
 

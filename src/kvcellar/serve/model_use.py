@@ -1,7 +1,8 @@
 """model_use: the use of a model by one request, from when its body was parsed to the end of the request.
 
 Where the model is loaded, one thread parses the body and submits its prompts. Where it is not, the thread is free while
-it is loaded: the request waits on the event loop, and a second call submits the prompts. A model that is used for the
+it is loaded: the request waits on the event loop with the bytes of its body, which the budget counts, and not with what
+they were parsed to; a second call parses them again and submits the prompts. A model that is used for the
 first time is found on the thread of the library, because its files may have to be compared.
 
 Always true:
@@ -48,8 +49,9 @@ class ModelUse:
     ) -> None:
         self._host, self._threads, self._body, self._keep_alive = host, threads, body, keep_alive
         self.servable: Servable | None = None
-        self._sent: Fields | None = None
+        self._named = False  # whether the body was read for the next two
         self._name: str | None = None
+        self._keep: float | None = None
         self._lease: Lease | None = None
         self._lock, self._ended = threading.Lock(), False  # orders the end of the request and the thread
 
@@ -59,25 +61,24 @@ class ModelUse:
             return done
         if (servable := self.servable) is None:
             servable = self.servable = await self._threads.for_library(lambda: self._host.find(self._name))
-        assert self._sent is not None
-        self._hold(await self._host.lease(servable, self._keep_alive(self._sent)))
+        self._hold(await self._host.lease(servable, self._keep))
         done = await self._threads.run(self._body, lambda: self._submit(submit))
         assert done is not None
         return done
 
     def _submit(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T] | None:
         """None if the model has to be found, or loaded, first."""
-        if self._sent is None:
-            self._sent = parse_object(self._body.data, Limits(context=self._host.longest))
-            name = self._sent.get("model")
+        sent = parse_object(self._body.data, Limits(context=self._host.longest))
+        if not self._named:
+            self._named, self._keep, name = True, self._keep_alive(sent), sent.get("model")
             self._name = name if isinstance(name, str) else None
             if not self._host.known(self._name):
                 return None
             self.servable = self._host.find(self._name)
-            self._hold(self._host.take(self.servable, self._keep_alive(self._sent)))
+            self._hold(self._host.take(self.servable, self._keep))
         if (lease := self._lease) is None:
             return None
-        return lease.engine, submit(lease.engine, self._sent)
+        return lease.engine, submit(lease.engine, sent)
 
     def _hold(self, lease: Lease | None) -> None:
         with self._lock:

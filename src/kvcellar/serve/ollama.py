@@ -149,18 +149,21 @@ class OllamaGeneration:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         server, kind, body = self._server, self._kind, RequestBody(self._server.bodies)
 
-        def read() -> LoadBody:
+        def read() -> LoadBody | None:
+            """None: it is to be generated from."""
             found = validated(kind.body, parse_object(body.data, Limits(server.host.longest)))
             if found.keep_alive is not None:
                 seconds_of(found.keep_alive)
-            return found
+            if not getattr(found, kind.empty):
+                return found
+            if not found.model:
+                raise ApiError(400, "model is required", "model", "missing_required_parameter")
+            return None
 
         try:
             await server.drain.run_before(receive_json(scope, receive, server.settings, body))
             found = await server.threads.run(body, read)
-            if getattr(found, kind.empty):
-                if not found.model:
-                    raise ApiError(400, "model is required", "model", "missing_required_parameter")
+            if found is None:
                 await self._generation.handle(body, scope, receive, send)
                 return
             loaded = answer(await self._handler.load(receive, found) | kind.answer)

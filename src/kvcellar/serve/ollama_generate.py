@@ -29,7 +29,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         names={**NAMES, "prompt": "messages"},
         **_common(body),
     )
-    return Generation(request, partial(_writer, engine, body, caller, ChatShape()))
+    return Generation(request, partial(_writer, engine, body.named, caller, ChatShape()))
 
 
 def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -48,11 +48,11 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
         request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, **common)
-    return Generation(request, partial(_writer, engine, body, caller, GenerateShape()))
+    return Generation(request, partial(_writer, engine, body.named, caller, GenerateShape()))
 
 
-def _writer(engine: ServedEngine, body: LoadBody, caller: Caller, shape: Shape, replies: Replies) -> OllamaWriter:
-    return OllamaWriter(engine, body.named, caller.seconds, shape, replies)
+def _writer(engine: ServedEngine, named: str, caller: Caller, shape: Shape, replies: Replies) -> OllamaWriter:
+    return OllamaWriter(engine, named, caller.seconds, shape, replies)
 
 
 def _common(body: LoadBody) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Run:
                 self._work(self.report)
         except ClientDisconnected:
             pass
-        except Exception as error:  # noqa: BLE001 - returned to the client
+        except BaseException as error:  # noqa: BLE001 - returned to the client; a panic of compiled code, too
             self.error = failure(error)
         self._post(None)
 
@@ -90,7 +90,7 @@ class Run:
             self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
 
 
-def failure(error: Exception) -> ApiError:
+def failure(error: BaseException) -> ApiError:
     """The error of such work. What kvcellar raises on purpose is for the client."""
     found = api_error(error)
     if found.status == 500 and isinstance(error, KvcellarError):

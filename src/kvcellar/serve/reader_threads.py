@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvcellar.serve.body import SHORT_BODY, RequestBody
+from kvcellar.serve.body import RequestBody
 
 SHORT, LONG, CONVERSATIONS, LISTING = 4, 2, 4, 2  # threads
 # A field may be `conversation` or `previous_response_id` only where this matches: JSON has no other escapes of these
@@ -41,7 +41,7 @@ class ReaderThreads:
     async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
         """The result of `work`, which reads `body`. If the request is cancelled meanwhile, the body is released when
         `work` ends."""
-        if len(body.data) > SHORT_BODY:
+        if body.long:
             return await self._run(self._long, body, work)
         return await self._run(self._conversations if _CONTINUES.search(body.data) else self._short, body, work)
 

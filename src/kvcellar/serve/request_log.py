@@ -1,8 +1,9 @@
-"""request_log: one log line per request, written when its response has ended, successful or not.
+"""request_log: one log line per request, written when its response has ended, successful or not; a probe or a scrape
+that was successful has none.
 
-A line contains numbers and fixed names, never text of a prompt or a response. What a client chooses (method, path,
-request id) is cut to a maximum length and escaped, without spaces and control characters, so that a request cannot
-forge a line or a field.
+A line has the fields that are known: numbers and fixed names, never text of a prompt or a response. What a client
+chooses (method, path, request id) is cut to a maximum length and escaped, without spaces and control characters, so
+that a request cannot forge a line or a field.
 """
 
 import logging
@@ -30,6 +31,7 @@ log = logging.getLogger("kvcellar.serve")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _KEY = "kvcellar.request_log"  # in the scope of a request
 _MAX_PATH = 200  # characters
+PROBES = frozenset({"/health", "/live", "/ready", "/ping", "/metrics"})  # routes
 _MAX_TRACE = 512  # characters of a header
 LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a log line, in their order
     {
@@ -148,11 +150,11 @@ class RequestLog:
     def write(self) -> None:
         """The response has ended: write the line. The attribute `request` of the log record has its fields by name."""
         self._ended = time.monotonic()
-        if not log.isEnabledFor(logging.INFO):
+        if not log.isEnabledFor(logging.INFO) or (self.route in PROBES and self.result == "ok"):
             return
-        fields = self.fields()
-        numbers = " ".join(f"{name}={'-' if value is None else value}" for name, value in list(fields.items())[5:])
-        line = (self.request_id, self.method, self.route, self.status, fields["outcome"], numbers)
+        fields = {name: value for name, value in self.fields().items() if value is not None}
+        known = " ".join(f"{name}={value}" for name, value in list(fields.items())[5:])
+        line = (self.request_id, self.method, self.route, self.status, fields["outcome"], known)
         log.info("%s: %s %s %d %s %s", *line, extra={"request": fields})
 
     def fields(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Models of one key share an engine. Each is a member of it, with an adapter or no
 the engine stays for as long as it has members.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -71,14 +72,22 @@ class Member:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Resident:
+<<<<<<< HEAD
     """An engine and its memory. `size`: bytes without adapters of members: those reserved for its load, then those that
     it can use."""
+=======
+    """An engine and its memory. `size`: reserved bytes without adapters of members. `members` is replaced and never
+    changed, as threads without the lock of `Residents` iterate over it."""
+>>>>>>> w-http
 
     servable: Servable
     size: int
     stage: Stage = Stage.LOADING
     engine: ServedEngine | None = None
-    members: dict[MemberKey, Member] = field(default_factory=dict[MemberKey, Member])
+    members: Mapping[MemberKey, Member] = field(default_factory=dict[MemberKey, Member])
+
+    def remove(self, member: Member) -> None:
+        self.members = {key: one for key, one in self.members.items() if one is not member}
 
     @property
     def key(self) -> str:

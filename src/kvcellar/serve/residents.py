@@ -145,7 +145,7 @@ class Residents:
         """It could not be loaded. An engine that is there and has no members is closed by the next work."""
         with self._lock:
             assert member.stage is Stage.LOADING
-            del member.resident.members[member.key]
+            member.resident.remove(member)
             if member.resident.stage is Stage.LOADING:
                 del self._residents[member.resident.key]
 
@@ -159,7 +159,7 @@ class Residents:
         """It was removed from its engine, and its adapter is freed."""
         with self._lock:
             assert member.stage is Stage.CLOSING
-            del member.resident.members[member.key]
+            member.resident.remove(member)
 
     def reserved(self, servable: Servable) -> Member:
         """Bytes for a model that stays, and is being loaded. Raises `BadRequest` if it does not fit."""
@@ -238,7 +238,8 @@ class Residents:
         for one in self._all_members():
             if one.servable.name == servable.name and not one.fixed:  # what the name was before
                 one.keep_alive = 0.0
-        made = resident.members[servable.member] = Member(servable, resident, keep_alive)
+        made = Member(servable, resident, keep_alive)
+        resident.members = {**resident.members, servable.member: made}
         return made
 
     def unload(self, name: str) -> bool:

@@ -13,6 +13,7 @@ SEND_BYTES = 2**18  # of a response that are sent at once
 # An extension of the scope: writes a part of the body of a response that has begun and has no content-length. False: it
 # cannot be written at once, and nothing was; `send` waits for the client.
 WRITE = "kvcellar.write"
+ADMIT = "kvcellar.admit"  # an extension of the scope, called when a request has the key that its path needs
 
 
 async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:

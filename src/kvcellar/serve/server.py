@@ -179,6 +179,8 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
         self.when_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

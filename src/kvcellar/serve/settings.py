@@ -2,12 +2,14 @@
 
 import hashlib
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvcellar.errors import BadRequest
 
 MetricsCompat = Literal["vllm"]
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5})?")  # as browsers send it
 MAX_DRAIN = 86400.0  # seconds
 
 
@@ -34,19 +36,23 @@ class ServeSettings:
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     # `key_digest(key)` of each admin key, which the routes below `/admin/` need; empty: there are no such routes
     admin_digests: tuple[bytes, ...] = field(default=(), repr=False)
-    # `key_digest(key)` of each metrics key, which `/metrics` needs, or an admin key; without either it needs an API key
+    # `key_digest(key)` of each metrics key, which `/metrics` needs, or an admin key; without either it needs the API
+    # key, if there is only one
     metrics_digests: tuple[bytes, ...] = field(default=(), repr=False)
     # "vllm": `/metrics` has vLLM's names beside ours, where they mean the same
     metrics_compat: MetricsCompat | None = None
     allow_open: bool = False  # without keys, listen on an address that other machines can reach
     allowed_hosts: tuple[str, ...] = ()  # names accepted in the Host header besides those of the loopback interface
+    # origins (scheme, host and port, as `https://chat.example.com`) whose web pages may read responses
+    cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 2**20  # largest body of one request
     max_bodies_bytes: int | None = None  # largest sum of bodies being received; None: 8 times max_body_bytes
     # most bytes of files that were uploaded to create models, and that no model has
     max_upload_bytes: int = 64 * 2**30
     max_header_bytes: int = 64 * 2**10  # largest request line and headers together
     max_headers: int = 100  # most header lines of one request
-    max_connections: int = 512  # most connections open at once; below 1024, the usual limit on open files
+    # most connections open at once; below 1024, the usual limit on open files. Those that sent no key are closed first
+    max_connections: int = 512
     max_backlog_events: int = 4096  # most events of one request queued for a slow client; more cancel the request
     header_seconds: float = 15.0  # limit for receiving a request line and its headers
     body_seconds: float = 60.0  # limit for receiving a body
@@ -66,6 +72,10 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        for origin in self.cors_origins:
+            if _ORIGIN.fullmatch(origin) is None:
+                example = "as in https://chat.example.com or http://localhost:3000"
+                raise BadRequest(f"{origin!r} is no origin: scheme, host and port, {example}", "cors_origins")
         for name in ("key_digests", "admin_digests", "metrics_digests"):
             if any(len(digest) != hashlib.sha256().digest_size for digest in getattr(self, name)):
                 raise BadRequest(f"{name} are what key_digest() returns, not the keys themselves", name)

@@ -14,6 +14,7 @@ from kvcellar.errors import EngineClosed
 from kvcellar.progress import Progress
 from kvcellar.serve.api_errors import ApiError
 
+LOADING = "loading_model"  # the code of errors meanwhile
 RETRY_SECONDS = "5"
 SIGNAL_SECONDS = 0.1  # until a signal is heard while a load is waited for
 
@@ -56,7 +57,7 @@ class Startup:
     def refuse(self, *, named: bool) -> None:
         """Raises `ApiError` 503 while models are loaded. `named`: with the name of the model."""
         if self.loading:
-            raise ApiError(503, self._told(named), code="loading_model", headers={"retry-after": RETRY_SECONDS})
+            raise loading(self._told(named))
 
     def _told(self, named: bool) -> str:
         at, progress = self._at, self._progress
@@ -66,6 +67,10 @@ class Startup:
         if progress is not None and progress.total:
             stage += f", {progress.done} of {progress.total}"
         return f"the server is loading the model{name}{done}{stage}; try again later"
+
+
+def loading(message: str) -> ApiError:
+    return ApiError(503, message, code=LOADING, headers={"retry-after": RETRY_SECONDS})
 
 
 class LoadThread:

@@ -88,12 +88,17 @@ class Caller:
         return not (self.settings.share_prefixes and self.settings.key_digests)
 
 
+MakeWriter = Callable[[Replies], Writer]
+
+
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A body that was read. `writer` makes the writer of the response when the prompts were submitted."""
+    """A body that was read. `writer` makes the writer of the response when the prompts were submitted; it keeps `kept`
+    bytes of the body until the response has ended."""
 
     request: TextRequest | ChatRequest
-    writer: Callable[[Replies], Writer]
+    writer: MakeWriter
+    kept: int = 0
 
 
 Parse = Callable[[ServedEngine, Fields, Caller], Generation]  # slow, in a thread; raises `ApiError` and `BadRequest`

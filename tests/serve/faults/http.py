@@ -164,10 +164,10 @@ HTTP = (
           tuple(case for coding in ("gzip", "br", "deflate", "identity, gzip", "x\ty")
                 for case in everywhere(b"\x1f\x8b", status=415, Content_Encoding=coding))),
     Fault(8, "A body of another content type, as a form on a web page sends it",
-          "415. Ollama's clients may leave the content type out, browsers may not",
+          "415. Ollama's clients may send another one, or none, browsers may not",
           tuple(case for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data",
                                   "application/json; charset=latin-1")
-                for case in everywhere(b"{}", status=415, Content_Type=kind))),
+                for case in everywhere(b"{}", status=415, Content_Type=kind, Origin="null"))),
     Fault(9, "10 000 headers, or one of 1 MB", "431, in OpenAI's format where the route was not read",
           (*anywhere(Case("", None, 431, headers={"X-Long": "x" * 2**20}, unrouted=True)),
            *anywhere(Case("", None, 431, headers={f"x-{n}": "" for n in range(101)}))),

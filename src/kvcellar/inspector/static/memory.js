@@ -48,7 +48,7 @@ function draw(canvas, group, color) {
   return { rows, columns };
 }
 
-function Group({ group, entries, picked, pick, number }) {
+function Group({ group, entries, sums, picked, pick, number }) {
   const canvas = useRef(null);
   const shape = useRef(null);
   useEffect(() => {
@@ -69,7 +69,7 @@ function Group({ group, entries, picked, pick, number }) {
     if (run && run[1] === "kept" && run[2] !== null) pick(entries[run[2]].name);
   }
 
-  const used = group.cells - group.counts.free;
+  const used = group.cells - group.counts.free - (sums ? 0 : group.counts.other);
   const label = `${count(used)} of ${count(group.cells)} cells are in use: ${KINDS.filter(([kind]) => group.counts[kind]).map(([kind, name]) => `${count(group.counts[kind])} ${name}`).join(", ")}`;
   return html`<div class="group">
     <h3>${group.name}</h3>
@@ -98,7 +98,7 @@ export function Memory({ snapshot, picked, pick, number }) {
       Every cell is the K and V of one token. Each text of the tree has a color, like the stripes there; what is selected
       is highlighted. Free cells can be taken at once; those that are kept are evicted when they are needed.
     </p>
-    ${snapshot.groups.map((group) => html`<${Group} key=${group.name} group=${group} entries=${snapshot.tree.entries} picked=${picked} pick=${pick} number=${number} />`)}
+    ${snapshot.groups.map((group) => html`<${Group} key=${group.name} group=${group} entries=${snapshot.tree.entries} sums=${snapshot.sums} picked=${picked} pick=${pick} number=${number} />`)}
     ${!snapshot.groups.length && html`<p class="empty">This model has no cells, only rows of state.</p>`}
     ${snapshot.more_groups > 0 && html`<p class="more">${count(snapshot.more_groups)} more groups.</p>`}
     ${snapshot.engine.rows > 0 && html`<p class="more">Rows of recurrent state: ${count(snapshot.engine.rows_used)} used and ${count(snapshot.engine.rows_cached)} kept of ${count(snapshot.engine.rows)}, ${bytes(snapshot.engine.state_bytes)}.</p>`}
@@ -113,6 +113,7 @@ function traffic(tier, before, seconds) {
 
 export function Tiers({ snapshot, before }) {
   const { all, store } = snapshot.tiers;
+  if (!snapshot.sums) return html`<section aria-labelledby="tiers"><h2 id="tiers">Tiers</h2><p class="empty">They have what all keys have computed: an admin key shows them.</p></section>`;
   const seconds = before ? snapshot.at - before.at : 0;
   return html`<section aria-labelledby="tiers">
     <h2 id="tiers">Tiers</h2>
@@ -147,14 +148,14 @@ export function Now({ snapshot }) {
   const cells = groups.reduce((sum, group) => sum + group.cells, 0);
   const sum = (kind) => groups.reduce((all, group) => all + group.counts[kind], 0);
   const busy = sum("request") + sum("shared");
-  const kept = sum("kept") + sum("other");
+  const kept = sum("kept") + (snapshot.sums ? sum("other") : 0);
   const tiles = [
     ["running", count(engine.running), engine.waiting ? `${count(engine.waiting)} waiting` : "none waiting"],
     ["reading prompts", rate(rates.prefill), `tokens a second, over ${time(rates.seconds)}`],
     ["writing", rate(rates.decode), `tokens a second, over ${time(rates.seconds)}`],
     ["memory in use", percent(busy, cells), `and ${percent(kept, cells)} kept, of ${bytes(engine.cache_bytes)}`],
-    ["steps", count(engine.steps), recorded(snapshot)],
   ];
+  if (snapshot.sums) tiles.push(["steps", count(engine.steps), recorded(snapshot)]);
   if (engine.speculation) tiles.push(["drafts", percent(engine.speculation.accepted, engine.speculation.drafted), `of ${count(engine.speculation.drafted)} became tokens (${engine.speculation.drafter})`]);
   return html`<section class="now" aria-label="Now">
     ${tiles.map(([name, value, more]) => html`<div class="tile" key=${name}><span class="name">${name}</span><span class="value">${value}</span><span class="about">${more}</span></div>`)}

@@ -65,7 +65,7 @@ function ended(one) {
 }
 
 export function Requests({ snapshot, selected, select }) {
-  const { live: running, ended: past, more_live, of_others } = snapshot.requests;
+  const { live: running, ended: past, more_live } = snapshot.requests;
   const left = Math.max(0, snapshot.engine.running + snapshot.engine.waiting - running.length);
   return html`<section aria-labelledby="requests">
     <h2 id="requests">Requests</h2>
@@ -94,8 +94,7 @@ export function Requests({ snapshot, selected, select }) {
     </div>
     ${!running.length && !past.length && html`<p class="empty">No request yet. Send one, and another that begins with the same text.</p>`}
     ${more_live > 0 && html`<p class="more">${counted(more_live, "more request")} run or wait.</p>`}
-    ${of_others > 0 && html`<p class="more">${counted(of_others, "request")} of other keys run or wait.</p>`}
-    ${!running.length && left > 0 && !of_others && html`<p class="more">${counted(left, "completion")} run or wait.</p>`}
+    ${!running.length && left > 0 && html`<p class="more">${counted(left, "completion")} run or wait.</p>`}
   </section>`;
 }
 

@@ -73,7 +73,7 @@ export function Steps({ snapshot }) {
   const at = new Map(steps.number.map((n, i) => [n, steps.at[i]]));
   const shown = over !== null && over !== undefined && over < all.all ? over : all.all - 1;
   const kinds = [["prefill", "computed"], ["drafts", "draft"], ["decode", "written"]];
-  if (!all.all) return html`<section aria-labelledby="steps"><h2 id="steps">Steps</h2><p class="empty">No step yet.</p></section>`;
+  if (!all.all) return html`<section aria-labelledby="steps"><h2 id="steps">Steps</h2><p class="empty">${snapshot.sums ? "No step yet." : "Steps compute tokens of all keys: an admin key shows them."}</p></section>`;
   return html`<section aria-labelledby="steps">
     <h2 id="steps">Steps</h2>
     <p class="hint">The last ${count(all.all)} forwards of the model in order; times when it rested are left out.</p>

@@ -9,7 +9,7 @@ const [LETTERS, MOST] = [24, 160]; // characters of a label; entries that are dr
 
 // Entries with their places; the root stands for all of memory.
 function laidOut(entries) {
-  const shown = entries.map((entry, at) => ({ entry, at })).filter(({ entry }) => entry).slice(0, MOST);
+  const shown = entries.map((entry, at) => ({ entry, at })).slice(0, MOST);
   const there = new Set(shown.map(({ at }) => at));
   const rows = [{ id: "root", above: null }];
   for (const { entry, at } of shown) rows.push({ id: at, above: there.has(entry.parent) ? entry.parent : "root", entry });
@@ -100,8 +100,7 @@ export function Tree({ snapshot, picked, pick, way }) {
 
   const wide = Math.max(WIDE, ...nodes.map((node) => node.left + WIDE)) + 12;
   const high = Math.max(HIGH, ...nodes.map((node) => node.top + HIGH)) + 10;
-  const drawn = snapshot.tree.entries.filter(Boolean).length - nodes.length;
-  const { entries: others, tokens } = snapshot.tree.of_others;
+  const drawn = snapshot.tree.entries.length - nodes.length;
   return html`<section aria-labelledby="tree">
     <h2 id="tree">Prefix tree</h2>
     <p class="hint">
@@ -117,9 +116,8 @@ export function Tree({ snapshot, picked, pick, way }) {
         ${nodes.map((node) => html`<${Box} key=${node.data.entry.name} node=${node} part=${parts.get(node.data.entry.name)}
           selected=${node.data.entry.name === picked} focused=${node === focused} pick=${pick} keys=${keys} />`)}
       </g>
-    </svg></div>` : html`<p class="empty">Memory is empty.</p>`}
+    </svg></div>` : html`<p class="empty">${snapshot.sums ? "Memory is empty." : "Memory has nothing of this key."}</p>`}
     ${drawn + snapshot.tree.more > 0 && html`<p class="more">At least ${count(drawn + snapshot.tree.more)} more entries are not drawn: those that were used longer ago.</p>`}
-    ${others > 0 && html`<p class="more">${counted(others, "entry", "entries")} of other keys with ${counted(tokens, "token")}.</p>`}
   </section>`;
 }
 

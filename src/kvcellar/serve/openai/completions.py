@@ -59,7 +59,8 @@ def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Gene
     )
     echo = Echo(engine, request.prompts) if body.echo else None
     options = response_options(engine, body, caller)
-    return Generation(request, partial(ResponseWriter, engine, options, CompletionFormat(), echo=echo))
+    make = partial(ResponseWriter, engine, options, CompletionFormat(), echo=echo)
+    return Generation(request, make, 0 if echo is None else echo.size)
 
 
 def _scored(body: CompletionBody) -> int | None:

@@ -24,6 +24,11 @@ class Echo:
         self._engine = engine
         self._texts = [one if isinstance(one, str) else _decoded(engine, one) for one in prompts]
 
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(map(len, self._texts))
+
     def text(self, prompt: int) -> str:
         return self._texts[prompt]
 

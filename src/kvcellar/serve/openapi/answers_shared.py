@@ -92,6 +92,20 @@ class AnthropicError(TypedDict):
     error: AnthropicErrorFields
 
 
+class HealthErrorFields(TypedDict):
+    code: int  # the status
+    message: str
+    type: Literal[
+        "invalid_request_error", "authentication_error", "not_found_error", "server_error", "unavailable_error"
+    ]
+
+
+class HealthError(TypedDict):
+    """As llama.cpp's server has it."""
+
+    error: HealthErrorFields
+
+
 class ModelFields(TypedDict):
     """With the fields of OpenAI's API and of Anthropic's."""
 

@@ -13,7 +13,7 @@ from kvcellar.serve.ollama_fields import Options
 from kvcellar.serve.ollama_options import RENAMED
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
-from kvcellar.serve.openapi.answers_shared import AnthropicError, OllamaError, OpenAIError
+from kvcellar.serve.openapi.answers_shared import AnthropicError, HealthError, OllamaError, OpenAIError
 from kvcellar.serve.openapi.errors import error_name, error_response, error_statuses, error_type
 from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
 from kvcellar.serve.openapi.schemas import ANSWER, BODY, Json, Mode, schemas
@@ -23,7 +23,7 @@ from kvcellar.serve.responses_api.fields import ResponsesBody
 from kvcellar.version import __version__
 
 Operations = Mapping[tuple[str, str], Operation]  # by method and path
-ERRORS = (OpenAIError, OllamaError, AnthropicError)
+ERRORS = (OpenAIError, OllamaError, AnthropicError, HealthError)
 NONE: Operations = MappingProxyType({})
 ABOUT_ALL = """\
 Routes of a kvcellar server. One without admin keys has no routes below /admin/, and one without its inspector has none

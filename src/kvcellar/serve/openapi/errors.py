@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.serve.api_errors import SHAPES, anthropic_shape, ollama_shape
+from kvcellar.serve.api_errors import SHAPES, anthropic_shape, health_shape, ollama_shape
 from kvcellar.serve.health import OPEN
-from kvcellar.serve.openapi.answers_shared import AnthropicError, OllamaError, OpenAIError
+from kvcellar.serve.openapi.answers_shared import AnthropicError, HealthError, OllamaError, OpenAIError
 from kvcellar.serve.operation import JSON, Operation
 
 MEANINGS: Mapping[int, str] = MappingProxyType(
@@ -27,7 +27,9 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
 )
 EVERY = (403, 431, 500, 503)  # of every request
 WITH_BODY = (400, 408, 413, 415)
-SHAPE_NAMES: Mapping[Any, Any] = MappingProxyType({anthropic_shape: AnthropicError, ollama_shape: OllamaError})
+SHAPE_NAMES: Mapping[Any, Any] = MappingProxyType(
+    {anthropic_shape: AnthropicError, ollama_shape: OllamaError, health_shape: HealthError}
+)
 HEADERS: Mapping[int, str] = MappingProxyType({401: "www-authenticate", 503: "retry-after"})
 
 

@@ -262,13 +262,18 @@ CONVERSATIONS = {
 }
 SERVER = {
     ("GET", "/health"): Operation(
+        api="Server",
+        about="503 while models are loaded, as llama.cpp's server has it, else as /live. Needs no key.",
+        answer=own.ServerState,
+    ),
+    ("GET", "/live"): Operation(
         api="Server", about="200 while no engine has failed. Needs no key.", answer=own.ServerState
     ),
     ("GET", "/ready"): Operation(
         api="Server", about="200 while requests are served. Needs no key.", answer=own.ServerState
     ),
-    ("GET", "/ping"): Operation(api="Server", about="As /health.", answer=own.ServerState),
-    ("POST", "/ping"): Operation(api="Server", about="As /health.", answer=own.ServerState),
+    ("GET", "/ping"): Operation(api="Server", about="As /live.", answer=own.ServerState),
+    ("POST", "/ping"): Operation(api="Server", about="As /live.", answer=own.ServerState),
     ("GET", "/metrics"): Operation(
         api="Server",
         about="Metrics for Prometheus. Needs a metrics key or admin key, if there are any.",

@@ -16,7 +16,7 @@ from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
 from kvcellar.serve.chat_request import ChatRequest
-from kvcellar.serve.json_text import printable
+from kvcellar.serve.json_text import json_size, printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.openai.chat import Effort
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, sampling, unsupported
@@ -135,7 +135,8 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         logprobs=_logprobs(body) is not None,
         input=sent_items(body.input) if body.store is not False else b"",
     )
-    return Generation(request, partial(ResponsesWriter, engine, echo))
+    kept = len(echo.messages) + len(echo.input) + json_size(echo.fields)
+    return Generation(request, partial(ResponsesWriter, engine, echo), kept)
 
 
 def _max_tokens(body: ResponsesBody) -> int | None:

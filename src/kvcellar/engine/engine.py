@@ -210,8 +210,8 @@ class Engine:
     def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Continue a text or token ids; a list of them as one batch, with one result each. Blocks until the end.
 
-        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, and those of
-        `HowOptions`. Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
+        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, as over HTTP
+        (`params` returns them: sampling at temperature 1.0, unless its files say otherwise), and those of `HowOptions`. Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
         params, how = self.params(**sampling_of(options)), how_of(options)
         if not _is_batch(prompt):

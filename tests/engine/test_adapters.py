@@ -103,7 +103,7 @@ def test_memory_of_one_adapter_is_not_used_with_another(llama: PreTrainedModel, 
             assert result.recall is not None
             if use in (seen := engine.__dict__.setdefault("_seen", set())):
                 assert result.usage.cached_tokens == 79
-                assert result.recall.reason == "complete"
+                assert result.recall.reason == "all"
             else:
                 assert result.usage.cached_tokens == 0
                 assert result.recall.reason == ("other adapter" if seen else "new")

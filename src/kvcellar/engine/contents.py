@@ -166,7 +166,7 @@ class Contents:
         if entry is not None:
             texts += self._loop.call(lambda: [(requested(root_of(node).namespace), key_to(node)) for node in nodes])
         removed += self._remove_drafts(texts, entry)
-        return Removed(sum(map(self._discard, nodes)), removed)
+        return Removed(sum(self._discard(node, "removed by `cache rm`") for node in nodes), removed)
 
     def clear(self) -> Removed:
         """Remove all that no running request uses, from memory and from the store."""
@@ -175,7 +175,7 @@ class Contents:
             removed = self._drop(store, None)
         self._remove_drafts([(None, b"")])
         roots = self._loop.call(lambda: self._loop.manager.prefixes.tree.roots())
-        return Removed(sum(self._discard(root) for root in roots), removed)
+        return Removed(sum(self._discard(root, "removed by `cache clear`") for root in roots), removed)
 
     def _on_disk(self, store: Store) -> list[upkeep.Stored]:
         """The entries on disk that a store can read; none without a disk."""
@@ -229,11 +229,11 @@ class Contents:
 
         return self._loop.call(find)
 
-    def _discard(self, node: Node) -> int:
-        """Remove a node and all below it that no sequence uses; returns how many tokens they had."""
+    def _discard(self, node: Node, cause: str) -> int:
+        """Remove a node and all below it that no sequence uses; returns how many tokens they had. `cause` says why."""
 
         def some() -> int:
-            return self._loop.manager.prefixes.discard(node, SLICE)
+            return self._loop.manager.prefixes.discard(node, SLICE, cause)
 
         return sum(iter(lambda: self._loop.call(some, changes="removing entries"), 0))
 

@@ -247,7 +247,7 @@ class DraftMemory:
             if namespace in (None, requested(root.namespace)):
                 node, offset = tree.reached(root.namespace, key)
                 if node.start + offset == len(key) // TOKEN:
-                    while self.prefixes.discard(node, ALL):  # leaves, and then what has become one
+                    while self.prefixes.discard(node, ALL, "what drafts are made of was removed"):  # leaves, and then what has become one
                         pass
 
     # -- the whole ----------------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class DraftMemory:
         """Free all memory, at the end. Its store has stopped."""
         for key in [*self._places, *self._fetches]:
             self.close(key, keep=False)
-        self.prefixes.clear()
+        self.prefixes.clear("the engine ends")
 
     def check(self) -> None:
         assert self.memory.step is None

@@ -121,9 +121,11 @@ class Engine:
             raise BadRequest(f"special is True, False or None, not {shown(special)}", "special")
         return self._built.intake.codec.encode(text, special=special, limit=limit)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises `BadRequest` for ids that this model does not have."""
-        return self._built.intake.codec.decode(arguments.tokens(ids, self.model.vocab_size, "ids"))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of token ids; with `special`, special tokens are written out. Raises `BadRequest` for ids that this
+        model does not have."""
+        checked = arguments.tokens(ids, self.model.vocab_size, "ids")
+        return self._built.intake.codec.decode(checked, special=special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""

@@ -241,8 +241,8 @@ class TextCodec:
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._checked().encode(text, special=special, limit=limit)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._checked().decode(ids)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._checked().decode(ids, skip_special=not special)
 
     def render(
         self,

@@ -354,7 +354,7 @@ class SequenceManager:
         Cells that completions share with it are not free then, but are theirs alone."""
         while pinned and self.prefixes.tree.pins.release_oldest():
             pass
-        return self.prefixes.clear()
+        return self.prefixes.clear("the cache was cleared" if pinned else "a request that runs alone needed its memory")
 
     def _reset_cache(self) -> None:
         """The same in whatever state an error has left the tree: running completions have no place in it any more."""

@@ -265,9 +265,9 @@ class Tree(Lookup):
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
         n = leaf.end - cut
-        self._evicted(leaf, cut)
         self._order.returns.lose(leaf, cut)
         if cut > leaf.start:
+            self._evicted(leaf, cut)
             self._cut(leaf, cut)
             heap.put_back(leaf)
         else:
@@ -300,7 +300,7 @@ class Tree(Lookup):
         ranking.clock = max(ranking.clock, kept.value)
         self._claims.drop_checkpoint(kept.node.claim, kept.pos)
         self._forget_checkpoint(kept)
-        self._settle(kept.node)
+        self._settle(kept.node, evicted=True)
         return kept
 
     def expire(self, most: int) -> bool:
@@ -311,7 +311,6 @@ class Tree(Lookup):
                 break
             found = True
             if node.idle:  # others when the last below them has gone, or their last user
-                self._evicted(node, node.start)
                 self._remove(node)
         return found
 
@@ -324,7 +323,6 @@ class Tree(Lookup):
         tokens = 0
         for leaf in islice((one for one in chain((node,), below(node)) if one.idle and one.parent is not None), most):
             tokens += leaf.tokens
-            self._evicted(leaf, leaf.start)
             self._remove(leaf)
         return tokens
 
@@ -339,8 +337,9 @@ class Tree(Lookup):
             self._forget_checkpoint(kept)
 
     def _remove(self, leaf: Node) -> None:
-        """A leaf that no sequence uses goes, and then what is left of no use above it."""
-        self._settle(self._removed(leaf))
+        """A leaf that no sequence uses is evicted, and then what is left of no use above it."""
+        self._evicted(leaf, leaf.start)
+        self._settle(self._removed(leaf), evicted=True)
 
     def _removed(self, leaf: Node) -> Node:
         """Remove a leaf; returns the node above it."""
@@ -358,10 +357,12 @@ class Tree(Lookup):
         leaf.parent, leaf.edge = None, b""  # a use may refer to it for long
         return parent
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: Node, *, evicted: bool = False) -> None:
         """After a node has lost a user, a child or a checkpoint: what can no longer serve any request goes, and nodes
-        that need no longer be apart become one."""
+        that need no longer be apart become one. `evicted`: it was lost by an eviction, and what goes now, too."""
         while node.parent is not None and node.idle and self._useful(node) <= node.start:
+            if evicted:
+                self._evicted(node, node.start)
             node = self._removed(node)
         if (parent := node.parent) is None:
             if not (node.children or node.users):
@@ -370,6 +371,8 @@ class Tree(Lookup):
             self._merge(node)
         else:
             if (last := self._useful(node)) < node.end:
+                if evicted:
+                    self._evicted(node, last)
                 self._cut(node, last)
             self._order.enter_leaf(node)
             self._order.enter_lease(node)

@@ -16,7 +16,7 @@ RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recal
         "restored": "of these, tokens that were used",
         "sources": "restored tokens by the tier that had them when the request arrived: device, host, disk, remote",
         "seconds": "seconds that the request waited for tokens to be read back",
-        "reason": "why it was not more: `complete`, `no checkpoint`, `diverged`, `new`, `evicted`, `damaged`, "
+        "reason": "why it was not more: `all` (the last token is always computed), `no checkpoint`, `diverged`, `new`, `evicted`, `damaged`, "
         "`other weights`, `other adapter`, `cheaper to recompute`, `tier unavailable` or `prompt read`",
         "detail": "what the reason means here, in words",
         "entry": "where it diverged: the name of the entry of the tree that goes on in another way; else empty",
@@ -49,5 +49,5 @@ def _side(tokens: Sequence[int], engine: ServedEngine | None) -> Json | None:
         return None
     return {
         "tokens": list(tokens),
-        "text": engine.decode(tokens) if engine is not None and engine.model.has_text else None,
+        "text": engine.decode(tokens, special=True) if engine is not None and engine.model.has_text else None,
     }

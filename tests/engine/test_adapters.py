@@ -137,7 +137,7 @@ def test_an_adapter_is_removed_when_no_request_uses_it(llama: PreTrainedModel, t
     with Engine(llama) as engine:
         assert "adapters" not in engine.capacity()
         engine.adapters.add("style", [path])
-        assert f"adapters take {engine.stats().adapter_bytes} of {1 << 30} bytes" in engine.capacity()
+        assert f"adapters: {engine.stats().adapter_bytes} of {1 << 30} bytes" in engine.capacity()
         runs = running(engine, PROMPT, 40, adapter="style")
         engine.adapters.remove("style")
         assert engine.adapters.list() == []

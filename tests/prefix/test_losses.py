@@ -1,5 +1,5 @@
-"""What a prompt has lost, against the texts that were ever in the tree: never a token that it did not have, and all of a
-text whose every token has gone, on models that can resume anywhere and on those that need checkpoints."""
+"""What a prompt has lost, against the texts that were ever in the tree: never a token that it did not have, and enough
+of a text whose every token has gone, on models that can resume anywhere and on those that need checkpoints."""
 
 from dataclasses import dataclass, field
 

@@ -20,6 +20,11 @@ def picture(prompt: int, restored: int, matched: int, width: int = WIDTH) -> str
     return "".join(mark * (least[mark] + size) for mark, size in zip(parts, sizes, strict=True))
 
 
+def counted(number: int, what: str) -> str:
+    """1 turn, 2 turns."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def share(restored: int, prompt: int) -> str:
     """What of a prompt came from memory: `Recall` says of what shares are."""
     return f"{restored} of {prompt}"

@@ -247,7 +247,9 @@ class DraftMemory:
             if namespace in (None, requested(root.namespace)):
                 node, offset = tree.reached(root.namespace, key)
                 if node.start + offset == len(key) // TOKEN:
-                    while self.prefixes.discard(node, ALL, "what drafts are made of was removed"):  # leaves, and then what has become one
+                    while self.prefixes.discard(
+                        node, ALL, "what drafts are made of was removed"
+                    ):  # leaves, and then what has become one
                         pass
 
     # -- the whole ----------------------------------------------------------------------------------------------

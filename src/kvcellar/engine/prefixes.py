@@ -329,7 +329,8 @@ class Prefixes:
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
     def clear(self, cause: str) -> bool:
-        """Evict everything that no sequence uses and that is not pinned. False if there was nothing. `cause` says why."""
+        """Evict everything that no sequence uses and that is not pinned, for a `cause` in words. False if there was
+        nothing."""
         found, self.losses.cause = False, cause
         while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
             found = True

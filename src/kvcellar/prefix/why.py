@@ -1,8 +1,8 @@
 """why: the reason why a prompt found no more than it did in the prefix tree.
 
 Always true:
-  * `Losses` has the last `KEPT` digests of what was lost. A prompt has lost what it begins with, in the tree and then in
-    losses: tokens that it never had are no loss, however many prompts before it had the same first token;
+  * `Losses` has the last `KEPT` digests of what was lost. Only what a prompt begins with is its loss: what it never had
+    is none, however many prompts before it had the same first token;
   * `Sightings` has at most `SEEN` beginnings, and for each at most two namespaces; texts of different owners are never
     compared.
 """

@@ -18,7 +18,7 @@ PLAIN = """\
 # Control tokens only around turns: the system prompt ends inside one.
 LLAMA2 = """\
 {% for message in messages %}{% if message.role == 'user' %}\
-{{ bos_token + '[INST] ' }}{% if loop.index0 == 1 and messages[0].role == 'system' %}\
+{{ bos_token }}{{ '[INST] ' }}{% if loop.index0 == 1 and messages[0].role == 'system' %}\
 {{ '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' }}{% endif %}{{ message.content + ' [/INST]' }}\
 {% elif message.role == 'assistant' %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}"""
 

@@ -139,14 +139,13 @@ def test_the_tokens_before_a_border_are_those_before_a_message_whatever_it_says(
     assert known is not None
     assert len(known.borders) == 3
     places = [text.index(said) for said in ("How high", "Very", "More of")]
-    for border, place, index in zip(known.borders, places, (1, 2, 3), strict=True):
+    for border, place in zip(known.borders, places, strict=True):
         if kind in EXACT:
             before, behind = (chat.words.decode(prompt[:end], skip_special=False) for end in (border, border + 1))
             assert text.startswith(before)
-            assert len(before) <= place <= len(behind) + 2, "a template may keep white space before the message"
-        other = [*chat.messages[:index], {**chat.messages[index], "content": "Zebras."}, *chat.messages[index + 1 :]]
-        plain = chat.template.render(other).encode(chat.words)
-        assert border <= alike(plain, chat.rendered().encode(chat.words)) <= border + 1
+            assert len(before) <= place < len(behind) + 2, "a template may keep the white space before it"
+    other = chat.template.render([chat.messages[0], user("Zebras.")]).encode(chat.words)
+    assert known.borders[0] <= alike(other, prompt) <= known.borders[0] + 1
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "user"])

@@ -17,7 +17,8 @@ RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recal
         "sources": "restored tokens by the tier that had them when the request arrived: device, host, disk, remote",
         "seconds": "seconds that the request waited for tokens to be read back",
         "reason": "why it was not more: `all` (the last token is always computed), `no checkpoint`, `diverged`, `new`, "
-        "`evicted`, `damaged`, `other weights`, `other adapter`, `cheaper to recompute`, `tier unavailable` or `prompt read`",
+        "`evicted`, `damaged`, `other weights`, `other adapter`, `cheaper to recompute`, `tier unavailable` or "
+        "`prompt read`",
         "detail": "what the reason means here, in words",
         "entry": "where it diverged: the name of the entry of the tree that goes on in another way; else empty",
         "ours": "where it diverged: the next tokens of the prompt, as `tokens` and `text`; else `null`",

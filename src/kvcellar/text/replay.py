@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Rewrite
@@ -292,18 +292,29 @@ class Replays:
             if place.index or rendered.messages[0]["role"] not in ("system", "developer"):
                 starts.append(start)
             end = place.end
+        starts = sorted(starts)
         starts = [*starts[:FIRST_BORDERS], *starts[FIRST_BORDERS:][-LAST_BORDERS:]]
-        # Counted from the end: some tokenizers put a space in front of a text.
-        pace, found, at, behind, size = Pace(), list[int](), len(ids), 0, 0
-        for start, stop in zip(reversed(starts), reversed([*starts[1:], len(rendered.text)]), strict=True):
-            behind += len(rendered.text[start:stop].encode())
-            while at and size < behind:
-                at -= 1
-                size += len(self._spelled(ids[at]))
-                if at % PAUSE == 0:
-                    pace.pause()
-            found.append(at)
-        return tuple(sorted({at for at in found if 0 < at < len(ids)}))
+        return tuple(sorted({at for at in self._tokens_before(rendered.text, starts, ids) if 0 < at < len(ids)}))
+
+    def _tokens_before(self, text: str, places: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """How many of its tokens are whole before each of these places in a text, ascending. None if the tokens do not
+        spell the text, but for spaces that some tokenizers put in front of texts."""
+        written, found, at, pace = text.encode(), list[int](), 0, Pace()
+        ends = [*accumulate(len(text[a:b].encode()) for a, b in pairwise([0, *places]))]
+        for number, token in enumerate(ids):
+            if number % PAUSE == 0:
+                pace.pause()
+            spelled = self._spelled(token)
+            if not written.startswith(spelled, at):
+                spelled = spelled.removeprefix(b" ")
+                if not written.startswith(spelled, at):
+                    return []
+            at += len(spelled)
+            while len(found) < len(ends) and at > ends[len(found)]:
+                found.append(number)
+            if len(found) == len(ends):
+                break
+        return found
 
     def _earlier(self, now: History, walk: Walk) -> Earlier:
         known = (self._turns.of_history(key) for key in reversed(now.keys[1:]))

@@ -295,8 +295,9 @@ def message_places(
         head, _, rest = "".join(texts(signed[index])).partition(sign[0])
         # calls are rendered after the text: up to where the next message begins
         end = start if messages[index].get("tool_calls") else at + common(rest, text, at)
-        start = at - len(head.lstrip())
-        places.append(Place(start if text.startswith(head.lstrip(), start) else None, end, index))
+        said = head if text.endswith(head, 0, at) else head.lstrip()  # a template may keep white space, or not
+        start = at - len(said)
+        places.append(Place(start if text.startswith(said, start) else None, end, index))
     return sorted(places, key=lambda place: (place.end, place.index))
 
 

@@ -2,7 +2,7 @@
 
 import threading
 from pathlib import Path
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -83,22 +83,22 @@ def test_the_engine_goes_on_while_others_hold_what_is_known_of_chats(
     plain = replay.prompt_key
     monkeypatch.setattr(replay, "prompt_key", lambda *key: (hashed.append(threading.get_ident()), plain(*key))[1])
     with chat_engine(tmp_path, "llama", record="off") as engine:
-        prompt, replays, threads, done = engine.render([user("Who?")]), engine._built.intake.codec.replays, [], Event()
+        prompt, replays = engine.render([user("Who?")]), engine._built.intake.codec.replays
         assert replays is not None
+        threads, held, ended = list[int](), Event(), Semaphore(0)
 
         def deliver(event: object) -> None:
-            if not threads:
-                replays._lock.acquire()  # the engine's thread would wait for itself
+            held.wait(60)
             threads.append(threading.get_ident())
             if isinstance(event, Done):
-                done.set()
+                ended.release()
 
-        engine.submit(prompt, engine.params(max_tokens=3), deliver=deliver)
-        try:
-            assert done.wait(30)
-            engine.stats()
-        finally:
-            replays._lock.release()
+        for tokens in (3, 9):
+            engine.submit(prompt, engine.params(max_tokens=tokens, ignore_eos=True), deliver=deliver)
+        with replays._lock:
+            held.set()
+            assert ended.acquire(timeout=30)
+            assert ended.acquire(timeout=30), "the end of the first stops the engine"
     assert hashed
     assert set(threads).isdisjoint(hashed)
 

@@ -192,7 +192,7 @@ def explained(
         return record("tier unavailable", read.unavailable)
     if restored < found:
         detail = f"{kinds} layers can resume at token {restored}, not at {found}"
-        return record("no checkpoint", detail, *(_diverging(tree, namespace, key) or ()))
+        return record("no checkpoint", detail, *(_diverging(tree, namespace, key) or ("", ())))
     tokens, loss = losses.of(namespace, key[:-TOKEN], found) or (0, None)
     if loss is not None and tokens >= _enough(most - found):
         return record(loss.kind, f"at least {tokens} tokens, {losses.ago(loss):.0f} s ago: {loss.cause}")

@@ -165,7 +165,7 @@ class Replays:
             return None
         node = Node(None, "", namespace)
         return self._fit(
-            Turn(node, None, packed(before), end, len(before), marks, (), b"", b"", (packed(reply),)), rendered
+            Turn(node, None, packed(before), end, len(before), marks, (), b"", b"", replies=(packed(reply),)), rendered
         )
 
     def _spelled(self, token: int) -> bytes:
@@ -289,7 +289,7 @@ class Replays:
         starts, end = list[int](), 0
         for place in rendered.places():
             start = end if place.start is None else place.start
-            if place.index or rendered.messages[0]["role"] not in ("system", "developer"):
+            if place.message or rendered.messages[0]["role"] not in ("system", "developer"):
                 starts.append(start)
             end = place.end
         starts = sorted(starts)
@@ -329,7 +329,7 @@ class Replays:
         turn, near = earlier.turn, earlier.near
         if turn is not None and earlier.text is not None:
             start = common(earlier.text, rendered.text)
-            index = next((place.index for place in rendered.places() if place.end > start), None)
+            index = next((place.message for place in rendered.places() if place.end > start), None)
             if index is not None and index >= len(turn.said):
                 return None  # only the beginning of the reply that was asked for is not there
             reply = turn.replies[-1] if turn.replies else ()

@@ -80,12 +80,12 @@ class Rendered:
 
 
 class Place(NamedTuple):
-    """Where the text of the message `index` is in what was rendered. `start` is None where the template does not write
+    """Where the text of the message of this index is in what was rendered. `start` is None where the template does not write
     it as it was sent."""
 
     start: int | None
     end: int
-    index: int
+    message: int
 
 
 class OpeningOptions(TypedDict, total=False):
@@ -298,7 +298,7 @@ def message_places(
         said = head if text.endswith(head, 0, at) else head.lstrip()  # a template may keep white space, or not
         start = at - len(said)
         places.append(Place(start if text.startswith(said, start) else None, end, index))
-    return sorted(places, key=lambda place: (place.end, place.index))
+    return sorted(places, key=lambda place: (place.end, place.message))
 
 
 def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:

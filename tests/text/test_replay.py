@@ -455,7 +455,7 @@ def test_a_message_that_a_client_changes_is_named_if_the_conversation_is_the_sam
     assert chat.rewrite(chat.prompt()) is None
 
 
-def test_ends_of_messages_are_found_in_the_text() -> None:
+def test_places_of_messages_are_found_in_the_text() -> None:
     talk = [
         {"role": "system", "content": "a"},
         user("a user"),
@@ -465,9 +465,12 @@ def test_ends_of_messages_are_found_in_the_text() -> None:
         user("user"),
     ]
     rendered = template("thinker", "byte_level").render(talk)
-    ends = rendered.ends()
-    assert [index for _, index in ends] == list(range(6))
-    parts = [rendered.text[start:end] for start, end in pairwise([0, *(end for end, _ in ends)])]
+    places = rendered.places()
+    assert [place.message for place in places] == list(range(6))
+    starts = [rendered.text[place.start :] for place in places if place.start is not None]
+    said = ["a<|im_end|>", "a user<|im_end|>", "a\n", "user\n", "\n assistant \n<|im_end|>", "user<|im_end|>"]
+    assert [text[: len(one)] for text, one in zip(starts, said, strict=True)] == said
+    parts = [rendered.text[start:end] for start, end in pairwise([0, *(place.end for place in places)])]
     assert parts[0] == "<|im_start|>system\na"
     assert parts[1].endswith("<|im_start|>user\na user")
     assert "</tool_call>" in parts[2]

@@ -106,12 +106,12 @@ class Chat:
             self._engine.params(**changed)
             self._sampling = changed
             click.echo(f"  {words[0]} is {json.dumps(changed[words[0]])} from now on")
-        elif verb == "show":
+        elif verb == "show" and not words:
             self._show()
-        elif verb == "rewind":
+        elif verb == "rewind" and len(words) < 2:
             self._session.rewind(turns := _value(words[0]) if words else 1)
             click.echo(f"  removed {counted(turns, 'turn')}; {counted(self._session.turns, 'turn')} left")
-        elif verb == "clear":
+        elif verb == "clear" and not words:
             self._session.close()
             self._session = self._engine.session(chat=self._chat)
             click.echo("  a new conversation begins")

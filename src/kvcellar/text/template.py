@@ -80,8 +80,8 @@ class Rendered:
 
 
 class Place(NamedTuple):
-    """Where the text of `messages[message]` is in what was rendered. `start` is None where the template does not write it
-    as it was sent."""
+    """Where the text of `messages[message]` is in what was rendered. `start` is None where the template does not write
+    it as it was sent."""
 
     start: int | None
     end: int

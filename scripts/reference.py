@@ -68,7 +68,10 @@ them](command-line.md#kvcellar-serve) and uses the defaults of the others.
 """
 SAMPLING = """\
 Keyword arguments of `generate`, `stream`, `chat` and `send`, fields of `kvcellar.SamplingParams`, and fields of HTTP
-requests. Defaults come from the generation config of the model, then from this page.
+requests. Defaults are those of the model, then those of this page, in Python, over HTTP and in chats alike: what the
+model was created with in the library, else its generation config. Where that has no `do_sample`, tokens are sampled,
+with the temperature and the filters that it has; with `do_sample` false, decoding is greedy. `kvcellar doctor` prints
+which holds for a model, and why.
 """
 STATISTICS = """\
 Counters of an engine and of its results. Over HTTP, the usage of a request is in its response and in its log line, and
@@ -106,8 +109,7 @@ change the response is never ignored silently: a field is implemented, or withou
 with values that have no effect, or refused with 400 and its name. `null` is the same as leaving a field out. Types are
 strict: `"5"` is not a number and `true` is not 1.
 
-Sampling fields are described [on a page of their own](sampling.md). Defaults come from the generation config of the
-model.
+Sampling fields are described [on a page of their own](sampling.md), which says where their defaults come from.
 """
 ROUTES = """\
 What a server has. Bodies and answers, with all their fields, are in its OpenAPI document, `/openapi.json`, from which

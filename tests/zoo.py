@@ -77,7 +77,8 @@ class Arch:
         return tiny(self.model_type, **dict(self.own) | changes)
 
     def build(self, **changes: object) -> PreTrainedModel:
-        """A new model on the CPU. Changed fields that keep every shape keep every weight, too."""
+        """A new model on the CPU. Changed fields that keep every shape keep every weight, too. Its generation config
+        says that decoding is greedy, so that a request without sampling parameters always has the same tokens."""
         seed = zlib.crc32(self.name.encode())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -85,6 +86,7 @@ class Arch:
                 self.config(**changes), attn_implementation="eager", dtype=torch.float32
             )
         initialise(model, seed)
+        model.generation_config.do_sample = False
         return model.eval()
 
 

@@ -98,20 +98,26 @@ class Rewrite:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What of a prompt came from memory when its request began to run, and why it was not more."""
+    """What of a prompt came from memory when its request began to run, and why it was not more.
+
+    Wherever a share of one prompt is shown, it is `restored` of all tokens of the prompt, as are `cached_tokens` of
+    `prompt_tokens` in usage: the last one is always computed. Sums over requests are of `asked`, so that they can be
+    100 %.
+    """
 
     asked: int  # tokens of the prompt that can come from memory: all but the last
     matched: int  # of these, tokens that were found
     restored: int  # of these, tokens that were used
     sources: tuple[tuple[str, int], ...]  # restored tokens by the tier that had them when the request arrived
     seconds: float  # seconds that the request waited for tokens to be read back
-    # complete, no checkpoint, diverged, new, evicted, damaged, other weights, other adapter, cheaper to recompute,
+    # all, no checkpoint, diverged, new, evicted, damaged, other weights, other adapter, cheaper to recompute,
     # tier unavailable or prompt read
     reason: str
     detail: str  # what the reason means here, in words
-    entry: str = ""  # where it diverged: the name of the entry of the tree that goes on in another way
-    ours: tuple[int, ...] = ()  # where it diverged: the next tokens of the prompt
-    theirs: tuple[int, ...] = ()  # where it diverged: the next tokens of the entry
+    # if it diverged from what was computed before, also where layers have no checkpoint there:
+    entry: str = ""  # the name of the entry of the tree that goes on in another way
+    ours: tuple[int, ...] = ()  # the next tokens of the prompt
+    theirs: tuple[int, ...] = ()  # the next tokens of the entry
     salted: int = 0  # at least so many of its first tokens are there for the same API key with another salt or user
     rewrite: Rewrite | None = None  # of a chat: the message in which the prompt is not what the conversation was
 

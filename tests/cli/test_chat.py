@@ -63,7 +63,7 @@ def answers_tell_what_they_cost(terminal):
 
 
 def commands_are_told_where_they_are_wrong(terminal):
-    type_line(terminal, "/set max_tokens 3", r"/set max_tokens 3")
+    type_line(terminal, "/set max_tokens 3", "max_tokens is 3 from now on")
     terminal.type("import re")
     assert cost(terminal)[0] == 3
     for wrong, why in {
@@ -75,15 +75,16 @@ def commands_are_told_where_they_are_wrong(terminal):
         "/rewind 17": "17 turns cannot be discarded; there are 3",
         "/rewind x": "'x' turns cannot be discarded",
         "/rewind ²": "'²' turns cannot be discarded",
-        "/frobnicate": "set a sampling parameter, like",
+        "/frobnicate": "there is no command /frobnicate; /help lists them",
         "/help": "set a sampling parameter, like",
         "/save": "keep the conversation under a name",
-        "/list all": "keep the conversation under a name",
+        "/list all": "show what was saved",
+        "/rewind 1 2": "remove the last N turns",
         "/save a/b": "a conversation must have a name of 1 to 128",
         "/load nothing": "there is no conversation nothing",
         "/delete nothing": "there is no conversation nothing",
         "/set": "set a sampling parameter, like",
-        "/": "set a sampling parameter, like",
+        "/": "there is no command /;",
     }.items():
         type_line(terminal, wrong, re.escape(why))
 
@@ -93,7 +94,7 @@ def commands_are_told_where_they_are_wrong(terminal):
 
 
 def what_is_forgotten_is_read_again(terminal):
-    type_line(terminal, "/rewind 2", "/rewind 2")
+    type_line(terminal, "/rewind 2", "removed 2 turns; 1 turn left")
     terminal.type("import os")
     *_, remembered, prompt = cost(terminal)
     assert 0 < remembered < prompt
@@ -117,8 +118,7 @@ def what_came_from_memory_is_shown(terminal):
     *_, remembered, prompt = cost(terminal)
     text = type_line(terminal, "/why", r"\n  [a-z ]+: ")
     assert 0 < remembered < prompt
-    assert f"{int(prompt)} tokens" in text
-    assert f"{int(remembered)} came from memory" in text
+    assert f"{int(remembered)} of {int(prompt)} tokens came from memory" in text
 
 
 def a_fork_is_a_point_to_return_to(terminal):
@@ -126,7 +126,7 @@ def a_fork_is_a_point_to_return_to(terminal):
     type_line(terminal, "/fork here", "there is a conversation here already")
     terminal.type("import re")
     cost(terminal)
-    type_line(terminal, "/load here", "/load here")
+    type_line(terminal, "/load here", "loaded here: 2 turns")
     type_line(terminal, "/rewind 3", "3 turns cannot be discarded; there are 2")
     type_line(terminal, "/delete here", "/delete here")
 
@@ -176,8 +176,12 @@ def test_a_conversation_is_continued_by_name_in_a_later_chat(tmp_path, monkeypat
     longest = max(int(found[-1]) for found in re.findall(COST, first.out))
     second = kvcellar(*WORDS, typed="/list\r/load talk\rimport sys\r/delete other\r/list\r/bye\r")
     assert second.code == 0
-    assert [line.split(",")[0].strip() for line in second.out.splitlines() if " turns, " in line] == [
-        "other: 1 turns",
+    for told, ran in (("saved as talk: 2 turns", first), ("loaded talk: 2 turns", second), ("deleted other", second)):
+        assert f"  {told}\n" in ran.out.replace("\r", "")
+    assert [
+        line.split(",")[0].strip() for line in second.out.splitlines() if re.search(r"turns?, \d+ token", line)
+    ] == [
+        "other: 1 turn",
         "talk: 2 turns",
         "talk: 2 turns",
     ]

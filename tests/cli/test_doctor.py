@@ -51,6 +51,21 @@ def test_the_text_describes_the_model(folder):
         assert words in ran.out
 
 
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        ({}, "temperature 1 (its files set nothing else)"),
+        ({"temperature": 0.6, "top_k": 20}, "temperature 0.6, top_k 20 (its generation config)"),
+        ({"do_sample": False, "top_k": 20}, "greedy, temperature 0 (do_sample is false in its generation config)"),
+    ],
+    ids=str,
+)
+def test_how_a_request_without_sampling_parameters_chooses_tokens_is_printed_with_the_reason(folder, files, line):
+    path = folder("llama")
+    (Path(path) / "generation_config.json").write_text(json.dumps(files))
+    assert f"  default sampling: {line}\n" in kvcellar("doctor", path, "--no-kv-quality", *SMALL).out
+
+
 def test_bytes_are_printed_exactly_and_with_a_unit(folder):
     output = kvcellar("doctor", folder("llama"), "--kv-quality", *SMALL).out
     assert "of 1000000 bytes (1 MB), which is cache_bytes" in output

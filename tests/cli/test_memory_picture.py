@@ -23,7 +23,7 @@ def test_a_picture_has_its_width_and_shares_that_are_true_to_a_character(data: s
 def test_the_reason_is_the_last_line() -> None:
     recall = Recall(99, 80, 64, (("device", 40), ("disk", 24)), 0.002, "no checkpoint", "the last one is at 64")
     assert list(why_lines(100, recall))[1:] == [
-        "█ 64 came from memory: 40 from device, 24 from disk",
+        "█ 64 of 100 tokens came from memory: 40 from device, 24 from disk",
         "▒ 16 more were found, and not used",
         "· 20 were computed",
         "it waited 2.0 ms for tokens to be read back",

@@ -54,7 +54,7 @@ def test_a_state_is_printed_once_where_there_is_no_terminal(server: Server, foun
     second, first = lines[ended + 1 : ended + 3]
     recall = found["requests"]["ended"][0]["recall"]
     assert recall["restored"] > 0
-    assert f"{recall['restored']} of {recall['asked']}; {recall['reason']}" in second
+    assert f"{recall['restored']} of {recall['asked'] + 1}; {recall['reason']}" in second
     assert "█" in second
     assert first.endswith("new")
     for name in ("causal", "device", "last step", "steps"):

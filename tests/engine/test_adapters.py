@@ -104,7 +104,7 @@ def test_memory_of_one_adapter_is_not_used_with_another(llama: PreTrainedModel, 
             assert result.recall is not None
             if use in (seen := engine.__dict__.setdefault("_seen", set())):
                 assert result.usage.cached_tokens == 79
-                assert result.recall.reason == "complete"
+                assert result.recall.reason == "all"
             else:
                 assert result.usage.cached_tokens == 0
                 assert result.recall.reason == ("other adapter" if seen else "new")
@@ -138,7 +138,7 @@ def test_an_adapter_is_removed_when_no_request_uses_it(llama: PreTrainedModel, t
     with Engine(llama) as engine:
         assert "adapters" not in engine.capacity()
         engine.adapters.add("style", [path])
-        assert f"adapters take {engine.stats().adapter_bytes} of {1 << 30} bytes" in engine.capacity()
+        assert f"adapters: {engine.stats().adapter_bytes} of {1 << 30} bytes" in engine.capacity()
         runs = running(engine, PROMPT, 40, adapter="style")
         engine.adapters.remove("style")
         assert engine.adapters.list() == []

@@ -1,13 +1,18 @@
 """Chats from Python: each turn begins with the tokens of the conversation, and the record says where it does not."""
 
+import threading
 from pathlib import Path
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
 
 from kvcellar import BadRequest, Engine
+from kvcellar.events import Done
+from kvcellar.prefix.node import common_prefix
+from kvcellar.text import replay
 from tests.engine.chatting import chat_engine, unspoken
-from tests.text.templates import THINKER
+from tests.text.templates import CHATML, LLAMA2, PLAIN, THINKER
 
 
 def drawn(engine: Engine) -> dict[str, Any]:
@@ -53,6 +58,49 @@ def test_replies_of_all_choices_and_of_cancelled_requests_are_known(tmp_path: Pa
         known = [*where, *(token for delta in part for token in delta.token_ids)]
         talk = [user("Where?"), {"role": "assistant", "content": text}, user("And you?")]
         assert engine.render(talk)[: len(known)] == known
+
+
+@pytest.mark.parametrize("template", [PLAIN, LLAMA2, CHATML], ids=["plain", "llama2", "chatml"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_another_question_after_the_same_system_prompt_computes_only_what_is_new(
+    name: str, template: str, tmp_path: Path
+) -> None:
+    """Also where no control token is between them, and what the model remembers can be resumed at checkpoints only."""
+    system = {"role": "system", "content": "You know hills and rivers. Be brief.\n" * 20}
+    first, second = [system, user("Which is long?")], [system, user("And who said so?")]
+    with chat_engine(tmp_path, name, template=template, record="off") as engine:
+        same = common_prefix(engine.render(first, replay=False), engine.render(second, replay=False))
+        assert same > 300
+        assert engine.chat(first, max_tokens=2).usage.cached_tokens == 0
+        assert engine.chat(second, max_tokens=2).usage.cached_tokens == same
+
+
+def test_the_engine_goes_on_while_others_hold_what_is_known_of_chats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it hashes no prompt."""
+    hashed: list[int] = []
+    plain = replay.prompt_key
+    monkeypatch.setattr(replay, "prompt_key", lambda *key: (hashed.append(threading.get_ident()), plain(*key))[1])
+    with chat_engine(tmp_path, "llama", record="off") as engine:
+        prompt, replays = engine.render([user("Who?")]), engine._built.intake.codec.replays
+        assert replays is not None
+        threads, held, ended = list[int](), Event(), Semaphore(0)
+
+        def deliver(event: object) -> None:
+            held.wait(60)
+            threads.append(threading.get_ident())
+            if isinstance(event, Done):
+                ended.release()
+
+        for tokens in (3, 9):
+            engine.submit(prompt, engine.params(max_tokens=tokens, ignore_eos=True), deliver=deliver)
+        with replays._lock:
+            held.set()
+            assert ended.acquire(timeout=30)
+            assert ended.acquire(timeout=30), "the end of the first stops the engine"
+    assert hashed
+    assert set(threads).isdisjoint(hashed)
 
 
 def test_without_bytes_for_them_replies_are_tokenized_again(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kvcellar import Engine, EngineFailed
+from kvcellar.engine.capacity import rounded
 from kvcellar.engine.engine import Ticket
 from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, NoToken
@@ -178,16 +179,15 @@ def assert_bytes_are_those_held(engine: Engine) -> None:
         engine._built.memory.storage.scratch,
         engine._built.memory.storage.staging,
     )
-    said = re.fullmatch(
-        r"\d+ (?:tokens|sequences of any length) in (\d+) bytes \((.*)\); "
-        r"with (\d+) bytes for a step and (\d+) bytes for edits that is (\d+) bytes of (\d+) bytes, which is .*",
-        re.sub(r" \([\d.]+ [kMGT]B\)", "", engine.capacity()),
-    )
-    assert said is not None
-    planes, scratch, staging, total, limit = (int(said[group]) for group in (1, 3, 4, 5, 6))
-    assert planes == stats.cache_bytes == sum(map(int, re.findall(r"(?:cells|rows) in (\d+) bytes", said[2])))
-    assert (scratch, staging, limit) == (stats.scratch_bytes, stats.staging_bytes, stats.limit_bytes)
-    assert planes + scratch + staging == total
+    first, _, *parts = engine.capacity().splitlines()
+    allocated = stats.cache_bytes + stats.scratch_bytes + stats.staging_bytes
+    sizes = (stats.cache_bytes, stats.scratch_bytes, stats.staging_bytes, allocated, stats.limit_bytes)
+    planes, scratch, staging, total, limit = map(rounded, sizes)
+    sums = f"in {planes}; with {scratch} for a step and {staging} for edits {total} of {limit}"
+    assert re.fullmatch(rf"\d+ (?:tokens|sequences of any length) {re.escape(sums)}", first)
+    each = [f"  {group.name}: {group.cells} cells in {rounded(group.bytes)}" for group in stats.groups]
+    assert parts[: len(each)] == each
+    assert max(map(len, engine.capacity().splitlines())) <= 120
 
 
 @pytest.mark.parametrize(

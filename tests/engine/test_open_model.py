@@ -60,6 +60,7 @@ def test_a_library_model_has_its_own_defaults_and_the_caller_has_the_last_word(l
         assert (engine.model.name, engine.model.context) == ("mine", 200)
         found = engine.model.default_sampling
         assert (found.temperature, found.top_k, found.stop) == (0.25, 7, ("END",))
+        assert found.top_p == 0.95, "of its files"
         assert engine.params(temperature=1.0).temperature == 1.0
     with Engine("mine:latest", **{**LIMITS, "context": 128}) as engine:
         assert engine.model.context == 128

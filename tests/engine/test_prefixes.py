@@ -166,7 +166,7 @@ def test_what_the_tree_restores_is_what_would_have_been_computed(kind, actions) 
     for one in list(world.running):
         world.end(one, publish=True)
     world.check()
-    world.prefixes.clear()
+    world.prefixes.clear("the test says so")
     world.check()
     assert world.memory.free() == dict.fromkeys(world.memory.free(), 200), "cells are held by nothing"
     assert world.memory.rows.free in (None, 100)

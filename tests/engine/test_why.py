@@ -1,6 +1,7 @@
 """A request's record says what came from memory, and why it was not more."""
 
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvcellar.events import Recall
 from kvcellar.prefix.node import key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import SHOWN, Elsewhere, Losses, ReadBack, Sightings, explained
+from kvcellar.serve.recalls import recall_fields
 from tests.engine.mixes import bytes_for, small_engine, tokens
 from tests.prefix.claims import TokenClaims
 from tests.zoo import ARCHS
@@ -42,11 +44,11 @@ def stored_engine(directory: Path, dtype: Literal["float32", "bfloat16"] = "floa
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-def test_the_first_prompt_is_new_and_the_same_again_is_complete(name) -> None:
+def test_the_first_prompt_is_new_and_the_same_again_has_all_but_the_last_token(name) -> None:
     with small_engine(name) as engine:
         assert asked(engine, PROMPT).reason == "new"
         again = asked(engine, PROMPT)
-        assert (again.reason, again.restored) == ("complete", len(PROMPT) - 1)
+        assert (again.reason, again.restored) == ("all", len(PROMPT) - 1)
         longer = asked(engine, [*PROMPT, *engine.generate(PROMPT, **GREEDY).token_ids, 7, 8])
         assert (longer.reason, longer.restored) == ("new", len(PROMPT) + 1)
 
@@ -70,6 +72,7 @@ def test_layers_that_cannot_resume_where_a_prompt_diverged_are_named(name, kind)
         found = asked(engine, [*PROMPT[:20], 5 if PROMPT[20] != 5 else 6])
         assert (found.reason, found.matched, found.restored) == ("no checkpoint", 20, 0)
         assert kind in found.detail
+        assert (found.ours[0], found.theirs[0]) == (5 if PROMPT[20] != 5 else 6, PROMPT[20])
         assert asked(engine, [*PROMPT[:20], 7 if PROMPT[20] != 7 else 8, 9]).restored == 20, (
             "a checkpoint was left there"
         )
@@ -83,8 +86,35 @@ def test_what_was_evicted_is_said_with_its_cause() -> None:
         assert (found.reason, found.restored) == ("evicted", found.matched)
         assert found.restored < len(PROMPT) - 1
         assert "cells of" in found.detail
-        engine.clear_cache()
-        assert "an order to clear the cache" in asked(engine, PROMPT).detail
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_what_was_cleared_is_said_to_be_by_what_whatever_the_layers(name) -> None:
+    with small_engine(name) as engine:
+        draw = random.Random(2)
+        for clear, cause in ((engine.clear_cache, "the cache was cleared"), (engine.cache.clear, "`cache clear`")):
+            asked(engine, PROMPT)
+            clear()
+            other = asked(engine, [PROMPT[0], *tokens(draw, 50)])
+            assert other.reason == "new", "it has only the first token of what was cleared"
+            clear()
+            found = asked(engine, PROMPT)
+            assert (found.reason, found.restored) == ("evicted", 0)
+            said = re.fullmatch(r"at least (\d+) tokens, \d+ s ago: (.+)", found.detail)
+            assert said is not None
+            assert 30 <= int(said[1]) <= 59
+            assert cause in said[2]
+
+
+def test_a_doubled_first_token_is_seen_where_a_prompt_diverges() -> None:
+    with Engine(device="cpu", cache_bytes=16_000_000, threads=1, record="off") as engine:
+        ids = engine.encode("import os\nimport sys\n")
+        asked(engine, ids)
+        found = recall_fields(asked(engine, [ids[0], *ids]), engine)
+        assert isinstance(ours := found["ours"], dict)
+        assert isinstance(theirs := found["theirs"], dict)
+        assert ours["text"].startswith("<|bos|>import os\n")
+        assert theirs["text"].startswith("import os\n")
 
 
 def test_what_was_read_back_has_its_tier_and_the_time_that_it_took(tmp_path) -> None:

@@ -109,12 +109,12 @@ def test_a_snapshot_has_the_documented_shape(plain, engine):
     request = found["requests"]["ended"][0]
     assert request["recall"].keys() >= {"asked", "matched", "restored", "reason", "detail", "sources"}
     entries = found["tree"]["entries"]
-    assert any(entry["begins"].startswith("import os") for entry in entries if entry["parent"] is None)
+    assert any(entry["begins"].startswith("<|bos|>import os") for entry in entries if entry["parent"] is None)
     way = plain.get("/inspector/api/request", params={"number": request["number"]}).json()
     assert way["prompt"] == request["prompt"]
     assert {part["name"] for part in way["entries"]} <= {entry["name"] for entry in entries}
     text = plain.get("/inspector/api/entry", params={"name": way["entries"][0]["name"]}).json()
-    assert text["text"].startswith("import os")
+    assert text["text"].startswith("<|bos|>import os")
 
 
 def test_the_stream_sends_what_has_changed_and_only_then(plain, monkeypatch):

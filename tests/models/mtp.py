@@ -42,6 +42,7 @@ def model_with_layers(name: str, **fields: Any) -> PreTrainedModel:
     config = tiny(name, layer_types=[SLIDING, FULL] * 2, **FAMILIES[name] | fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     initialise(model, 1)
+    model.generation_config.do_sample = False
     return model.eval()
 
 

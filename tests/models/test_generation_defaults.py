@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
@@ -58,9 +59,31 @@ def test_rules_that_apply_to_greedy_decoding_are_followed(name: str, do_sample: 
 
 
 @pytest.mark.parametrize("name", ["top_h", "epsilon_cutoff", "eta_cutoff"])
-def test_sampling_filters_are_followed_only_with_do_sample(name: str) -> None:
+def test_sampling_filters_are_followed_unless_decoding_is_greedy(name: str) -> None:
     assert generation_defaults({"do_sample": True, name: 0.25}).sampling == {name: 0.25}
-    assert generation_defaults({name: 0.25}).sampling == {"temperature": 0.0}
+    assert generation_defaults({name: 0.25}).sampling == {name: 0.25}
+    assert generation_defaults({"do_sample": False, name: 0.25}).sampling == {"temperature": 0.0}
+
+
+WHY = [  # fields, the default temperature, and the reason for it
+    ({}, 1.0, "its files set nothing else"),
+    ({"do_sample": None, "repetition_penalty": 1.1}, 1.0, "its files set nothing else"),
+    ({"do_sample": True}, 1.0, "its files set nothing else"),
+    ({"top_k": 20}, 1.0, "its generation config"),
+    ({"temperature": 0.4, "top_p": 0.9}, 0.4, "its generation config"),
+    ({"temperature": 0.0}, 0.0, "its generation config"),
+    ({"do_sample": False, "temperature": 0.4}, 0.0, "do_sample is false in its generation config"),
+    ({"top_p": 0.0}, 0.0, "top_p is 0 in its generation config"),
+]
+
+
+@pytest.mark.parametrize(("fields", "temperature", "because"), WHY, ids=str)
+def test_sampling_is_the_default_unless_the_files_say_otherwise(
+    fields: dict[str, Any], temperature: float, because: str
+) -> None:
+    found = generation_defaults(fields)
+    params = default_sampling(found.sampling, vocab_size=101, model="m")
+    assert (params.temperature, found.because) == (temperature, because)
 
 
 UNFOLLOWED: dict[str, Any] = {
@@ -179,7 +202,7 @@ def test_greedy_completions_equal_those_of_transformers_with_the_same_config(tmp
         "bad_words_ids": [[12, 13], [77]], "sequence_bias": [[[5], 1.5], [[8, 9], -3.0]], "min_length": 30,
         "exponential_decay_length_penalty": [8, 1.2], "repetition_penalty": 1.2, "eos_token_id": 2,
     }  # fmt: skip
-    path = saved(tmp_path, **rules)
+    path = saved(tmp_path, do_sample=False, **rules)
     network = ARCHS["llama"].build()
     network.generation_config = GenerationConfig(**rules, do_sample=False, pad_token_id=0)
     prompts = [[5, 6, 7, 5, 6], [8, 40], list(range(3, 30)), [12] * 9]

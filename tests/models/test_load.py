@@ -576,11 +576,13 @@ def test_generation_fields_of_wrong_types_are_refused(place: Path, fields: dict[
         ({"do_sample": True, "top_p": 0, "top_k": 9}, {"temperature": 0.0}),
         ({"do_sample": False, "repetition_penalty": 1.3}, {"temperature": 0.0, "repetition_penalty": 1.3}),
         ({"do_sample": False, "temperature": 0.7, "top_k": -1}, {"temperature": 0.0}),
-        ({}, {"temperature": 0.0}),
+        ({"temperature": 0.7, "top_k": -1}, {"temperature": 0.7, "top_k": 0}),
+        ({"top_p": 0, "top_k": 9}, {"temperature": 0.0}),
+        ({}, {}),
     ],
     ids=str,
 )
-def test_generation_fields_are_interpreted_as_in_transformers(
+def test_generation_fields_are_interpreted_as_in_transformers_but_that_sampling_is_the_default(
     place: Path, fields: dict[str, Any], defaults: dict[str, Any]
 ) -> None:
     (place / "generation_config.json").write_text(json.dumps(fields))
@@ -601,6 +603,7 @@ def test_generation_fields_are_interpreted_as_in_transformers(
         ({"do_sample": True, "temperature": -0.1}, "temperature"),
         ({"do_sample": False, "repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": "much"}, "repetition_penalty"),
+        ({"do_sample": "false"}, "do_sample"),
     ],
     ids=str,
 )

@@ -247,7 +247,7 @@ class FakeEngine:
             raise PromptTooLong(len(text), limit, "the model's context")
         return [1] * (special is True) + list(text.encode())
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         return bytes(tokens(ids, VOCABULARY, "ids")).decode(errors="replace")
 
     def token_bytes(self, token: int) -> bytes:

@@ -5,6 +5,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -36,6 +37,14 @@ class Told:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+
+
+# A generation config, and what a request without a temperature gets then.
+DEFAULTS: tuple[tuple[dict[str, Any], dict[str, float]], ...] = (
+    ({}, {"temperature": 1.0}),
+    ({"temperature": 0.5, "top_k": 5}, {"temperature": 0.5, "top_k": 5}),
+    ({"do_sample": False, "temperature": 0.5}, {"temperature": 0.0}),
+)
 
 
 def data_of(stream: str) -> list[dict[str, Any]]:
@@ -195,3 +204,27 @@ def test_the_tokens_that_are_counted_are_those_that_the_message_counts(engine: E
         assert [one.status_code for one in answers] == [400, 400]
         texts = [one.json()["error"]["message"] for one in answers]
         assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("files", "used"), DEFAULTS, ids=str)
+def test_every_api_and_python_sample_by_default_as_the_files_of_the_model_say(
+    files: dict[str, Any], used: dict[str, float], tmp_path: Path
+) -> None:
+    chat_engine(tmp_path, "llama", record="off").close()
+    (tmp_path / "generation_config.json").write_text(json.dumps(files))
+    with (
+        Engine(tmp_path, threads=1, cache_bytes=8_000_000, record="off") as engine,
+        Server(engine, ServeSettings(port=0)) as server,
+        DeclaredClient(base_url=server.url, timeout=PATIENCE) as client,
+    ):
+        own = engine.chat(MESSAGES, seed=SEED, max_tokens=TOKENS)
+        assert own.token_ids == engine.chat(MESSAGES, seed=SEED, max_tokens=TOKENS, **used).token_ids
+        for route, (body, read) in ROUTES.items():
+            options = {name: value for name, value in body.get("options", body).items() if name not in SAMPLING}
+            options["seed"] = SEED
+            whole = {**body, "options": options} if "options" in body else options
+            response = client.post(route, json={"model": engine.model.name, "stream": False, **whole})
+            assert read(response, False).text == own.text, route
+            if route == "/v1/responses":
+                assert response.json()["temperature"] == used["temperature"]
+                assert client.post(route, json={**whole, "temperature": 0.7}).json()["temperature"] == 0.7

@@ -6,6 +6,22 @@ CHATML = """\
 {{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
+# Without control tokens but BOS: that of the embedded model.
+PLAIN = """\
+{{- bos_token -}}
+{%- for message in messages -%}
+{%- set text = message.content -%}
+{%- if message.role == 'system' -%}{%- set text = '# ' + text.replace('\n', '\n# ') -%}{%- endif -%}
+{{- text if text.endswith('\n') else text + '\n' -}}
+{%- endfor -%}"""
+
+# Control tokens only around turns: the system prompt ends inside one.
+LLAMA2 = """\
+{% for message in messages %}{% if message.role == 'user' %}\
+{{ bos_token }}{{ '[INST] ' }}{% if loop.index0 == 1 and messages[0].role == 'system' %}\
+{{ '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' }}{% endif %}{{ message.content + ' [/INST]' }}\
+{% elif message.role == 'assistant' %}{{ ' ' + message.content + ' ' + eos_token }}{% endif %}{% endfor %}"""
+
 LLAMA3 = """\
 {{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}

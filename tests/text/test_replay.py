@@ -21,7 +21,7 @@ from kvcellar.text.replay import Replays
 from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import TextTokenizer
-from kvcellar.text.turns import TURN_BYTES
+from kvcellar.text.turns import TURN_BYTES, prompt_key
 from tests.text import made, templates
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -52,9 +52,11 @@ def assistant(content: str, **more: Any) -> Message:
 class Chat:
     """A conversation with one model; `known` are the tokens that are in memory after the last reply."""
 
-    def __init__(self, kind: str, name: str = "chatml", *, most: int = MIB, namespace: str = "") -> None:
+    def __init__(
+        self, kind: str, name: str = "chatml", *, most: int = MIB, namespace: str = "", borders: bool = False
+    ) -> None:
         self.words, self.template = tokenizer(kind), template(name, kind)
-        self.replays, self.namespace = Replays(self.words, most), namespace
+        self.replays, self.namespace = Replays(self.words, most, borders=borders), namespace
         self.messages: list[Message] = []
         self.known: list[int] = []
 
@@ -68,7 +70,7 @@ class Chat:
         """The text of a reply, as a client gets it."""
         self.messages.append(user(question))
         prompt = self.prompt()
-        self.replays.replied(self.namespace, prompt, reply)
+        self.replays.replied(prompt_key(self.namespace, prompt), reply)
         self.known = [*prompt, *reply]
         after = () if prompt[-1] in self.words.special_ids else prompt[-LONG_RUN:]
         stream = open_stream(self.words, after=after)
@@ -77,7 +79,8 @@ class Chat:
         return text
 
     def rewrite(self, prompt: list[int]) -> Rewrite | None:
-        return self.replays.rewritten(self.namespace, prompt)
+        known = self.replays.known(self.namespace, prompt)
+        return None if known is None else known.rewrite
 
     def controls(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self.words.control]
@@ -121,6 +124,51 @@ def test_each_prompt_begins_with_all_tokens_of_the_conversation(
         assert chat.rewrite(prompt) is None
         chat.messages.pop()
         chat.replays.check()
+
+
+@pytest.mark.parametrize("kind", [*EXACT, *SPACED])
+@pytest.mark.parametrize("name", ["CHATML", "PLAIN", "LLAMA2"])
+def test_the_tokens_before_a_border_are_those_before_a_message_whatever_it_says(name: str, kind: str) -> None:
+    """At most the token in which the message begins is behind it."""
+    chat = Chat(kind, getattr(templates, name), borders=True)
+    chat.messages.append({"role": "system", "content": "You know hills.\nAnd é 😀."})
+    chat.ask("How high are they?", chat.words.encode_marked("Very 😀 high.", ()))
+    chat.messages.append(user("  More of that.\n"))
+    prompt, text = chat.prompt(), chat.rendered().text
+    known = chat.replays.known("", prompt)
+    assert known is not None
+    assert len(known.borders) == 3
+    places = [text.index(said) for said in ("How high", "Very", "More of")]
+    for border, place in zip(known.borders, places, strict=True):
+        if kind in EXACT:
+            before, behind = (chat.words.decode(prompt[:end], skip_special=False) for end in (border, border + 1))
+            assert text.startswith(before)
+            assert len(before) <= place < len(behind) + 2, "a template may keep the white space before it"
+    other = chat.template.render([chat.messages[0], user("Zebras.")]).encode(chat.words)
+    assert known.borders[0] <= alike(other, prompt) <= known.borders[0] + 1
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_a_first_message_has_a_border_unless_it_is_a_system_prompt(role: str) -> None:
+    """Before it, a template may have written tools, or a system prompt of its own."""
+    chat = Chat("byte_level", borders=True)
+    chat.messages += [{"role": role, "content": "One."}, user("Two.")]
+    known = chat.replays.known("", chat.prompt())
+    assert known is not None
+    assert len(known.borders) == 1 + (role == "user")
+
+
+def test_a_reply_is_known_without_waiting_for_who_reads_what_is_known() -> None:
+    chat = Chat("byte_level")
+    chat.messages.append(user("Who?"))
+    key, reply = prompt_key("", chat.prompt()), chat.words.encode_marked("I.", ())
+    with chat.replays._taken_in():
+        chat.replays.replied(key, reply)
+    chat.messages += [assistant("I."), user("And?")]
+    assert chat.prompt()[: len(reply)] != reply
+    turn = chat.replays._turns.of_prompt(key)
+    assert turn is not None
+    assert [list(one) for one in turn.replies] == [reply]
 
 
 EDITS = {
@@ -174,7 +222,7 @@ def test_the_reply_that_goes_on_farthest_is_replayed() -> None:
     short, long = (pieces("byte_level", text, random.Random(1)) for text in ("cool", "cool and dark"))
     chat.ask("Where?", long)
     prompt = chat.known[: -len(long)]
-    chat.replays.replied("", prompt, short)
+    chat.replays.replied(prompt_key("", prompt), short)
     chat.messages.append(user("more"))
     assert chat.prompt()[: len(chat.known)] == [*prompt, *long]
 
@@ -407,7 +455,7 @@ def test_a_message_that_a_client_changes_is_named_if_the_conversation_is_the_sam
     assert chat.rewrite(chat.prompt()) is None
 
 
-def test_ends_of_messages_are_found_in_the_text() -> None:
+def test_places_of_messages_are_found_in_the_text() -> None:
     talk = [
         {"role": "system", "content": "a"},
         user("a user"),
@@ -417,9 +465,12 @@ def test_ends_of_messages_are_found_in_the_text() -> None:
         user("user"),
     ]
     rendered = template("thinker", "byte_level").render(talk)
-    ends = rendered.ends()
-    assert [index for _, index in ends] == list(range(6))
-    parts = [rendered.text[start:end] for start, end in pairwise([0, *(end for end, _ in ends)])]
+    places = rendered.places()
+    assert [place.message for place in places] == list(range(6))
+    starts = [rendered.text[place.start :] for place in places if place.start is not None]
+    said = ["a<|im_end|>", "a user<|im_end|>", "a\n", "user\n", "\n assistant \n<|im_end|>", "user<|im_end|>"]
+    assert [text[: len(one)] for text, one in zip(starts, said, strict=True)] == said
+    parts = [rendered.text[start:end] for start, end in pairwise([0, *(place.end for place in places)])]
     assert parts[0] == "<|im_start|>system\na"
     assert parts[1].endswith("<|im_start|>user\na user")
     assert "</tool_call>" in parts[2]

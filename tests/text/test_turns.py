@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.text.turns import TURN_BYTES, Turn, Turns
+from kvcellar.text.turns import TURN_BYTES, Turn, Turns, prompt_key
 
 TEXTS = st.text(st.sampled_from("ab"), min_size=1, max_size=6)
 NAMES = st.sampled_from(["", "other"])
@@ -46,7 +46,7 @@ def test_turns_are_found_by_text_and_by_tokens(acts: list[tuple[str, str, str]],
         turns.check()
         for (known, said), turn in added.items():
             if turn in turns:
-                assert turns.of_prompt(known, ids_of(said)) is turn
+                assert turns.of_prompt(prompt_key(known, ids_of(said))) is turn
                 assert turn.all_ids() == ids_of(said)
                 assert turns.of_history(f"{known} {said}".encode()) is turn
     turns.clear()

@@ -33,8 +33,8 @@ def _keys(settings: ServeSettings, keys: Keys) -> str:
     kinds = {"API": keys.api, "admin": keys.admin, "metrics": keys.metrics}
     found = [_kind(name, names) for name, names in kinds.items() if names]
     if not keys.api:
-        reach = "this machine" if settings.loopback else f"every machine that reaches {settings.host}"
-        found.insert(0, f"no API key is needed, and {reach} can send requests")
+        reach = "only this machine" if settings.loopback else f"every machine that reaches {settings.host}"
+        found.insert(0, f"no API key is needed, and {reach} can connect")
     return "; ".join(found)
 
 

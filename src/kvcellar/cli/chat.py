@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.memory_picture import why_lines
+from kvcellar.cli.memory_picture import counted, why_lines
 from kvcellar.cli.prompts import PromptFormat, cost_line
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.session import Session
@@ -105,24 +105,32 @@ class Chat:
             changed = {**self._sampling, words[0]: _value(words[1])}
             self._engine.params(**changed)
             self._sampling = changed
-        elif verb == "show":
+            click.echo(f"  {words[0]} is {json.dumps(changed[words[0]])} from now on")
+        elif verb == "show" and not words:
             self._show()
-        elif verb == "rewind":
-            self._session.rewind(_value(words[0]) if words else 1)
-        elif verb == "clear":
+        elif verb == "rewind" and len(words) < 2:
+            self._session.rewind(turns := _value(words[0]) if words else 1)
+            click.echo(f"  removed {counted(turns, 'turn')}; {counted(self._session.turns, 'turn')} left")
+        elif verb == "clear" and not words:
             self._session.close()
             self._session = self._engine.session(chat=self._chat)
+            click.echo("  a new conversation begins")
         elif verb == "why" and not words:
             self._why()
         elif (verb in ("save", "fork", "load", "delete") and len(words) == 1) or (verb == "list" and not words):
             self._named(verb, *words)
-        else:
+        elif verb == "help":
             click.echo(_HELP)
+        elif (usage := _usage(verb)) is not None:
+            click.echo(f"that is not how the command is used:\n{usage}", err=True)
+        else:
+            click.echo(f"there is no command /{verb}; /help lists them", err=True)
 
     def _named(self, verb: str, name: str = "") -> None:
         """A command on conversations that are kept by name."""
         if verb == "save":
             self._session.save(name)
+            click.echo(f"  saved as {name}: {counted(self._session.turns, 'turn')}")
         elif verb == "fork":
             self._session.save(name, new=True)
             click.echo(f"  /load {name} returns to this point")
@@ -132,11 +140,13 @@ class Chat:
                 raise BadRequest(f"{name} is {'a chat' if loaded.chat else 'a text'}, and this is not", "conversation")
             self._session.close()
             self._session = loaded
+            click.echo(f"  loaded {name}: {counted(loaded.turns, 'turn')}")
         elif verb == "delete":
             self._engine.conversations.delete(name)
+            click.echo(f"  deleted {name}")
         else:
             for info in self._engine.conversations.list():
-                click.echo(f"  {info.name}: {info.turns} turns, {info.tokens} tokens")
+                click.echo(f"  {info.name}: {counted(info.turns, 'turn')}, {counted(info.tokens, 'token')}")
 
     def _why(self) -> None:
         """The record of the last turn."""
@@ -153,6 +163,11 @@ class Chat:
             backend = group.backend or "the model itself"
             click.echo(f"  {group.name}: {group.used} of {group.cells} cells in use, attention by {backend}")
         click.echo(f"  {self._engine.params(**self._sampling)}")
+
+
+def _usage(verb: str) -> str | None:
+    """The line of the help on a command."""
+    return next((line for line in _HELP.splitlines() if line.split()[0] == f"/{verb}"), None)
 
 
 def _value(text: str) -> Any:

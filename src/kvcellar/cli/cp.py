@@ -10,6 +10,6 @@ from kvcellar.cli.options import Command
 @click.argument("source")
 @click.argument("target")
 def command(source: str, target: str) -> None:
-    """Make TARGET the same model as SOURCE, in place of the model that it was. Its files are not copied."""
+    """Create or replace model TARGET as a copy of SOURCE. Its files are not copied."""
     library().copy(source, target)
     click.echo(f"copied {source} to {target}")

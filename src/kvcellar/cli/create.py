@@ -50,7 +50,7 @@ def command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Make NAME, as [owner/]name[:tag], a model of the library, in place of the model that it was.
+    """Create or replace model NAME, as [owner/]name[:tag], in the library.
 
     FROM, DRAFT and ADAPTER name directories, relative to the Modelfile or to the working directory, GGUF files, models
     of the library, or models in the local Hugging Face cache. Nothing is downloaded.

@@ -46,8 +46,8 @@ def command(
     **options: Any,
 ) -> None:
     """Load MODEL, test it, and print its groups, bytes per token, how many tokens fit, which attention backend serves
-    it and why others do not, how quantised K/V would change its predictions, with --weights how these do, and with
-    --draft whether that fits it.
+    it and why others do not, how requests without sampling parameters choose tokens, how quantised K/V would change its
+    predictions, with --weights how these do, and with --draft whether that fits it.
     Exit code 1 if it is refused, or if the draft does not fit.
     """
     settings = Settings(**given(**options))
@@ -76,6 +76,9 @@ def _lines(found: "Diagnosis") -> Iterator[str]:
             f"{recurrent.rows} rows in {sized(recurrent.bytes)}, {recurrent.checkpoints} or more for checkpoints"
         )
     yield from _memory(found)
+    chosen = ", ".join(f"{name} {value:g}" for name, value in found.sampling.items())
+    greedy = "greedy, " if found.sampling["temperature"] == 0 else ""
+    yield f"  default sampling: {greedy}{chosen} ({found.sampling_because})"
     yield from (f"  {note}" for note in found.notes)
     if found.weights_harm is not None:
         yield f"  weights compared with dense ones: {harm_line(found.weights_harm)}"

@@ -20,14 +20,24 @@ def picture(prompt: int, restored: int, matched: int, width: int = WIDTH) -> str
     return "".join(mark * (least[mark] + size) for mark, size in zip(parts, sizes, strict=True))
 
 
+def counted(number: int, what: str) -> str:
+    """1 turn, 2 turns."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def share(restored: int, prompt: int) -> str:
+    """What of a prompt came from memory: `Recall` says of what shares are."""
+    return f"{restored} of {prompt}"
+
+
 def why_lines(prompt: int, recall: Recall | None) -> Iterator[str]:
     """What the last turn found in memory. `prompt`: its tokens."""
     if recall is None:
         yield "the turn ended before it began to run"
         return
-    yield f"{picture(prompt, recall.restored, recall.matched)}  {prompt} tokens"
+    yield picture(prompt, recall.restored, recall.matched)
     sources = ", ".join(f"{tokens} from {tier}" for tier, tokens in recall.sources)
-    yield f"{RESTORED} {recall.restored} came from memory" + (f": {sources}" if sources else "")
+    yield f"{RESTORED} {share(recall.restored, prompt)} tokens came from memory" + (f": {sources}" if sources else "")
     if recall.matched > recall.restored:
         yield f"{FOUND} {recall.matched - recall.restored} more were found, and not used"
     yield f"{COMPUTED} {prompt - max(recall.restored, recall.matched)} were computed"

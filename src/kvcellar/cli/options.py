@@ -205,7 +205,7 @@ _PROBABILITY_OPTIONS = (
     click.option("--temperature", type=float, help="0 always takes the most likely token."),
     click.option("--top-k", type=int, help="Keep only this many of the most likely tokens; 0: all."),
     click.option("--top-p", type=float, help="Keep only the fewest tokens that have this probability together."),
-    click.option("--min-p", type=float, help="Keep only tokens with this share of the highest probability."),
+    click.option("--min-p", type=float, help="Drop tokens less likely than P × the most likely one."),
     click.option("--typical-p", type=float, help="As --top-p, with the most typical tokens first."),
     click.option("--top-h", type=float, help="Keep the first of the 100 best with this share of their entropy."),
     click.option("--epsilon-cutoff", type=float, help="Keep only tokens with this probability."),

@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 100, 40  # characters and lines, where there is no terminal
 
 @click.command("top", cls=Command, epilog="Example: kvcellar top --url http://127.0.0.1:8080")
 @click.argument("model", required=False)
-@click.option("--once", is_flag=True, help="Print the state once; so it is where the output is no terminal.")
+@click.option("--once", is_flag=True, help="Print once and exit (the default when output is not a terminal).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, as `/inspector/api/snapshot` returns it.")
 @server_options
 def command(model: str | None, once: bool, as_json: bool, url: str, admin_key_file: Path | None) -> None:

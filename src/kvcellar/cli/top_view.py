@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.cli.memory_picture import picture
+from kvcellar.cli.memory_picture import picture, share
 
 Snapshot = Mapping[str, Any]
 
@@ -113,7 +113,7 @@ def _ended_line(one: Snapshot) -> str:
     recall, why, line = one["recall"], "it ended before it began to run", "-" * BAR
     if recall is not None:
         line = picture(one["prompt"], recall["restored"], recall["matched"], BAR)
-        why = f"{recall['restored']} of {recall['asked']}; {recall['reason']}"
+        why = f"{share(recall['restored'], one['prompt'])}; {recall['reason']}"
     numbers = f"{one['prompt']:>7} {one['produced']:>8} {one['tokens_per_second']:>9.1f}"
     return f"{one['number']:<8} {one['outcome'][:10]:<10} {numbers}  {line}  {why}"
 

@@ -38,8 +38,8 @@ def command(model: str | None, as_json: bool, pull: bool, quiet: bool, **options
     cache. Exit code 0 if they are equal in every check that applies.
 
     In float32 equality is promised, to 1e-4 of the largest logit. In half precision, where a model differs from itself,
-    a feed is judged by its median row and a wider bound, and a difference counts only if it occurs with other tokens
-    too; --dtype float32 is the stricter check.
+    the median over tokens must stay below a wider bound, and a failure must repeat on other tokens;
+    --dtype float32 is the stricter check.
 
     The bits of logits are compared, too: of rows that were decoded alone, read in chunks, batched or drafted. Where
     they differ, the first module that makes the difference is printed; this does not change the exit code.

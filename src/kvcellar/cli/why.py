@@ -10,6 +10,7 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import AdminClient, server_options
+from kvcellar.cli.memory_picture import share
 from kvcellar.cli.options import Command
 
 
@@ -35,7 +36,7 @@ def command(request: str | None, limit: int, as_json: bool, url: str, admin_key_
 
 
 def _listed(one: dict[str, Any]) -> str:
-    tokens = f"{one['cached_tokens'] or 0} of {one['prompt_tokens']} prompt tokens from memory"
+    tokens = f"{share(one['cached_tokens'] or 0, one['prompt_tokens'])} prompt tokens from memory"
     return f"{_time(one)} {one['id'] or one['request_id']}: {tokens}; {one['recall'] or one['outcome']}"
 
 
@@ -62,8 +63,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 def _recall(name: str, one: dict[str, Any], recall: dict[str, Any]) -> Iterator[str]:
     restored, computed = recall["restored"], one["prompt_tokens"] - recall["restored"]
     sources = ", ".join(f"{tokens} from {tier}" for tier, tokens in recall["sources"].items())
-    memory = f"{restored} from memory" + (f" ({sources})" if sources else "")
-    yield f"  {name}{one['prompt_tokens']} tokens: {memory}, {computed} computed"
+    memory = f"{share(restored, one['prompt_tokens'])} tokens from memory" + (f" ({sources})" if sources else "")
+    yield f"  {name}{memory}, {computed} computed"
     if recall["matched"] != restored:
         yield f"  {recall['matched']} tokens were found"
     if recall["seconds"]:

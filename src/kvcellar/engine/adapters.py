@@ -118,7 +118,7 @@ class Adapters:
     def sized(self) -> str:
         """What they take, in words; "" without any."""
         size = self.bytes
-        return f"; adapters take {size} of {self._most} bytes" if size else ""
+        return f"\n  adapters: {size} of {self._most} bytes" if size else ""
 
     # -- of a request -------------------------------------------------------------------------------------------
 

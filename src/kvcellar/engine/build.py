@@ -197,6 +197,7 @@ def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int, ad
         context=context,
         text_bytes=text_bytes // 2,
         replay_bytes=settings.replay_bytes,
+        borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
         preamble=opened.preamble,
     )
     vocab_size = vocabulary_of(loaded.model)

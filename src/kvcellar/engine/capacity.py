@@ -13,11 +13,16 @@ WINDOW_SHARE = 16  # windows of checkpoints get one such part of the cache's byt
 
 def sized(count: int) -> str:
     """A number of bytes, exact and rounded: 800000000 bytes (800 MB)."""
+    return f"{count} bytes" + (f" ({rounded(count)})" if count >= 1000 else "")
+
+
+def rounded(count: int) -> str:
+    """A number of bytes in three digits: 800 MB."""
     if count < 1000:
         return f"{count} bytes"
     shares = [(count / 1000**power, unit) for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)]
     size, unit = next((share for share in shares if share[0] < 999.5), shares[-1])
-    return f"{count} bytes ({size:.3g} {unit})"
+    return f"{size:.3g} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +124,18 @@ class Capacity:
         return f"{self.tokens} tokens" if self.cells else f"{self.states.sequences} sequences of any length"
 
     def __str__(self) -> str:
-        shares = [f"{name}: {self.cells[name]} cells in {sized(size)}" for name, size in self.by_group.items()]
+        """A line with the sum, and one for each part of it."""
+        lines = [
+            f"{self.holds} in {rounded(self.bytes)}; with {rounded(self.scratch)} for a step and "
+            f"{rounded(self.staging)} for edits {rounded(self.total)} of {rounded(self.budget)}",
+            f"  limit: {self.because}",
+        ]
+        lines += [f"  {name}: {self.cells[name]} cells in {rounded(size)}" for name, size in self.by_group.items()]
         if self.states.bytes:
-            shares.append(f"recurrent: {self.states.rows} rows in {sized(self.states.bytes)}")
+            lines.append(f"  recurrent: {self.states.rows} rows in {rounded(self.states.bytes)}")
         if self.windows:
-            shares.append(f"windows of {self.windows} checkpoints among them")
-        groups = ", ".join(shares)
-        return (
-            f"{self.holds} in {sized(self.bytes)} ({groups}); with {sized(self.scratch)} for a step and "
-            f"{sized(self.staging)} for edits that is {sized(self.total)} of {sized(self.budget)}, which is "
-            f"{self.because}"
-        )
+            lines.append(f"  windows of {self.windows} checkpoints are among them")
+        return "\n".join(lines)
 
 
 def resolve_capacity(

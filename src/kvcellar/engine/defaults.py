@@ -8,8 +8,9 @@ from kvcellar.sample.params import SamplingParams, check_ids
 
 
 def default_sampling(defaults: Mapping[str, Any], *, vocab_size: int, model: str) -> SamplingParams:
-    """Those of a model. Raises `ModelRefused` if they name tokens that it does not have: each request would."""
-    params = SamplingParams(**defaults) if defaults else SamplingParams(temperature=0.0)
+    """Those of a model: from the library, else from its files, else those of `SamplingParams`. Raises `ModelRefused` if
+    they name tokens that it does not have: each request would."""
+    params = SamplingParams(**defaults)
     try:
         check_ids(params, vocab_size)
     except BadRequest as error:

@@ -121,9 +121,11 @@ class Engine:
             raise BadRequest(f"special is True, False or None, not {shown(special)}", "special")
         return self._built.intake.codec.encode(text, special=special, limit=limit)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids. Raises `BadRequest` for ids that this model does not have."""
-        return self._built.intake.codec.decode(arguments.tokens(ids, self.model.vocab_size, "ids"))
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of token ids; with `special`, special tokens are written out. Raises `BadRequest` for ids that this
+        model does not have."""
+        checked = arguments.tokens(ids, self.model.vocab_size, "ids")
+        return self._built.intake.codec.decode(checked, special=special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
@@ -177,13 +179,15 @@ class Engine:
         """
         params, deliver = arguments.parameters(params), arguments.receiver(deliver)
         session = arguments.session_number(session)
+        namespace = arguments.namespace_name(namespace)
         prompt = self._built.intake.prompt(prompt_ids, params)
-        positions = self._built.intake.borders(prompt)
+        chat = self._built.intake.chat(namespace, prompt)
+        positions = self._built.intake.borders(prompt, chat)
         if checkpoint_positions is not None:
             positions = arguments.positions(checkpoint_positions, len(prompt))
         if breakpoints:
             positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
-        namespace, kept = arguments.namespace_name(namespace), arguments.retention_options(how.get("retention"))
+        kept = arguments.retention_options(how.get("retention"))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         request = self._built.intake.submit(
@@ -198,6 +202,7 @@ class Engine:
             adapter=how.get("adapter"),
             pooling=how.get("pooling"),
             reply=how.get("reading"),
+            chat=chat,
         )
         return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
 
@@ -210,8 +215,9 @@ class Engine:
     def generate(self, prompt: Any, **options: Unpack[RequestOptions]) -> Result | list[Result]:
         """Continue a text or token ids; a list of them as one batch, with one result each. Blocks until the end.
 
-        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, and those of
-        `HowOptions`. Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
+        Keyword arguments are the fields of `SamplingParams`, where the others have the model's defaults, as over HTTP:
+        sampling at temperature 1.0, unless its files say otherwise (`params` returns them); and those of `HowOptions`.
+        Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
         params, how = self.params(**sampling_of(options)), how_of(options)
         if not _is_batch(prompt):
@@ -324,7 +330,7 @@ class Engine:
         self._loop.call(self.adapters.check)
 
     def capacity(self) -> str:
-        """What fits into the granted bytes, in words."""
+        """What fits into the granted bytes: a line of text with the sum, and one for each part."""
         return str(self._built.capacity) + self.adapters.sized
 
     @property

@@ -17,7 +17,7 @@ from kvcellar.engine.arguments import namespace_name, prompt_ids
 from kvcellar.engine.prompt_reading import PoolingMode
 from kvcellar.engine.request import Completion, Request, fresh_seed
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
-from kvcellar.events import Event, Rewrite
+from kvcellar.events import Event
 from kvcellar.layout import Layout
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams, check_ids
@@ -25,7 +25,7 @@ from kvcellar.sample.sampler import Sampler
 from kvcellar.text.meter import caps_for
 from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
-from kvcellar.text.replay import Replays
+from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known, Replays
 from kvcellar.text.replies.read_output import ReadOutput
 from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
@@ -38,7 +38,6 @@ if TYPE_CHECKING:  # imports transformers
     from kvcellar.sample.grammars import Grammars  # imports NumPy
 
 TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
-FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
 COPY_BYTES = 8  # of a token id in the list of one completion
 SCORE_BYTES = 144  # of a token id with its log-probability
 
@@ -81,18 +80,20 @@ class Intake:
         adapter: str | None,
         pooling: PoolingMode | None,
         reply: ReplyReading | None,
+        chat: Known | None,
     ) -> Request:
         """Make a request of checked arguments, take the memory that it holds until it is over, and pass it to `take_in`
-        with its first completion. After an error, which is raised, it holds nothing."""
+        with its first completion. After an error, which is raised, it holds nothing. `chat` is what is known of the
+        prompt."""
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         size, use, request = self.prompts.take(len(prompt), params.n, scores), None, None
         try:
             if (adapter, self.adapters.default) != (None, None):
                 use = self.adapters.take(adapter)
-            rewrite = self.rewrite(namespace, prompt)
+            rewrite = None if chat is None else chat.rewrite
             owned = (session, positions, namespace, retention, rewrite, use, pooling, reply)
             request = Request(prompt, params, deliver, *owned)
-            request.on_done = partial(self.ended, request, size)
+            request.on_done = partial(self.ended, request, size, chat)
             take_in(request, self.completion(request, fresh_seed() if params.seed is None else params.seed))
         except BaseException:
             if request is None or request.claim():
@@ -103,9 +104,15 @@ class Intake:
             raise
         return request
 
-    def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Where messages of a chat begin in a prompt: at tokens that are no text. The first, where a system prompt
-        ends, and the last ones."""
+    def chat(self, namespace: str, prompt: Sequence[int]) -> Known | None:
+        """What is known of the chat whose prompt this is."""
+        return None if self.codec.replays is None else self.codec.replays.known(namespace, prompt)
+
+    def borders(self, prompt: Sequence[int], chat: Known | None) -> tuple[int, ...]:
+        """Where messages of a chat begin in a prompt: the first ones, where a system prompt ends, and the last ones. If
+        that is not known from how it was rendered: at tokens that are no text."""
+        if chat is not None and chat.borders:
+            return chat.borders
         special = self.codec.special_ids
         found = [pos for pos, token in enumerate(prompt) if token in special and pos]
         return (*found[:FIRST_BORDERS], *found[FIRST_BORDERS:][-LAST_BORDERS:])
@@ -136,22 +143,17 @@ class Intake:
         output = self.codec.output(request.stops, request.prompt, request.reply)
         return Completion(request, sampler, output, list(tokens))
 
-    def rewrite(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
-        """What the prompt of a chat has in another form than an earlier one."""
-        replays = self.codec.replays
-        return replays.rewritten(namespace, prompt) if replays is not None and replays.used else None
-
-    def ended(self, request: Request, size: int) -> None:
-        """A request is over, whose prompt took `size` bytes: its replies are known from now on."""
+    def ended(self, request: Request, size: int, chat: Known | None) -> None:
+        """A request is over, whose prompt took `size` bytes: its replies are known from now on. Runs on the engine's
+        thread: costs O(new tokens), and waits for no thread that reads text."""
         self.prompts.give(size)
         if request.adapter is not None:
             self.adapters.give(request.adapter)
-        replays = self.codec.replays
-        if replays is None or not replays.used:
+        if (replays := self.codec.replays) is None or chat is None:
             return
         for completion in request.completions:
             if not completion.dropped:
-                replays.replied(request.namespace, request.prompt, completion.tokens[len(request.prompt) :])
+                replays.replied(chat.key, completion.tokens[len(request.prompt) :])
 
     def _check_padding(self, prompt: Sequence[int]) -> None:
         """Raise `BadRequest` for a prompt that contains the padding token.
@@ -188,11 +190,17 @@ class TextCodec:
         context: int,
         text_bytes: int,
         replay_bytes: int,
+        borders: bool = False,
         preamble: Preamble = NO_PREAMBLE,
     ) -> None:
         """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
+<<<<<<< HEAD
         the tokens of chats. `preamble` comes before all messages. Raises `ModelRefused` for a tokenizer or a template
         that cannot be used."""
+=======
+        the tokens of chats. `borders`: the model can resume only at checkpoints, so where messages begin is found.
+        `preamble` comes before all messages."""
+>>>>>>> w-users
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self.replays: Replays | None = None  # where there is a tokenizer
@@ -203,8 +211,12 @@ class TextCodec:
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
             )
+<<<<<<< HEAD
             try_tokenizer(self._tokenizer, assets.tokenizer)
             self.replays = Replays(self._tokenizer, replay_bytes)
+=======
+            self.replays = Replays(self._tokenizer, replay_bytes, borders=borders)
+>>>>>>> w-users
             self._template = self._opened(assets.chat_template, self._tokenizer)
 
     def variant(self, template: str | None, preamble: Preamble) -> "TextCodec":
@@ -238,8 +250,8 @@ class TextCodec:
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._checked().encode(text, special=special, limit=limit)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._checked().decode(ids)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._checked().decode(ids, skip_special=not special)
 
     def render(
         self,

@@ -13,6 +13,7 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.library.library import LibraryModel
 from kvcellar.library.manifest import Manifest
 from kvcellar.library.names import LATEST
+from kvcellar.models.generation_defaults import SAMPLING
 from kvcellar.models.load import Loaded, load
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 
@@ -64,7 +65,11 @@ def as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
         raise ModelRefused(f"{found.name} was created with {what}, which need a tokenizer: {loaded.without_text}")
     if text is not None and manifest.template is not None:
         text = replace(text, chat_template=manifest.template)
-    return replace(loaded, name=shown_name(found), defaults={**loaded.defaults, **given}, text=text)
+    because = loaded.defaults_because
+    if chosen := sorted(SAMPLING.keys() & given.keys()):
+        because = f"{', '.join(chosen)}: as it was created; else {because}"
+    defaults = {**loaded.defaults, **given}
+    return replace(loaded, name=shown_name(found), defaults=defaults, defaults_because=because, text=text)
 
 
 def _settings(settings: Settings, found: LibraryModel | None) -> Settings:

@@ -310,7 +310,7 @@ class Prefixes:
 
     def expire(self) -> bool:
         """Remove some of what has expired. False if there is nothing."""
-        self.losses.cause = "the end of its TTL"
+        self.losses.cause = "its TTL has ended"
         return self.tree.expire(AT_ONCE)
 
     # -- memory -------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ class Prefixes:
         than `tokens` may become free."""
         if self.expire():
             return True
-        self.losses.cause = f"cells of {group} layers"
+        self.losses.cause = f"cells of {group} layers were needed"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
         if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0) is not None:
@@ -331,12 +331,16 @@ class Prefixes:
     def evict_row(self, saves: int | None = None) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
         checkpoint which saves so many tokens. False if there is none."""
-        return self.expire() or self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+        if self.expire():
+            return True
+        self.losses.cause = "rows of recurrent state were needed"
+        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
 
     def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
         """Cells by group, and rows, that are free without a checkpoint."""
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
+<<<<<<< HEAD
     def clear(self, most: int | None = None) -> bool:
         """Evict what no sequence uses and is not pinned: all of it, or `most` checkpoints and leaves. False if there
         was nothing."""
@@ -344,6 +348,13 @@ class Prefixes:
         for _ in range(most) if most is not None else count():
             if self.tree.evict_checkpoint() is None and not self.tree.evict_leaf(1 << 40):
                 break
+=======
+    def clear(self, cause: str) -> bool:
+        """Evict everything that no sequence uses and that is not pinned, for a `cause` in words. False if there was
+        nothing."""
+        found, self.losses.cause = False, cause
+        while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
+>>>>>>> w-users
             found = True
         return found
 
@@ -357,11 +368,19 @@ class Prefixes:
         )
         return self.totals
 
+<<<<<<< HEAD
     def discard(self, removal: Iterator[int], most: int) -> list[int]:
         """Go on with a removal from this tree (`Tree.discarding`) at up to `most` nodes; returns the tokens that went
         at each, none at the end."""
         self.losses.cause = "an order to remove it"
         return list(islice(removal, most))
+=======
+    def discard(self, node: Node, most: int, cause: str) -> int:
+        """Remove up to `most` leaves at and below a node that no sequence uses; returns their tokens, 0 at the end.
+        `cause` says why."""
+        self.losses.cause = cause
+        return self.tree.discard(node, most)
+>>>>>>> w-users
 
     def check(self, locked: Iterable[Node]) -> None:
         """Assert what is always true, where `locked` are the nodes that sequences and others have locked, each as often

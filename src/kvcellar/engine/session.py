@@ -75,6 +75,11 @@ class Session:
         return self._dialogue.tokens
 
     @property
+    def turns(self) -> int:
+        """How many turns can be rewound."""
+        return len(self._dialogue.turns)
+
+    @property
     def messages(self) -> list[dict[str, Any]]:
         """All messages of a chat."""
         return self._dialogue.messages

@@ -92,7 +92,7 @@ class _Model:
     seen: Seen | None = None
 
     def text(self, engine: Looked) -> Callable[[tuple[int, ...]], str] | None:
-        return partial(self.beginnings.decoded, engine.decode) if engine.model.has_text else None
+        return partial(self.beginnings.decoded, partial(engine.decode, special=True)) if engine.model.has_text else None
 
 
 class Stream(StreamingResponse):
@@ -192,7 +192,7 @@ class DataHandler:
             reads = viewer.reads(entry.owner)
             found: Json = {"name": entry.name, "start": entry.start, "end": entry.end, "reads": reads}
             shown = tokens if reads else ()
-            found["text"] = engine.decode(shown) if reads and engine.model.has_text else None
+            found["text"] = engine.decode(shown, special=True) if reads and engine.model.has_text else None
             return found | {"tokens": list(shown) if not engine.model.has_text else None, "shown": len(shown)}
 
         return await self._answer(request, look)

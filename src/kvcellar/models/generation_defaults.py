@@ -2,13 +2,16 @@
 
 Every field of transformers' GenerationConfig is one of these:
 
-* followed: a field of `SamplingParams` that a request may override (`_ALWAYS`, `_SAMPLING`), or an end-of-text id;
+* followed: a field of `SamplingParams` that a request may override (`_ALWAYS`, `SAMPLING`), or an end-of-text id;
 * without effect on which tokens are generated (`_NO_EFFECT`): accepted and ignored;
 * not implemented (`_NOT_FOLLOWED`): reported at load, unless its value leaves the feature off. Such fields only change
   how tokens are chosen, which a request can override anyway;
 * `guidance_scale`: refused, since it changes the logits themselves.
 
 A name that is no field of it is reported, too.
+
+Without `do_sample`, tokens are sampled, at temperature 1.0 where the config has none, as with vLLM and OpenAI (and not
+greedy, as in transformers). `do_sample` false is greedy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +22,7 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.sample.params import SamplingParams
 
 # From names in transformers to those of `SamplingParams`.
-_SAMPLING = {  # only where a config samples
+SAMPLING = {  # not followed where a config is greedy
     name: name
     for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
 }
@@ -71,14 +74,16 @@ _NOT_FOLLOWED: dict[str, tuple[str, tuple[object, ...]]] = {  # why, and the val
     "encoder_repetition_penalty": (_ENCODER, (1,)),
     "encoder_no_repeat_ngram_size": (_ENCODER, (0,)),
 }
-FIELDS = frozenset((*_SAMPLING, *_ALWAYS, *_NO_EFFECT, *_NOT_FOLLOWED, "guidance_scale"))
+FIELDS = frozenset((*SAMPLING, *_ALWAYS, *_NO_EFFECT, *_NOT_FOLLOWED, "guidance_scale"))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Values by field of `SamplingParams`, and a note for each field that is not followed."""
+    """Values by field of `SamplingParams`, why tokens are chosen with them, and a note for each field that is not
+    followed."""
 
     sampling: Mapping[str, Any]
+    because: str
     notes: tuple[str, ...] = ()
 
     def without(self, name: str, why: str) -> "GenerationDefaults":
@@ -86,19 +91,19 @@ class GenerationDefaults:
         if name not in self.sampling:
             return self
         rest = {key: value for key, value in self.sampling.items() if key != name}
-        return GenerationDefaults(rest, (*self.notes, _note(name, self.sampling[name], why)))
+        return GenerationDefaults(rest, self.because, (*self.notes, _note(name, self.sampling[name], why)))
 
 
 def generation_defaults(fields: Mapping[str, Any], *, context: int | None = None) -> GenerationDefaults:
     """From the fields of a generation config. Raises `ModelRefused` for invalid values, and for `guidance_scale`.
 
-    `context` is the context length, if it is known: a `max_length` of that or more has no effect. Without `do_sample`,
-    or with a `top_p` that leaves only the most likely token, decoding is greedy, and sampling filters are ignored.
+    `context` is the context length, if it is known: a `max_length` of that or more has no effect. With `do_sample`
+    false, or a `top_p` that leaves only the most likely token, decoding is greedy, and sampling filters are ignored.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
     _check_guidance(fields.get("guidance_scale"))
-    greedy = not fields.get("do_sample") or _number("top_p", fields.get("top_p", 1.0)) == 0
-    names = _ALWAYS if greedy else {**_ALWAYS, **_SAMPLING}
+    greedy = _why_greedy(fields)
+    names = _ALWAYS if greedy else {**_ALWAYS, **SAMPLING}
     values = {ours: _value(theirs, fields[theirs]) for theirs, ours in names.items() if theirs in fields}
     if greedy:
         values["temperature"] = 0.0
@@ -107,7 +112,18 @@ def generation_defaults(fields: Mapping[str, Any], *, context: int | None = None
         SamplingParams(**values)
     except BadRequest as error:
         raise ModelRefused(f"generation_config.json cannot be followed: {error}") from error
-    return GenerationDefaults(values, tuple(_unfollowed(fields, context)))
+    because = greedy or ("its generation config" if SAMPLING.keys() & fields.keys() else "its files set nothing else")
+    return GenerationDefaults(values, because, tuple(_unfollowed(fields, context)))
+
+
+def _why_greedy(fields: Mapping[str, Any]) -> str:
+    """Empty where tokens are sampled."""
+    samples = fields.get("do_sample", True)
+    if not isinstance(samples, bool):
+        raise ModelRefused(f"generation_config.json: do_sample is {samples!r:.80}; true or false is needed")
+    if not samples:
+        return "do_sample is false in its generation config"
+    return "top_p is 0 in its generation config" if _number("top_p", fields.get("top_p", 1.0)) == 0 else ""
 
 
 def _normalise(values: dict[str, Any], end_ids: Any) -> None:

@@ -56,7 +56,8 @@ class Loaded:
     path: Path | None
     model: PreTrainedModel
     end_ids: frozenset[int]
-    defaults: Mapping[str, Any]  # sampling parameters from the generation config
+    defaults: Mapping[str, Any]  # sampling parameters from the generation config, or of the library
+    defaults_because: str
     parameters: int
     text: TextAssets | None
     without_text: str
@@ -137,9 +138,7 @@ def _given(model: PreTrainedModel, weights: str) -> Loaded:
     """A network that was built by the caller."""
     check_placement(model)
     config: GenerationConfig | None = model.generation_config
-    defaults = GenerationDefaults({})
-    if config is not None:
-        defaults = generation_defaults(vars(config), context=context_of(model))
+    defaults = generation_defaults({} if config is None else vars(config), context=context_of(model))
     text = "the network was given without a tokenizer"
     loaded = _loaded(type(model).__name__, None, sharing_weights(model), defaults, text)
     return _noted(replace(loaded, served=given(loaded.model, weights, os.environ)))
@@ -160,7 +159,8 @@ def _loaded(
     assets = None if isinstance(text, str) else text
     stored = Counter((forms or {}).values())
     end_ids, parameters, notes = _end_ids(network), _count(network), (*notes, *defaults.notes)
-    return Loaded(name, path, network, end_ids, defaults.sampling, parameters, assets, why, notes, stored=stored)
+    sampling = (defaults.sampling, defaults.because)
+    return Loaded(name, path, network, end_ids, *sampling, parameters, assets, why, notes, stored=stored)
 
 
 def _noted(loaded: Loaded) -> Loaded:

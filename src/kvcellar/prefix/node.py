@@ -269,12 +269,18 @@ def digest_of(namespace: str, key: bytes) -> bytes:
 
 
 def path_digest(node: Node, end: int) -> bytes:
-    """`digest_of` the first `end` tokens of a node's path, which end in the node. Costs the tokens of the node, and
-    those above it that were not hashed before."""
+    """`digest_of` the first `end` tokens of a node's path, which end in the node. Costs as `path_state`."""
+    return path_state(node, end).digest()
+
+
+def path_state(node: Node, end: int) -> blake2b:
+    """The state of `digest_of` after the first `end` tokens of a node's path, which end in the node or where it begins.
+    Costs the tokens of the node, and those above it that were not hashed
+    before."""
     assert node.parent is not None, "a root has no tokens"
     digest = _hashed(node.parent).copy()
     digest.update(memoryview(node.edge)[: (end - node.start) * TOKEN])
-    return digest.digest()
+    return digest
 
 
 def _hashed(node: Node) -> blake2b:

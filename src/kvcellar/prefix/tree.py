@@ -268,9 +268,9 @@ class Tree(Lookup):
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
         n = leaf.end - cut
-        self._evicted(leaf, cut)
         self._order.returns.lose(leaf, cut)
         if cut > leaf.start:
+            self._evicted(leaf, cut)
             self._cut(leaf, cut)
             heap.put_back(leaf)
         else:
@@ -303,7 +303,7 @@ class Tree(Lookup):
         ranking.clock = max(ranking.clock, kept.value)
         self._claims.drop_checkpoint(kept.node.claim, kept.pos)
         self._forget_checkpoint(kept)
-        self._settle(kept.node)
+        self._settle(kept.node, evicted=True)
         return kept
 
     def expire(self, most: int) -> bool:
@@ -314,7 +314,6 @@ class Tree(Lookup):
                 break
             found = True
             if node.idle:  # others when the last below them has gone, or their last user
-                self._evicted(node, node.start)
                 self._remove(node)
         return found
 
@@ -322,6 +321,7 @@ class Tree(Lookup):
         del kept.node.checkpoints[kept.pos]
         self._order.checkpoints.count(kept.node.retention.owner, -1)
 
+<<<<<<< HEAD
     def discarding(self, nodes: Sequence[Node]) -> Iterator[int]:
         """Remove what no sequence uses of nodes and those below them, pinned or not. Yields the tokens that went at
         each node that was looked at; the tree may change between two of them. What is idle only after that stays."""
@@ -336,6 +336,15 @@ class Tree(Lookup):
                     self._remove(node)
                     node = above  # what has lost its last child goes, too
                 yield tokens
+=======
+    def discard(self, node: Node, most: int) -> int:
+        """Drop up to `most` leaves at and below a node that no sequence uses, pinned ones too; returns their tokens."""
+        tokens = 0
+        for leaf in islice((one for one in chain((node,), below(node)) if one.idle and one.parent is not None), most):
+            tokens += leaf.tokens
+            self._remove(leaf)
+        return tokens
+>>>>>>> w-users
 
     def _cut(self, leaf: Node, pos: int) -> None:
         """Drop the tokens of a leaf behind `pos`."""
@@ -348,8 +357,9 @@ class Tree(Lookup):
             self._forget_checkpoint(kept)
 
     def _remove(self, leaf: Node) -> None:
-        """A leaf that no sequence uses goes, and then what is left of no use above it."""
-        self._settle(self._removed(leaf))
+        """A leaf that no sequence uses is evicted, and then what is left of no use above it."""
+        self._evicted(leaf, leaf.start)
+        self._settle(self._removed(leaf), evicted=True)
 
     def _removed(self, leaf: Node) -> Node:
         """Remove a leaf; returns the node above it."""
@@ -367,10 +377,12 @@ class Tree(Lookup):
         leaf.parent, leaf.edge = None, b""  # a use may refer to it for long
         return parent
 
-    def _settle(self, node: Node) -> None:
+    def _settle(self, node: Node, *, evicted: bool = False) -> None:
         """After a node has lost a user, a child or a checkpoint: what can no longer serve any request goes, and nodes
-        that need no longer be apart become one."""
+        that need no longer be apart become one. `evicted`: it was lost by an eviction, and what goes now, too."""
         while node.parent is not None and node.idle and self._useful(node) <= node.start:
+            if evicted:
+                self._evicted(node, node.start)
             node = self._removed(node)
         if (parent := node.parent) is None:
             if not (node.children or node.users):
@@ -379,6 +391,8 @@ class Tree(Lookup):
             self._merge(node)
         else:
             if (last := self._useful(node)) < node.end:
+                if evicted:
+                    self._evicted(node, last)
                 self._cut(node, last)
             self._order.enter_leaf(node)
             self._order.enter_lease(node)

@@ -1,12 +1,13 @@
 """why: the reason why a prompt found no more than it did in the prefix tree.
 
 Always true:
-  * `Losses` has the last `KEPT` losses, by what was lost;
+  * `Losses` has the last `KEPT` digests of what was lost. Only what a prompt begins with is its loss: what it never had
+    is none, however many prompts before it had the same first token;
   * `Sightings` has at most `SEEN` beginnings, and for each at most two namespaces; texts of different owners are never
     compared.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -14,11 +15,11 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
-from kvcellar.prefix.node import TOKEN, Node, digest_of, path_digest
+from kvcellar.prefix.node import TOKEN, Node, digest_begun, digest_of, path_digest, path_state
 from kvcellar.prefix.tree import Tree
 from kvcellar.snapshot import requested
 
-KEPT = 4096
+KEPT = 16384
 SEEN, LEAST = 16384, 64  # beginnings; tokens of the shortest
 SHOWN = 16  # tokens on both sides of a divergence
 LOOKED_AT = 8  # nodes that go on in another way, of any number
@@ -27,38 +28,75 @@ NAME = 6  # bytes of an entry's name
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What was lost, and when: in seconds of the clock."""
+    """Tokens [start,end) of a text that were lost, and when: in seconds of the clock."""
 
     at: float
     kind: Literal["evicted", "damaged"]
     cause: str
+    start: int
+    end: int
+
+    @property
+    def marks(self) -> Iterator[int]:
+        """Ends of the beginnings that it is known by: its first token, its first 2, its first 4 and so on, and all."""
+        tokens = 1
+        while tokens < self.end - self.start:
+            yield self.start + tokens
+            tokens *= 2
+        yield self.end
 
 
 class Losses:
-    """Remembers what was lost by a digest of its tokens up to the first one that went, and that one."""
+    """Remembers what was lost by digests of the texts up to each of its marks: how much of a prompt was lost is then
+    known without its tokens, exactly where the prompt goes on behind it, and else to within a factor of two."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._known: OrderedDict[bytes, Loss] = OrderedDict()
-        self.cause = ""  # of evictions from now on
+        self.cause = ""  # of evictions from now on, as a phrase
 
     def evicted(self, node: Node, pos: int) -> None:
-        """The tokens of a node from `pos` on are about to be evicted."""
-        self._note(path_digest(node, pos + 1), "evicted", self.cause)
+        """The tokens of a node from `pos` on are about to be evicted. Costs as `path_state`, and these tokens."""
+        lost = Loss(self._clock(), "evicted", self.cause, pos, node.end)
+        self._note(path_state(node, pos), memoryview(node.edge)[(pos - node.start) * TOKEN :], lost)
 
     def damaged(self, namespace: str, key: bytes, pos: int, cause: str) -> None:
         """The tokens of a key from `pos` on could not be read back."""
-        self._note(digest_of(namespace, key[: (pos + 1) * TOKEN]), "damaged", cause)
+        state, view = digest_begun(namespace), memoryview(key)
+        state.update(view[: pos * TOKEN])
+        self._note(state, view[pos * TOKEN :], Loss(self._clock(), "damaged", cause, pos, len(key) // TOKEN))
 
-    def _note(self, digest: bytes, kind: Literal["evicted", "damaged"], cause: str) -> None:
-        self._known.pop(digest, None)
-        self._known[digest] = Loss(self._clock(), kind, cause)
-        if len(self._known) > KEPT:
+    def _note(self, state: blake2b, tokens: memoryview, lost: Loss) -> None:
+        """`state` is that before the lost tokens."""
+        at = lost.start
+        for end in lost.marks:
+            state.update(tokens[(at - lost.start) * TOKEN : (end - lost.start) * TOKEN])
+            at, digest = end, state.digest()
+            self._known.pop(digest, None)
+            self._known[digest] = lost
+        while len(self._known) > KEPT:
             self._known.popitem(last=False)
 
-    def of(self, namespace: str, key: bytes, pos: int) -> Loss | None:
-        """When the token of a key at `pos` was lost, which follows those that are there."""
-        return self._known.get(digest_of(namespace, key[: (pos + 1) * TOKEN]))
+    def of(self, namespace: str, key: bytes, pos: int) -> tuple[int, Loss] | None:
+        """How many tokens of a key from `pos` on were lost, at least, and the loss that has most of them; the tokens
+        before `pos` are there. None if none is known to be."""
+        view, most = memoryview(key), len(key) // TOKEN
+        state = digest_begun(namespace)
+        state.update(view[: pos * TOKEN])
+        at, lost, shares = pos, None, Counter[Loss]()
+        while True:
+            # Where a text leaves one loss for another, the first mark of that is near: else enough is known already.
+            near = range(at + 1, min(at + LEAST, most) + 1)
+            far = [] if lost is None else [end for end in lost.marks if near.stop <= end <= most][:1]
+            for end in (*near, *far):
+                further = state.copy()
+                further.update(view[at * TOKEN : end * TOKEN])
+                if (lost := self._known.get(further.digest())) is not None:
+                    shares[lost] += end - at
+                    state, at = further, end
+                    break
+            else:
+                return (at - pos, shares.most_common(1)[0][0]) if shares else None
 
     def ago(self, loss: Loss) -> float:
         return self._clock() - loss.at
@@ -141,24 +179,23 @@ def explained(
     salted = elsewhere.owners.elsewhere(elsewhere.owner, namespace, key)
     salted = salted if salted > found else 0
 
-    def record(
-        reason: str, detail: str, entry: str = "", ours: tuple[int, ...] = (), theirs: tuple[int, ...] = ()
-    ) -> Recall:
+    def record(reason: str, detail: str, entry: str = "", theirs: tuple[int, ...] = ()) -> Recall:
+        ours = _tokens(key[matched * TOKEN : (matched + SHOWN) * TOKEN]) if theirs else ()
         sources = _sources(restored, read)
         return Recall(most, found, restored, sources, read.seconds, reason, detail, entry, ours, theirs, salted)
 
     if restored == most:
-        return record("complete", "all tokens but the last")
+        return record("all", "the last token is always computed")
     if read.skipped:
         return record("cheaper to recompute", read.skipped)
     if read.unavailable:
         return record("tier unavailable", read.unavailable)
     if restored < found:
-        return record("no checkpoint", f"{kinds} layers can resume at {restored}, not at {found}")
-    if (loss := losses.of(namespace, key, matched)) is not None:
-        return record(
-            loss.kind, f"{losses.ago(loss):.0f} s ago{', for ' if loss.kind == 'evicted' else ': '}{loss.cause}"
-        )
+        detail = f"{kinds} layers can resume at token {restored}, not at {found}"
+        return record("no checkpoint", detail, *(_diverging(tree, namespace, key) or ("", ())))
+    tokens, loss = losses.of(namespace, key[:-TOKEN], found) or (0, None)
+    if loss is not None and tokens >= _enough(most - found):
+        return record(loss.kind, f"at least {tokens} tokens, {losses.ago(loss):.0f} s ago: {loss.cause}")
     if (tokens := elsewhere.namespaces.elsewhere(namespace, elsewhere.identity, key)) > found:
         detail = f"at least {tokens} tokens are stored by other weights, settings or versions, which cannot be used"
         return record("other weights", detail)
@@ -166,10 +203,14 @@ def explained(
         detail = f"at least {tokens} tokens were computed with another adapter, or without one, and cannot be used"
         return record("other adapter", detail)
     if (other := _diverging(tree, namespace, key)) is not None:
-        entry, theirs = other
-        ours = _tokens(key[matched * TOKEN : (matched + SHOWN) * TOKEN])
-        return record("diverged", f"at token {matched} from what was computed before", entry, ours, theirs)
+        return record("diverged", f"at token {matched} from what was computed before", *other)
     return record("new", "nothing that was computed before goes on from here")
+
+
+def _enough(missing: int) -> int:
+    """How many tokens must have been lost to be the reason why so many are missing: half of them, or `LEAST`. A prompt
+    that has only what all prompts begin with in common with what was lost is new."""
+    return min(LEAST, (missing + 1) // 2)
 
 
 def _sources(restored: int, read: ReadBack) -> tuple[tuple[str, int], ...]:

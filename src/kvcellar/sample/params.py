@@ -39,7 +39,7 @@ class SamplingParams:
     temperature: float = 1.0  # 0: always the most likely token
     top_k: int = 0  # keep only this many of the most likely tokens; 0: all
     top_p: float = 1.0  # keep only the fewest tokens that have this probability together
-    min_p: float = 0.0  # keep only tokens with this share of the highest probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
     typical_p: float = 1.0  # as top_p, with the most typical tokens first (arXiv 2202.00666)
     top_h: float | None = None  # keep the first of the 100 best with this share of their entropy; None: off
     epsilon_cutoff: float = 0.0  # keep only tokens with this probability

@@ -193,7 +193,7 @@ def _listed(engine: ServedEngine, entries: Iterator[dict[str, Any]], most: int) 
         if len(found) == most:
             return {"entries": found, "more": True}
         tokens = one["tokens"]
-        text = None if tokens is None or not engine.model.has_text else engine.decode(tokens)
+        text = None if tokens is None or not engine.model.has_text else engine.decode(tokens, special=True)
         found.append(one | {"text": text})
     return {"entries": found, "more": False}
 

@@ -81,8 +81,8 @@ class NamedEngine:
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._engine.encode(text, special=special, limit=limit)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._engine.decode(ids)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._engine.decode(ids, special=special)
 
     def token_bytes(self, token: int) -> bytes:
         return self._engine.token_bytes(token)

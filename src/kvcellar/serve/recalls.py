@@ -16,8 +16,9 @@ RECALL: Mapping[str, str] = MappingProxyType(  # meaning of the fields of `recal
         "restored": "of these, tokens that were used",
         "sources": "restored tokens by the tier that had them when the request arrived: device, host, disk, remote",
         "seconds": "seconds that the request waited for tokens to be read back",
-        "reason": "why it was not more: `complete`, `no checkpoint`, `diverged`, `new`, `evicted`, `damaged`, "
-        "`other weights`, `other adapter`, `cheaper to recompute`, `tier unavailable` or `prompt read`",
+        "reason": "why it was not more: `all` (the last token is always computed), `no checkpoint`, `diverged`, `new`, "
+        "`evicted`, `damaged`, `other weights`, `other adapter`, `cheaper to recompute`, `tier unavailable` or "
+        "`prompt read`",
         "detail": "what the reason means here, in words",
         "entry": "where it diverged: the name of the entry of the tree that goes on in another way; else empty",
         "ours": "where it diverged: the next tokens of the prompt, as `tokens` and `text`; else `null`",
@@ -49,5 +50,5 @@ def _side(tokens: Sequence[int], engine: ServedEngine | None) -> Json | None:
         return None
     return {
         "tokens": list(tokens),
-        "text": engine.decode(tokens) if engine is not None and engine.model.has_text else None,
+        "text": engine.decode(tokens, special=True) if engine is not None and engine.model.has_text else None,
     }

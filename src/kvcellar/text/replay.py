@@ -16,9 +16,11 @@ with others, every prompt has the tokens that the tokenizer gives it.
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Rewrite
@@ -29,11 +31,12 @@ from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import TextTokenizer
-from kvcellar.text.turns import Node, Turn, Turns, Walk, packed
+from kvcellar.text.turns import Node, Turn, Turns, Walk, packed, prompt_key
 
 KNOWN_BYTES = 2**14  # tokens whose bytes are kept
 PAUSE = 256  # tokens
 TRIED = 4  # of the turns that a text begins with, how many are tried
+FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
 
 
 class Fit(NamedTuple):
@@ -45,6 +48,15 @@ class Fit(NamedTuple):
     kept: int
     covers: int
     ids: list[int]
+
+
+class Known(NamedTuple):
+    """What is known of the prompt of a chat. `key` is that of its tokens, `borders` are positions among them where
+    messages begin, and `rewrite` is what it has in another form than the conversation so far."""
+
+    key: bytes
+    borders: tuple[int, ...]
+    rewrite: Rewrite | None
 
 
 class Earlier(NamedTuple):
@@ -59,13 +71,15 @@ class Earlier(NamedTuple):
 class Replays:
     """What is known of the chats of one model: at most `most_bytes` of text and tokens, as `turns` counts them."""
 
-    def __init__(self, tokenizer: TextTokenizer, most_bytes: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: TextTokenizer, most_bytes: int, *, borders: bool = False) -> None:
+        """`borders`: find where messages begin, which takes another rendering of each prompt."""
+        self._tokenizer, self._finds_borders = tokenizer, borders
         self._most = 0 if decoder_kind(tokenizer.decoder_steps) is DecoderKind.WHOLE else most_bytes
         self._turns = Turns(self._most)
         self.used = False  # whether a chat was rendered
         self.stored: StoredTexts | None = None
         self._lock = threading.Lock()
+        self._arrived: deque[tuple[bytes, Sequence[int]]] = deque()  # replies, by key of the prompt
         self._bytes_of = lru_cache(KNOWN_BYTES)(partial(_bytes_of, tokenizer))
         self._leads = [(lead, tokenizer.encode_marked(lead, ())) for lead in self._ordered_leads()]
 
@@ -81,7 +95,7 @@ class Replays:
         if 4 * len(rendered.text) > self._most:  # also where no replies are kept
             return rendered.encode(self._tokenizer, limit=limit)
         self._tokenizer.check_length(rendered.text, limit)
-        with self._lock:
+        with self._taken_in():
             walk = self._turns.walk(namespace, rendered.text)
         known = [turn for turn in walk.turns if rendered.marks[: bisect_right(rendered.marks, turn.end)] == turn.marks]
         if known and known[-1].end == len(rendered.text):
@@ -95,26 +109,37 @@ class Replays:
         self._remember(rendered, namespace, ids, fit)
         return ids
 
-    def replied(self, namespace: str, prompt: Sequence[int], reply: Sequence[int]) -> None:
-        """Know a reply to a prompt; nothing happens if the prompt was not that of a chat. Costs O(tokens)."""
-        with self._lock:
-            turn = self._turns.of_prompt(namespace, prompt)
-            if turn is not None:
-                self._turns.reply(turn, reply)
+    def known(self, namespace: str, prompt: Sequence[int]) -> Known | None:
+        """What is known of a prompt; None if it was not that of a chat. Costs O(tokens)."""
+        if not self.used:
+            return None
+        key = prompt_key(namespace, prompt)
+        with self._taken_in():
+            turn = self._turns.of_prompt(key)
+            return Known(key, turn.borders, turn.rewrite) if turn is not None else None
 
-    def rewritten(self, namespace: str, prompt: Sequence[int]) -> Rewrite | None:
-        """What of the conversation so far a prompt has in another form than an earlier one."""
+    def replied(self, key: bytes, reply: Sequence[int]) -> None:
+        """Know a reply to the prompt of this key, from the next call of another method on. Costs nothing and waits for
+        no lock: it is called on the engine's thread."""
+        self._arrived.append((key, reply))
+
+    @contextmanager
+    def _taken_in(self) -> Generator[None]:
+        """The lock is held in the block, where all replies are known that have arrived before it."""
         with self._lock:
-            turn = self._turns.of_prompt(namespace, prompt)
-            return turn.rewrite if turn is not None else None
+            while self._arrived:
+                key, reply = self._arrived.popleft()
+                if (turn := self._turns.of_prompt(key)) is not None:
+                    self._turns.reply(turn, reply)
+            yield
 
     def clear(self) -> None:
-        with self._lock:
+        with self._taken_in():
             self._turns.clear()
 
     def check(self) -> None:
         """Assert what is always true."""
-        with self._lock:
+        with self._taken_in():
             self._turns.check()
 
     # -- a prompt that continues another one ------------------------------------------------------------------------
@@ -140,7 +165,7 @@ class Replays:
             return None
         node = Node(None, "", namespace)
         return self._fit(
-            Turn(node, None, packed(before), end, len(before), marks, (), b"", b"", (packed(reply),)), rendered
+            Turn(node, None, packed(before), end, len(before), marks, (), b"", b"", replies=(packed(reply),)), rendered
         )
 
     def _spelled(self, token: int) -> bytes:
@@ -240,10 +265,11 @@ class Replays:
 
     def _remember(self, rendered: Rendered, namespace: str, ids: list[int], fit: Fit | None) -> None:
         now, self.used = history(rendered, namespace), True
-        with self._lock:
+        with self._taken_in():
             earlier = self._earlier(now, self._turns.walk(namespace, rendered.text))
         found = self._rewrite(rendered, now, ids, earlier, fit)
-        with self._lock:
+        borders = self._borders(rendered, ids) if self._finds_borders else ()
+        with self._taken_in():
             parent = fit.turn if fit is not None and fit.turn in self._turns else None
             turn = self._turns.add(
                 namespace,
@@ -253,8 +279,42 @@ class Replays:
                 marks=rendered.marks,
                 said=now.said,
                 history=now.key,
+                borders=borders,
             )
             turn.rewrite = found
+
+    def _borders(self, rendered: Rendered, ids: Sequence[int]) -> tuple[int, ...]:
+        """Positions in the tokens of a prompt where messages begin: the first ones, where a system prompt ends, and the
+        last ones. The tokens before a border have only text that is before the message."""
+        starts, end = list[int](), 0
+        for place in rendered.places():
+            start = end if place.start is None else place.start
+            if place.message or rendered.messages[0]["role"] not in ("system", "developer"):
+                starts.append(start)
+            end = place.end
+        starts = sorted(starts)
+        starts = [*starts[:FIRST_BORDERS], *starts[FIRST_BORDERS:][-LAST_BORDERS:]]
+        return tuple(sorted({at for at in self._tokens_before(rendered.text, starts, ids) if 0 < at < len(ids)}))
+
+    def _tokens_before(self, text: str, places: Sequence[int], ids: Sequence[int]) -> list[int]:
+        """How many of its tokens are whole before each of these places in a text, ascending. None if the tokens do not
+        spell the text, but for spaces that some tokenizers put in front of texts."""
+        written, found, at, pace = text.encode(), list[int](), 0, Pace()
+        ends = [*accumulate(len(text[a:b].encode()) for a, b in pairwise([0, *places]))]
+        for number, token in enumerate(ids):
+            if number % PAUSE == 0:
+                pace.pause()
+            spelled = self._spelled(token)
+            if not written.startswith(spelled, at):
+                spelled = spelled.removeprefix(b" ")
+                if not written.startswith(spelled, at):
+                    return []
+            at += len(spelled)
+            while len(found) < len(ends) and at > ends[len(found)]:
+                found.append(number)
+            if len(found) == len(ends):
+                break
+        return found
 
     def _earlier(self, now: History, walk: Walk) -> Earlier:
         known = (self._turns.of_history(key) for key in reversed(now.keys[1:]))
@@ -269,7 +329,7 @@ class Replays:
         turn, near = earlier.turn, earlier.near
         if turn is not None and earlier.text is not None:
             start = common(earlier.text, rendered.text)
-            index = next((index for end, index in rendered.ends() if end > start), None)
+            index = next((place.message for place in rendered.places() if place.end > start), None)
             if index is not None and index >= len(turn.said):
                 return None  # only the beginning of the reply that was asked for is not there
             reply = turn.replies[-1] if turn.replies else ()

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -63,13 +63,13 @@ _FAULTS = (
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A conversation as one text; `marks` are positions where the text was written by a client, not by the template.
-    It was made of `messages` with `settings`. `ends` finds where messages end in the text (see `message_ends`)."""
+    It was made of `messages` with `settings`. `places` finds where messages are in the text (see `message_places`)."""
 
     text: str
     marks: tuple[int, ...] = ()
     messages: Sequence[Mapping[str, Any]] = field(default=(), compare=False, repr=False)
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False, repr=False)
-    ends: Callable[[], Sequence[tuple[int, int]]] = field(default=tuple, compare=False, repr=False)
+    places: Callable[[], "Sequence[Place]"] = field(default=tuple, compare=False, repr=False)
 
     def encode(self, tokenizer: TextTokenizer, *, limit: int | None = None) -> list[int]:
         """The token ids of `text`, where control tokens with a mark inside are encoded as ordinary text.
@@ -77,6 +77,15 @@ class Rendered:
         Raises `PromptTooLong` for more than `limit`, and `BadRequest`, as `TextTokenizer.encode` does.
         """
         return tokenizer.encode_marked(self.text, self.marks, limit=limit)
+
+
+class Place(NamedTuple):
+    """Where the text of `messages[message]` is in what was rendered. `start` is None where the template does not write
+    it as it was sent."""
+
+    start: int | None
+    end: int
+    message: int
 
 
 class OpeningOptions(TypedDict, total=False):
@@ -157,7 +166,7 @@ class ChatTemplate:
         }
         write = partial(self._written, settings=settings)
         rendered = write(conversation)
-        return replace(rendered, ends=partial(message_ends, conversation, rendered.text, write))
+        return replace(rendered, places=partial(message_places, conversation, rendered.text, write))
 
     def opening(self, options: OpeningOptions) -> str:
         """What the template writes in front of an answer, where it asks for one; models do not write that again. ""
@@ -263,11 +272,11 @@ class ChatTemplate:
             return ""
 
 
-def message_ends(
+def message_places(
     messages: Sequence[dict[str, Any]], text: str, write: Callable[[Sequence[dict[str, Any]]], Rendered]
-) -> list[tuple[int, int]]:
-    """Where messages end in the text that `write` makes of them, ascending, each with its index; none if that cannot be
-    found out. Renders them again, with a character in the middle of each that occurs nowhere else."""
+) -> list[Place]:
+    """Where messages are in the text that `write` makes of them, ascending; none if that cannot be found out. Renders
+    them again, with a character in the middle of each that occurs nowhere else."""
     free = some_unused((text, *strings(list(messages))), len(messages))
     if len(free) < len(messages):
         return []
@@ -280,15 +289,16 @@ def message_ends(
     found = list(re.finditer(f"[{''.join(signs)}]", written))
     if written.translate(dict.fromkeys(map(ord, signs))) != text:
         return []
-    ends, start = list[tuple[int, int]](), len(text)
+    places, start = list[Place](), len(text)
     for before, sign in reversed([*enumerate(found)]):
         index, at = signs[sign[0]], sign.start() - before
         head, _, rest = "".join(texts(signed[index])).partition(sign[0])
         # calls are rendered after the text: up to where the next message begins
         end = start if messages[index].get("tool_calls") else at + common(rest, text, at)
-        ends.append((end, index))
-        start = at - len(head.lstrip())
-    return sorted(ends)
+        said = head if text.endswith(head, 0, at) else head.lstrip()  # a template may keep white space, or not
+        start = at - len(said)
+        places.append(Place(start if text.startswith(said, start) else None, end, index))
+    return sorted(places, key=lambda place: (place.end, place.message))
 
 
 def _signed(message: dict[str, Any], sign: str) -> dict[str, Any]:

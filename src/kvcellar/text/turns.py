@@ -51,8 +51,9 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """A prompt of `end` characters and `count` tokens. `said` are digests of its messages, and `marks` the positions in
-    its text at which control tokens are plain text (see `conversation`)."""
+    """A prompt of `end` characters and `count` tokens. `said` are digests of its messages, `marks` the positions in its
+    text at which control tokens are plain text (see `conversation`), and `borders` those of its tokens where messages
+    begin."""
 
     node: Node
     parent: "Turn | None"
@@ -63,6 +64,7 @@ class Turn:
     said: tuple[bytes, ...]
     prompt: bytes  # key of its tokens
     history: bytes  # key of its messages
+    borders: tuple[int, ...] = ()
     replies: tuple["array[int]", ...] = ()  # the newest last
     continued: int = 0  # turns whose parent it is
     rewrite: Rewrite | None = None  # found when the prompt was last rendered
@@ -78,7 +80,9 @@ class Turn:
     @property
     def size(self) -> int:
         replies = sum(REPLY_BYTES + 4 * len(reply) for reply in self.replies)
-        return TURN_BYTES + 4 * len(self.ids) + 8 * len(self.marks) + 48 * len(self.said) + replies
+        return (
+            TURN_BYTES + 4 * len(self.ids) + 8 * (len(self.marks) + len(self.borders)) + 48 * len(self.said) + replies
+        )
 
 
 class Walk(NamedTuple):
@@ -122,9 +126,9 @@ class Turns:
             node = next(reversed(node.children.values()))
         return node.turn
 
-    def of_prompt(self, namespace: str, ids: Iterable[int]) -> Turn | None:
-        """The turn whose prompt these tokens are."""
-        return self._by_prompt.get(prompt_key(namespace, ids)) if self._by_prompt else None
+    def of_prompt(self, key: bytes) -> Turn | None:
+        """The turn whose prompt has this key (`prompt_key`)."""
+        return self._by_prompt.get(key)
 
     def of_history(self, key: bytes) -> Turn | None:
         return self._by_history.get(key)
@@ -139,6 +143,7 @@ class Turns:
         marks: tuple[int, ...],
         said: tuple[bytes, ...],
         history: bytes,
+        borders: tuple[int, ...] = (),
     ) -> Turn:
         """Know a prompt of the tokens `ids`, of which the first are those of `parent`; returns its turn. Its text may
         have a turn already, which stays if another one continues it, or if it is the same."""
@@ -151,7 +156,7 @@ class Turns:
             node.turn = None
             self._forget(before)
         new = packed(ids[parent.count if parent is not None else 0 :])
-        node.turn = turn = Turn(node, parent, new, len(text), len(ids), marks, said, key, history)
+        node.turn = turn = Turn(node, parent, new, len(text), len(ids), marks, said, key, history, borders)
         if parent is not None:
             parent.continued += 1
         self.bytes += turn.size

@@ -9,12 +9,14 @@ import torch
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.capacity import sized
+from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, DraftRefused
 from kvcellar.kernels.packed import Packing
+from kvcellar.models.generation_defaults import SAMPLING
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.models.packing import Packed
@@ -22,6 +24,7 @@ from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import DENSE, QUANTISED
 from kvcellar.models.recording.graphs import Graphs
 from kvcellar.progress import report
+from kvcellar.sample.params import SamplingParams
 from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
 from kvcellar.verify.machine_notes import Machine, machine_notes
@@ -97,6 +100,9 @@ class Diagnosis:
     staging_bytes: int
     limit_bytes: int
     because: str
+    # how requests without sampling parameters choose tokens: the temperature, and each filter in use
+    sampling: Mapping[str, float]
+    sampling_because: str
     notes: tuple[str, ...]
     kv_quality: tuple[KvQuality, ...] = ()  # of each way to store K/V in fewer bits
     draft: DraftDiagnosis | None = None
@@ -171,6 +177,8 @@ def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:
         staging_bytes=built.capacity.staging,
         limit_bytes=built.capacity.budget,
         because=built.capacity.because,
+        sampling=_sampling(built),
+        sampling_because=built.loaded.defaults_because,
         notes=tuple(_notes(built)),
         kv_quality=tuple(measure(guest, named(settings.attention))) if kv_quality else (),
     )
@@ -188,6 +196,13 @@ def _groups(built: Built) -> Iterator[GroupDiagnosis]:
             guest.chosen[group.name].backend.name if guest.mode == "flat" else None,
             {backend.name: backend.refuse(guest.shape.specs[group.name]) for backend in every},
         )
+
+
+def _sampling(built: Built) -> Mapping[str, float]:
+    names, plain = dict.fromkeys(("temperature", *SAMPLING.values())), SamplingParams()
+    used = default_sampling(built.loaded.defaults, vocab_size=built.intake.vocab_size, model=built.loaded.name)
+    every = {name: getattr(used, name) for name in names}
+    return {name: value for name, value in every.items() if name == "temperature" or value != getattr(plain, name)}
 
 
 def _recurrent(built: Built) -> RecurrentDiagnosis | None:

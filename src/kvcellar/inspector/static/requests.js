@@ -7,7 +7,7 @@ const STATES = { waiting: "waiting", prefill: "reading the prompt", decode: "wri
 const OUTCOMES = { stop: "ended", length: "at its limit", cancelled: "cancelled" };
 
 export const REASONS = {
-  complete: "all of it was in memory",
+  all: "the last token is always computed",
   new: "the rest is new text",
   diverged: "the text goes on in another way",
   "no checkpoint": "no place to resume nearer",
@@ -126,7 +126,6 @@ function Story({ one, steps }) {
       ${saved > 0 && html` Prompts are read here with about ${count(speed)} tokens a second: what came from memory saved about <b>${time(saved)}</b>.`}
     </p>
     <dl>
-      <dt>asked</dt><dd>${counted(recall.asked, "token")} that memory could give (all but the last one)</dd>
       <dt>matched</dt><dd>${counted(recall.matched, "token")} that were found</dd>
       <dt>restored</dt><dd>${counted(recall.restored, "token")} that were used${recall.seconds > 0 && html`, after ${time(recall.seconds)} of reading back`}</dd>
       <dt>why not more</dt><dd><span class=${`reason r-${recall.reason.replace(/ /g, "-")}`}>${recall.reason}</span> ${recall.detail || REASONS[recall.reason]}</dd>

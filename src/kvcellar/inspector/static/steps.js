@@ -76,7 +76,7 @@ export function Steps({ snapshot }) {
   if (!all.all) return html`<section aria-labelledby="steps"><h2 id="steps">Steps</h2><p class="empty">${snapshot.sums ? "No step yet." : "Steps compute tokens of all keys: an admin key shows them."}</p></section>`;
   return html`<section aria-labelledby="steps">
     <h2 id="steps">Steps</h2>
-    <p class="hint">The last ${count(all.all)} forwards of the model in order; times when it rested are left out.</p>
+    <p class="hint">The last ${count(all.all)} forwards of the model in order; idle time is left out.</p>
     <p class="keys"><b>Tokens of a step:</b> <span class="key computed"></span> of prompts (prefill) <span class="key draft"></span> drafts <span class="key written"></span> written (decode)</p>
     <${Plot} data=${last.current.tokens} at=${at} moved=${setOver} unit="tokens" label=${`tokens of the last ${all.all} steps: ${count(all.prefill)} of prompts, ${count(all.decode)} written, ${count(all.drafts)} drafts`}
       scale=${{ distr: 3, range: (plot, low, high) => [FLOOR, Math.max(10, high * 1.4)] }} series=${kinds.map(([name, color]) => ({ name, color }))}

@@ -104,8 +104,7 @@ export function Tree({ snapshot, picked, pick, way }) {
   return html`<section aria-labelledby="tree">
     <h2 id="tree">Prefix tree</h2>
     <p class="hint">
-      The text that memory has, each beginning once. A request uses the boxes on its way from the left, and computes the
-      rest. Under each text: its tokens, where they are, and checkpoints (cp) from which layers with windows and
+      Cached prompts as a tree. A request reuses the boxes along its path. Under each text: its tokens, where they are, and checkpoints (cp) from which layers with windows and
       recurrent ones resume. A dot: a running request uses it. Arrow keys move, Enter shows the text.
     </p>
     ${nodes.length ? html`<div class="scroll tree"><svg ref=${svg} width=${wide} height=${high} viewBox=${`0 0 ${wide} ${high}`}>

@@ -173,11 +173,7 @@ class Contents:
         if entry is not None:
             texts += self._loop.call(lambda: [(requested(root_of(node).namespace), key_to(node)) for node in nodes])
         removed += self._remove_drafts(texts, entry)
-<<<<<<< HEAD
-        return Removed(self._discard(tree, nodes), removed)
-=======
-        return Removed(sum(self._discard(node, "removed by `cache rm`") for node in nodes), removed)
->>>>>>> w-users
+        return Removed(self._discard(tree, nodes, "removed by `cache rm`"), removed)
 
     def clear(self) -> Removed:
         """Remove all that no running request uses, from memory and from the store."""
@@ -185,13 +181,8 @@ class Contents:
         if (store := self._loop.manager.store) is not None:
             removed = self._drop(store, None)
         self._remove_drafts([(None, b"")])
-<<<<<<< HEAD
         tree = self._loop.call(lambda: self._tree)
-        return Removed(self._discard(tree, self._loop.call(tree.roots)), removed)
-=======
-        roots = self._loop.call(lambda: self._loop.manager.prefixes.tree.roots())
-        return Removed(sum(self._discard(root, "removed by `cache clear`") for root in roots), removed)
->>>>>>> w-users
+        return Removed(self._discard(tree, self._loop.call(tree.roots), "removed by `cache clear`"), removed)
 
     def _on_disk(self, store: Store) -> list[upkeep.Stored]:
         """The entries on disk that a store can read; none without a disk."""
@@ -245,33 +236,24 @@ class Contents:
             reached = self._loop.call(lambda some=some: [self._tree.reached(one, key) for one in some])
             yield from (node for node, offset in reached if node.start + offset == len(key) // TOKEN)
 
-    def _discard(self, tree: Tree, nodes: Sequence[Node]) -> int:
-        """Remove nodes of a tree and all below them that no sequence uses; returns how many tokens they had."""
+    def _discard(self, tree: Tree, nodes: Sequence[Node], cause: str) -> int:
+        """Remove nodes of a tree and all below them that no sequence uses; returns how many tokens they had. `cause`
+        says why."""
         tokens = 0
-        while more := self._discard_once(tree, nodes):  # removing some may leave others idle
+        while more := self._discard_once(tree, nodes, cause):  # removing some may leave others idle
             tokens += more
         return tokens
 
-    def _discard_once(self, tree: Tree, nodes: Sequence[Node]) -> int:
+    def _discard_once(self, tree: Tree, nodes: Sequence[Node], cause: str) -> int:
         removal, tokens = tree.discarding(nodes), 0
 
-<<<<<<< HEAD
         def some() -> list[int]:
             prefixes = self._loop.manager.prefixes
-            return prefixes.discard(removal, SLICE) if prefixes.tree is tree else []
+            return prefixes.discard(removal, SLICE, cause) if prefixes.tree is tree else []
 
         while went := self._loop.call(some, changes="removing entries"):
             tokens += sum(went)
         return tokens
-=======
-    def _discard(self, node: Node, cause: str) -> int:
-        """Remove a node and all below it that no sequence uses; returns how many tokens they had. `cause` says why."""
-
-        def some() -> int:
-            return self._loop.manager.prefixes.discard(node, SLICE, cause)
-
-        return sum(iter(lambda: self._loop.call(some, changes="removing entries"), 0))
->>>>>>> w-users
 
 
 def _fields(one: Listed) -> dict[str, Any]:

@@ -243,22 +243,11 @@ class DraftMemory:
         """Drop what the tree has; of a namespace, also where fewer tokens than one entry depends on are given."""
         tree = self.prefixes.tree
         key = self._elements(tokens, 0).tobytes()
-<<<<<<< HEAD
         named = [root.namespace for root in tree.roots() if namespace in (None, requested(root.namespace))]
         reached = [tree.reached(one, key) for one in named]
         nodes = [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
-        while sum(self.prefixes.discard(tree.discarding(nodes), ALL)):  # removing some may leave others idle
-            pass
-=======
-        for root in tree.roots():
-            if namespace in (None, requested(root.namespace)):
-                node, offset = tree.reached(root.namespace, key)
-                if node.start + offset == len(key) // TOKEN:
-                    while self.prefixes.discard(
-                        node, ALL, "what drafts are made of was removed"
-                    ):  # leaves, and then what has become one
-                        pass
->>>>>>> w-users
+        while sum(self.prefixes.discard(tree.discarding(nodes), ALL, "what drafts are made of was removed")):
+            pass  # removing some may leave others idle
 
     # -- the whole ----------------------------------------------------------------------------------------------
 

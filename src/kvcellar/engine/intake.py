@@ -194,13 +194,9 @@ class TextCodec:
         preamble: Preamble = NO_PREAMBLE,
     ) -> None:
         """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
-<<<<<<< HEAD
-        the tokens of chats. `preamble` comes before all messages. Raises `ModelRefused` for a tokenizer or a template
-        that cannot be used."""
-=======
         the tokens of chats. `borders`: the model can resume only at checkpoints, so where messages begin is found.
-        `preamble` comes before all messages."""
->>>>>>> w-users
+        `preamble` comes before all messages. Raises `ModelRefused` for a tokenizer or a template that cannot be
+        used."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self.replays: Replays | None = None  # where there is a tokenizer
@@ -211,12 +207,8 @@ class TextCodec:
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
             )
-<<<<<<< HEAD
             try_tokenizer(self._tokenizer, assets.tokenizer)
-            self.replays = Replays(self._tokenizer, replay_bytes)
-=======
             self.replays = Replays(self._tokenizer, replay_bytes, borders=borders)
->>>>>>> w-users
             self._template = self._opened(assets.chat_template, self._tokenizer)
 
     def variant(self, template: str | None, preamble: Preamble) -> "TextCodec":

@@ -379,25 +379,16 @@ class SequenceManager:
     def _has(self, seq: int | None, tokens: int) -> bool:
         return seq is not None and self.memory.has(seq) and self.memory.length(seq) == tokens
 
-<<<<<<< HEAD
     def clear_cache(self) -> bool:
-        """Evict all that no completion has a place in and is not pinned. False if there was nothing. Cells that
-        completions share with it are not free then, but are theirs alone."""
-        return self.prefixes.clear()
-=======
-    def clear_cache(self, *, pinned: bool = False) -> bool:
-        """Evict all that no completion has a place in, with `pinned` what is pinned, too. False if there was nothing.
-        Cells that completions share with it are not free then, but are theirs alone."""
-        while pinned and self.prefixes.tree.pins.release_oldest():
-            pass
-        return self.prefixes.clear("the cache was cleared" if pinned else "a request that runs alone needed its memory")
->>>>>>> w-users
+        """Evict all that no completion has a place in and is not pinned, which a request that runs alone needs. False
+        if there was nothing. Cells that completions share with it are not free then, but are theirs alone."""
+        return self.prefixes.clear("a request that runs alone needed its memory")
 
     def clear_some(self) -> bool:
         """The same for a few pins, which are released first, or checkpoints and leaves."""
         pins = self.prefixes.tree.pins
         released = sum(1 for _ in takewhile(lambda _: pins.release_oldest(), range(SLICE)))
-        return bool(released) or self.prefixes.clear(SLICE)
+        return bool(released) or self.prefixes.clear("the cache was cleared", SLICE)
 
     def _reset_cache(self) -> None:
         """The same in whatever state an error has left the tree: running completions have no place in it any more."""

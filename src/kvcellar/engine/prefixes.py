@@ -340,21 +340,13 @@ class Prefixes:
         """Cells by group, and rows, that are free without a checkpoint."""
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
-<<<<<<< HEAD
-    def clear(self, most: int | None = None) -> bool:
-        """Evict what no sequence uses and is not pinned: all of it, or `most` checkpoints and leaves. False if there
-        was nothing."""
-        found, self.losses.cause = False, "an order to clear the cache"
+    def clear(self, cause: str, most: int | None = None) -> bool:
+        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` checkpoints and
+        leaves. False if there was nothing."""
+        found, self.losses.cause = False, cause
         for _ in range(most) if most is not None else count():
             if self.tree.evict_checkpoint() is None and not self.tree.evict_leaf(1 << 40):
                 break
-=======
-    def clear(self, cause: str) -> bool:
-        """Evict everything that no sequence uses and that is not pinned, for a `cause` in words. False if there was
-        nothing."""
-        found, self.losses.cause = False, cause
-        while self.tree.evict_checkpoint() is not None or self.tree.evict_leaf(1 << 40):
->>>>>>> w-users
             found = True
         return found
 
@@ -368,19 +360,11 @@ class Prefixes:
         )
         return self.totals
 
-<<<<<<< HEAD
-    def discard(self, removal: Iterator[int], most: int) -> list[int]:
-        """Go on with a removal from this tree (`Tree.discarding`) at up to `most` nodes; returns the tokens that went
-        at each, none at the end."""
-        self.losses.cause = "an order to remove it"
-        return list(islice(removal, most))
-=======
-    def discard(self, node: Node, most: int, cause: str) -> int:
-        """Remove up to `most` leaves at and below a node that no sequence uses; returns their tokens, 0 at the end.
-        `cause` says why."""
+    def discard(self, removal: Iterator[int], most: int, cause: str) -> list[int]:
+        """Go on with a removal from this tree (`Tree.discarding`) at up to `most` nodes, for a `cause` in words;
+        returns the tokens that went at each, none at the end."""
         self.losses.cause = cause
-        return self.tree.discard(node, most)
->>>>>>> w-users
+        return list(islice(removal, most))
 
     def check(self, locked: Iterable[Node]) -> None:
         """Assert what is always true, where `locked` are the nodes that sequences and others have locked, each as often

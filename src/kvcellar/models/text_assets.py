@@ -7,11 +7,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-<<<<<<< HEAD
-from kvcellar.text.trial import check_tokenizer_file
-=======
 from kvcellar.errors import panics_of
->>>>>>> w-http
+from kvcellar.text.trial import check_tokenizer_file
 
 MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")

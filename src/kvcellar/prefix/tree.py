@@ -321,7 +321,6 @@ class Tree(Lookup):
         del kept.node.checkpoints[kept.pos]
         self._order.checkpoints.count(kept.node.retention.owner, -1)
 
-<<<<<<< HEAD
     def discarding(self, nodes: Sequence[Node]) -> Iterator[int]:
         """Remove what no sequence uses of nodes and those below them, pinned or not. Yields the tokens that went at
         each node that was looked at; the tree may change between two of them. What is idle only after that stays."""
@@ -332,19 +331,9 @@ class Tree(Lookup):
                 while node.parent is not None and node.idle and node.start >= start:
                     above = node.parent
                     tokens += node.tokens
-                    self._evicted(node, node.start)
                     self._remove(node)
                     node = above  # what has lost its last child goes, too
                 yield tokens
-=======
-    def discard(self, node: Node, most: int) -> int:
-        """Drop up to `most` leaves at and below a node that no sequence uses, pinned ones too; returns their tokens."""
-        tokens = 0
-        for leaf in islice((one for one in chain((node,), below(node)) if one.idle and one.parent is not None), most):
-            tokens += leaf.tokens
-            self._remove(leaf)
-        return tokens
->>>>>>> w-users
 
     def _cut(self, leaf: Node, pos: int) -> None:
         """Drop the tokens of a leaf behind `pos`."""

@@ -72,13 +72,8 @@ class Member:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Resident:
-<<<<<<< HEAD
     """An engine and its memory. `size`: bytes without adapters of members: those reserved for its load, then those that
-    it can use."""
-=======
-    """An engine and its memory. `size`: reserved bytes without adapters of members. `members` is replaced and never
-    changed, as threads without the lock of `Residents` iterate over it."""
->>>>>>> w-http
+    it can use. `members` is replaced and never changed, as threads without the lock of `Residents` iterate over it."""
 
     servable: Servable
     size: int

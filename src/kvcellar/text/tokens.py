@@ -34,16 +34,10 @@ from typing import Any, Generic, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer, models
 
-<<<<<<< HEAD
-from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
-
-RELEASE_ABOVE = 4096  # ids; fewer are decoded within milliseconds, without releasing the interpreter lock
-=======
-from kvcellar.errors import BadRequest, PromptTooLong, panics_of
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed, panics_of
 
 TOKENIZER = "the tokenizer"
-RELEASE_ABOVE = 4096  # bytes of text; fewer are tokenized within milliseconds, without releasing the interpreter
->>>>>>> w-http
+RELEASE_ABOVE = 4096  # ids; fewer are decoded within milliseconds, without releasing the interpreter lock
 MOST_BYTES = 2**31  # of one text, where there is no other limit
 BYTES_PER_BYTE = 448  # of memory, for a byte of text while it is tokenized
 SHORT = 16 * 2**10  # bytes of text
@@ -157,23 +151,12 @@ class TextTokenizer:
         """
         self.check_length(text, limit)
         size = check_unicode(text, param)
-<<<<<<< HEAD
 
         def encoded() -> Encoding:
             batch = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
             return batch([text], add_special_tokens=special)[0]
 
         with self.limit.result(size, param, encoded, patience) as found:
-=======
-        with self.limit.taken(size, param):
-            with panics_of(TOKENIZER):
-                if size <= RELEASE_ABOVE:
-                    found = self._tokenizer.encode(text, add_special_tokens=special)
-                elif offsets:
-                    found = self._tokenizer.encode_batch([text], add_special_tokens=special)[0]
-                else:
-                    found = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
->>>>>>> w-http
             if limit is not None and len(found) > limit:
                 raise PromptTooLong(len(found), limit, "the model's context")
             yield found
@@ -183,14 +166,10 @@ class TextTokenizer:
         for token in ids:
             if not 0 <= token < 2**32:
                 raise BadRequest(f"{token} is not a token id; they are 0 to {self.vocab_size - 1}", "ids")
-<<<<<<< HEAD
-        if len(ids) <= RELEASE_ABOVE:
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
-        return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)[0]
-=======
         with panics_of(TOKENIZER):
-            return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
->>>>>>> w-http
+            if len(ids) <= RELEASE_ABOVE:
+                return self._tokenizer.decode(ids, skip_special_tokens=skip_special)
+            return self._tokenizer.decode_batch([ids], skip_special_tokens=skip_special)[0]
 
     def written(self, token: int) -> str | None:
         """The entry of the vocabulary, which is not decoded; None if there is no such token."""

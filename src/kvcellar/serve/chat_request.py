@@ -1,5 +1,6 @@
 """chat_request: what the bodies of all APIs become before prompts are made of them, and after."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +27,7 @@ class GenerationRequest:
     retention: RetentionOptions = NO_OPTIONS  # without the owner
     conversation: str | None = None  # the name of one that the request continues
     constraint: Constraint | None = None  # what the answers have to match
+    returns_prompts: bool = False  # the response has the token ids of the prompts
     # of the fields that parameters come from, by name of the parameter, where the API has another name for it
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -85,6 +87,7 @@ class Prepared:
     breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
     reading: ServedReading | None = None  # of the answers to a chat
     omitted: int = 0  # how many messages of a chat its prompt omits, as in `Dialogue`
+    prompts: Sequence["array[int]"] = ()  # their token ids, where the response has them
 
     @property
     def choices(self) -> int:

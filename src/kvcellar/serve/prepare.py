@@ -17,6 +17,7 @@ from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequ
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Naming
+from kvcellar.text.turns import packed
 
 MAX_COMPLETIONS = 4096  # prompts times n
 
@@ -46,7 +47,9 @@ def prepare(
     lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
     if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
         marked = _breakpoints(request, prompts[0], renderer(engine, request, namespace))
-    return Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted), prompts
+    told = tuple(map(packed, prompts)) if request.returns_prompts else ()
+    prepared = Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted, told)
+    return prepared, prompts
 
 
 def _texts(

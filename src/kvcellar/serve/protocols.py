@@ -110,9 +110,9 @@ class ServedEmbeddings(Protocol):
 
 
 class ServedEngine(Protocol):
-    """`model`, `healthy` and `decode` of a few tokens are used on the event loop and must return quickly. All
-    other methods are called from several threads at once; they may take long, but must not hold the interpreter lock
-    for long."""
+    """`model`, `healthy`, and `decode` and `token_bytes` of a few tokens are used on the event loop and must return
+    quickly. All other methods are called from several threads at once; they may take long, but must not hold the
+    interpreter lock for long."""
 
     @property
     def model(self) -> ServedModel: ...

@@ -57,7 +57,8 @@ class CommonBody(StrictModel):
     model: str | None = None  # OpenAI: may be left out; otherwise the name in `/v1/models`, like `owner/name` or `gpt2`
     stream: bool | None = None  # OpenAI: server-sent events
     stream_options: StreamOptions | None = None  # OpenAI: described below; needs `stream`
-    return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
+    # vLLM: each choice, or chunk of one, has `token_ids`, and there are `prompt_token_ids`
+    return_token_ids: bool | None = None
     return_recall: bool | None = None  # kvcellar: `usage` has `recall`, what came from memory and why it was not more
     return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
     # vLLM: log-probabilities of the prompt's tokens and of this many of the most likely in their place, up to 20; not
@@ -184,6 +185,7 @@ def common(body: CommonBody) -> dict[str, Any]:
         "salt": body.cache_salt,
         "users": (body.user, body.safety_identifier),
         "conversation": body.conversation,
+        "returns_prompts": bool(body.return_token_ids),
         "constraint": constraint_of(body.response_format, body.structured_outputs, body.grammar, body.json_schema),
         "retention": options(
             key=body.prompt_cache_key,

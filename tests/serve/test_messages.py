@@ -154,7 +154,7 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 ids; 4096 are allowed"),
     ({"logit_bias": {str(n): 1 for n in range(16_384)} | {"16384": 1}}, MANY_KEYS),
     ({"stop": ["a"] * 20_000}, "stop has a list of more than 16384 items"),
-    ({"model": "gpt-4"}, "the model 'gpt-4' is not served here; /v1/models lists what is"),
+    ({"model": "gpt-4"}, "model 'gpt-4' not found; /v1/models lists what is served here"),
 ]
 
 PROMPT = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
@@ -420,7 +420,7 @@ def test_headers(client: httpx.Client, headers: dict[str, str], body: bytes, mes
 ROUTES = {
     "/nowhere": "there is no such route",
     CHAT: "this route does not have that method; the header Allow lists those that it has",
-    "/v1/models/gpt-4": "the model 'gpt-4' is not served here; /v1/models lists what is",
+    "/v1/models/gpt-4": "model 'gpt-4' not found; /v1/models lists what is served here",
     f"{RESPONSES}/x": GONE,
     f"{RESPONSES}/x?stream=true": "stream is not supported here; leave it out",
 }

@@ -8,7 +8,7 @@ from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.details import details, modelfile_of, template_of
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST
-from kvcellar.library.parameters import commands
+from kvcellar.library.parameters import listed
 from kvcellar.models.weights_bytes import elements_of
 from kvcellar.serve.api_errors import model_refused
 from kvcellar.serve.protocols import ServedEngine
@@ -68,7 +68,7 @@ class Details:
         manifest = model.manifest
         texts: Json = {
             "modelfile": str(modelfile_of(whole_name(servable), manifest)),
-            "parameters": "\n".join(f"{one.name:<30} {one.args}" for one in commands(manifest.parameters)),
+            "parameters": listed(manifest.parameters),
             "template": template_of(model) or "",
             "license": "\n".join(manifest.licenses),
         }

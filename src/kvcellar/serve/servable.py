@@ -83,4 +83,4 @@ class Catalogue(Protocol):
 
 
 def not_served(name: str) -> ModelNotFound:
-    return ModelNotFound(f"the model {printable(repr(name))} is not served here; /v1/models lists what is")
+    return ModelNotFound(f"model {printable(repr(name))} not found; /v1/models lists what is served here")

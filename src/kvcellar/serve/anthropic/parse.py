@@ -44,7 +44,7 @@ def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
         retention=retention,
         conversation=body.conversation,
     )
-    return Generation(request, partial(MessageWriter, engine.model.name))
+    return Generation(request, partial(MessageWriter, body.model or engine.model.name))
 
 
 def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **common: Any) -> ChatRequest:

@@ -129,6 +129,7 @@ AnyBody = TypeVar("AnyBody", bound=CommonBody)
 class ResponseOptions:
     """What a client wants of its response."""
 
+    model: str  # its name, as the client has sent it
     include_usage: bool  # a last chunk with the usage of the request
     continuous_usage: bool  # and in every other chunk the usage of its choice so far
     recall: bool  # say in `usage` what came from memory
@@ -200,6 +201,7 @@ def common(body: CommonBody) -> dict[str, Any]:
 def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> ResponseOptions:
     include, continuous = _usage_options(body.stream_options)
     return ResponseOptions(
+        model=body.model or engine.model.name,
         include_usage=include,
         continuous_usage=continuous,
         recall=bool(body.return_recall),

@@ -91,7 +91,7 @@ class ResponseWriter:
         self._head: Json = {
             "id": self.id,
             "created": int(time.time()),
-            "model": engine.model.name,
+            "model": wanted.model,
             "system_fingerprint": None,
         }
 

@@ -126,7 +126,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         **_common(body),
     )
     echo = Echo(
-        fields=_echoed(body),
+        fields={"model": body.model or engine.model.name, **_echoed(body)},
         store=store if body.store is not False else None,
         owner=caller.owner,
         messages=json.dumps(turn).encode() if body.store is not False else b"",

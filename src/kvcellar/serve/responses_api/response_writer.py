@@ -61,7 +61,6 @@ class ResponsesWriter:
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
-            "model": engine.model.name,
             "temperature": params.temperature,
             "top_p": params.top_p,
             **echo.fields,

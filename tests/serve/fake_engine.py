@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from kvcellar.engine.arguments import prompt_ids, tokens
@@ -40,6 +41,7 @@ PATIENCE = 120.0  # seconds; only a test that fails waits so long
 @dataclass(frozen=True)
 class FakeModel:
     name: str = "cellar/fake-1"
+    path: Path | None = None
     context: int = CONTEXT
     vocab_size: int = VOCABULARY
     has_text: bool = True

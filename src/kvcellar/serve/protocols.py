@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class ServedModel(Protocol):
-    """`has_text`: whether there is a tokenizer; `special_tokens` are those that chat templates name."""
+    """`path`: of its files, None where it was made from none; `has_text`: whether there is a tokenizer;
+    `special_tokens` are those that chat templates name."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def path(self) -> Path | None: ...
     @property
     def context(self) -> int: ...
     @property

@@ -101,7 +101,7 @@ def test_a_model_is_shown(client: Any, http: httpx.Client) -> None:
 
 def test_parameters_are_shown_as_ollama_does(client: Any, http: httpx.Client) -> None:
     """Numbers as they are, texts in quotes."""
-    stops = ["<|end|>", "a \n\"b\"", "é"]
+    stops = ["<|end|>", 'a \n"b"', "é"]
     client.create("new", from_="one", parameters={"stop": stops, "temperature": 0.5, "num_predict": 7}, stream=False)
     name = "{:<30} ".format
     expected = [*(name("stop") + json.dumps(one, ensure_ascii=False) for one in stops), name("num_predict") + "7"]

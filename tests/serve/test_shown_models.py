@@ -47,9 +47,10 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     made(library, "plain", f'FROM {folder}\nTEMPLATE """{PLAIN}"""', folder.parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVCELLAR_MODELS", str(root))
-        with hosted((str(folder),), **OPTIONS) as (host, *_), Server(
-            host, ServeSettings(port=0), library=library
-        ) as server:
+        with (
+            hosted((str(folder),), **OPTIONS) as (host, *_),
+            Server(host, ServeSettings(port=0), library=library) as server,
+        ):
             yield server
 
 

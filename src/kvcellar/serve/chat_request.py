@@ -9,6 +9,7 @@ from kvcellar.engine.replies import ServedReading
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.field_names import Place
 from kvcellar.text.pieces import PlainReader, ReplyReader
 
 Json = dict[str, object]
@@ -30,6 +31,7 @@ class GenerationRequest:
     returns_prompts: bool = False  # the response has the token ids of the prompts
     # of the fields that parameters come from, by name of the parameter, where the API has another name for it
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    places: Sequence[Place] = ()  # of the messages of a chat in the body; empty: it has the same messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

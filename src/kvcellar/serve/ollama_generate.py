@@ -7,6 +7,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.field_names import Place
 from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage
 from kvcellar.serve.ollama_options import NAMES, sampling_of
 from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter, Shape
@@ -44,10 +45,11 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
             prompts=[prompt], special=not body.raw and None, names=NAMES, **common
         )
     else:
-        messages = [{"role": "user", "content": prompt}]
+        messages, places = [{"role": "user", "content": prompt}], [Place("prompt")]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
-        request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, **common)
+            places.insert(0, Place("system"))
+        request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, places=places, **common)
     return Generation(request, partial(_writer, engine, body, caller, GenerateShape()))
 
 

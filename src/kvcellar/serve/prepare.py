@@ -15,8 +15,10 @@ from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.conversation_turn import ConversationTurn
+from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Naming
+from kvcellar.text.replies.tools import checked
 from kvcellar.text.turns import packed
 
 MAX_COMPLETIONS = 4096  # prompts times n
@@ -72,18 +74,33 @@ def _chat(
 ) -> tuple[Prompts, SamplingParams, int]:
     """Also how many messages the prompts omit."""
     render = renderer(engine, request, namespace)
-    if request.conversation is None and request.truncate:
-        dialogue = Dialogue(chat=True)
-        dialogue.messages = list(request.messages)
-        prompt = dialogue.chatted([], TRUNCATED, engine.model.context, render)
-        return [prompt.ids], params, prompt.omitted
     if request.conversation is None:
-        return [render(request.messages, limit=engine.model.context)], params, 0
+        ids, omitted = _rendered(engine, request, render)
+        return [ids], params, omitted
     if not request.add_generation_prompt:
         message = "add_generation_prompt must not be false with conversation"
         raise ApiError(400, message, "add_generation_prompt", "invalid_value")
     prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
     return [prompt.ids], prompt.params, 0
+
+
+def _rendered(engine: ServedEngine, request: ChatRequest, render: Render) -> tuple[list[int], int]:
+    """The prompt of a chat, and how many messages it omits."""
+    if not request.truncate:
+        return render(request.messages, limit=engine.model.context), 0
+    dialogue = Dialogue(chat=True)
+    dialogue.messages = list(request.messages)
+    prompt = dialogue.chatted([], TRUNCATED, engine.model.context, render)
+    return prompt.ids, prompt.omitted
+
+
+def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) -> int:
+    """How many tokens the prompt of a chat has that continues no conversation, without running it: its replies have the
+    tokens that they were generated with. Raises what `prepare` raises about messages and tools."""
+    with naming_fields(request.names, request.places):
+        checked(request.tools)
+        render = renderer(engine, request, naming(request.salt, request.users))
+        return len(_rendered(engine, request, render)[0])
 
 
 def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:

@@ -62,6 +62,7 @@ def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **co
         salt=body.cache_salt,
         users=(None if body.metadata is None else body.metadata.user_id,),
         names=NAMES,
+        places=chat.places,
         **common,
     )
 

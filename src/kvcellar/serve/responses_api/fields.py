@@ -15,13 +15,15 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
-from kvcellar.serve.chat_request import ChatRequest
+from kvcellar.serve.chat_request import ChatRequest, Json
+from kvcellar.serve.field_names import Place
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.openai.chat import Effort
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, sampling, unsupported
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
+from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.responses_api.input_items import sent as sent_items
 from kvcellar.serve.responses_api.items import check_results, messages_of
@@ -97,6 +99,14 @@ class ResponsesBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
+def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+    """A body of `/v1/responses/input_tokens`: how many tokens its response would count as input. Raises `ApiError`,
+    `BadRequest`, and `PromptTooLong` for more than the context."""
+    request = parse_response(store, engine, {**sent, "store": False}, caller).request
+    assert isinstance(request, ChatRequest)
+    return {"object": "response.input_tokens", "input_tokens": prompt_tokens(engine, request, caller.naming)}
+
+
 def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
     body = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
@@ -105,7 +115,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     if body.conversation is not None:
         message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
         raise unsupported("conversation", message)
-    previous, turn = body.previous_response_id, messages_of(body.input)
+    previous, (turn, places) = body.previous_response_id, messages_of(body.input)
     parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id").turn
     history = [] if parent is None else parent.history()
     check_results(body.input, history)
@@ -123,6 +133,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         names=NAMES,
+        places=[*(Place("instructions") for _ in system), *(Place("previous_response_id") for _ in history), *places],
         **_common(body),
     )
     echo = Echo(

@@ -216,6 +216,7 @@ class FakeEngine:
         self.healthy, self.embeddings = True, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
+        self.continues = False  # whether the last prompt ends with a message that the answer continues
         self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
@@ -267,6 +268,7 @@ class FakeEngine:
         namespace: str = "",
         replay: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
@@ -274,7 +276,7 @@ class FakeEngine:
         if found[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
         self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
-        self.tools = tools
+        self.tools, self.continues = tools, continue_final_message
         return self.encode("".join(map(_turn, found)), limit=limit)
 
     def submit(

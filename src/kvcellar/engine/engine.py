@@ -143,7 +143,8 @@ class Engine:
 
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
         reason, in OpenAI's words ("none" to "xhigh"), `tools` are what it may call, in the form of OpenAI's chat API.
-        Each has no effect where the template does not read it.
+        Each has no effect where the template does not read it. With `continue_final_message`, the answer continues the
+        last message, which is the assistant's.
 
         With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
         otherwise they have those that the tokenizer gives their text.

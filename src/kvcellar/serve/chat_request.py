@@ -73,6 +73,7 @@ class ChatRequest(GenerationRequest):
     variables: Mapping[str, Any] | None = None  # of the chat template
     effort: str | None = None  # of reasoning
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the last message is the beginning of the answer
     replay: bool = True  # earlier replies have the tokens that they were generated with
     breakpoints: Sequence[int] = ()  # numbers of first messages behind which later requests may resume
 

@@ -1,5 +1,6 @@
 """ollama_generate: the bodies of Ollama's routes that generate text, as requests."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -26,6 +27,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         messages=[_message(message) for message in body.messages or ()],
         tools=body.tools or (),
         truncate=body.truncate is not False,
+        continue_final_message=_continues(body.messages or ()),
         effort=_effort(body),
         names={**NAMES, "prompt": "messages"},
         **_common(body),
@@ -92,6 +94,16 @@ def _effort(body: LoadBody) -> str | None:
             return word
         case _:
             raise ApiError(400, f"think must be true, false, or one of {', '.join(EFFORTS)}", "think", "invalid_value")
+
+
+def _continues(messages: Sequence[OllamaMessage]) -> bool:
+    """As Ollama: text of the assistant at the end is the beginning of the answer."""
+    return (
+        bool(messages)
+        and messages[-1].role == "assistant"
+        and bool(messages[-1].content)
+        and not messages[-1].tool_calls
+    )
 
 
 def _message(message: OllamaMessage) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Slow, because it renders and tokenizes: it runs in a thread. It raises `ApiError
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Naming
 from kvcellar.text.replies.tools import checked
+from kvcellar.text.template import check_continued
 from kvcellar.text.turns import packed
 
 MAX_COMPLETIONS = 4096  # prompts times n
@@ -30,6 +32,8 @@ def prepare(
     engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn
 ) -> tuple[Prepared, Prompts]:
     """The request with its prompts; begins `turn` if it continues a conversation."""
+    if isinstance(request, ChatRequest) and request.continue_final_message:
+        check_continued(request.messages)
     reading = _reading(engine, request) if isinstance(request, ChatRequest) else None
     constraint = request.constraint if reading is None else reading.constraint
     given = {name: value for name, value in request.sampling.items() if value is not None}
@@ -48,7 +52,8 @@ def prepare(
         raise ApiError(400, message, "n", "invalid_value")
     lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
     if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
-        marked = _breakpoints(request, prompts[0], renderer(engine, request, namespace))
+        closed = replace(request, continue_final_message=False)
+        marked = _breakpoints(request, prompts[0], renderer(engine, closed, namespace))
     told = tuple(map(packed, prompts)) if request.returns_prompts else ()
     prepared = Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted, told)
     return prepared, prompts
@@ -80,6 +85,9 @@ def _chat(
     if not request.add_generation_prompt:
         message = "add_generation_prompt must not be false with conversation"
         raise ApiError(400, message, "add_generation_prompt", "invalid_value")
+    if request.continue_final_message:
+        message = "a turn of a conversation cannot continue a message: send a message of the user"
+        raise ApiError(400, message, "conversation", "invalid_value")
     prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
     return [prompt.ids], prompt.params, 0
 
@@ -99,6 +107,8 @@ def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) ->
     tokens that they were generated with. Raises what `prepare` raises about messages and tools."""
     with naming_fields(request.names, request.places):
         checked(request.tools)
+        if request.continue_final_message:
+            check_continued(request.messages)
         render = renderer(engine, request, naming(request.salt, request.users))
         return len(_rendered(engine, request, render)[0])
 
@@ -115,6 +125,7 @@ def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:
         variables=request.variables,
         effort=request.effort,
         add_generation_prompt=request.add_generation_prompt,
+        continued=request.messages[-1] if request.continue_final_message else None,
     )
 
 
@@ -135,6 +146,7 @@ def renderer(engine: ServedEngine, request: ChatRequest, namespace: str) -> Rend
         variables=request.variables,
         effort=request.effort,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
     )
 
 

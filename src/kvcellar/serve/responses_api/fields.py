@@ -26,7 +26,7 @@ from kvcellar.serve.parsing import Fields
 from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.responses_api.input_items import sent as sent_items
-from kvcellar.serve.responses_api.items import check_results, messages_of
+from kvcellar.serve.responses_api.items import check_results, continues, messages_of
 from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
 from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
@@ -120,11 +120,13 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     history = [] if parent is None else parent.history()
     check_results(body.input, history)
     messages = [*history, *turn]
+    begun = turn[-1] if continues(body.input) else None
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)
     given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}
     request = ChatRequest(
         messages=[*system, *messages],
+        continue_final_message=begun is not None,
         truncate=body.truncation == "auto",
         sampling=given,
         variables=body.chat_template_kwargs,
@@ -140,7 +142,8 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         fields={"model": body.model or engine.model.name, **_echoed(body)},
         store=store if body.store is not False else None,
         owner=caller.owner,
-        messages=json.dumps(turn).encode() if body.store is not False else b"",
+        messages=json.dumps(turn if begun is None else turn[:-1]).encode() if body.store is not False else b"",
+        begun=begun,
         parent=parent,
         system=len(system),
         logprobs=_logprobs(body) is not None,

@@ -16,6 +16,7 @@ from kvcellar.serve.json_text import printable
 MAX_ITEMS = 4096
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # where parts have text
+UNFINISHED = ("incomplete", "in_progress")
 KINDS = "message, function_call, function_call_output and reasoning"
 
 Json = dict[str, Any]
@@ -38,6 +39,13 @@ def messages_of(given: object) -> tuple[list[Json], list[Place]]:
     if not merged.messages:  # reasoning that another server has encrypted, and nothing else
         raise _invalid("input", "input must have an item that is not reasoning without a text")
     return merged.messages, merged.places
+
+
+def continues(given: object) -> bool:
+    """Whether the last item is an answer that was not completed, which the response continues, as in vLLM."""
+    last = given[-1] if isinstance(given, list) else {}
+    assistant = last.get("type", "message") == "message" and last.get("role") == "assistant"
+    return assistant and last.get("status") in UNFINISHED
 
 
 def check_results(given: object, before: Sequence[Mapping[str, Any]]) -> None:

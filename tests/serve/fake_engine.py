@@ -257,6 +257,10 @@ class FakeEngine:
     def token_bytes(self, token: int) -> bytes:
         return bytes(tokens([token], VOCABULARY, "ids"))
 
+    def written(self, token: int) -> str:
+        """As Python writes bytes."""
+        return repr(self.token_bytes(token))[2:-1]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

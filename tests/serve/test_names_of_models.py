@@ -121,6 +121,6 @@ def test_the_official_clients_raise_their_errors(server: Server) -> None:
             client.messages.create(model="none", max_tokens=1, messages=[{"role": "user", "content": "a"}])
     with ollama.Client(host=server.url, trust_env=False) as client:
         for ask in (lambda: client.chat("none", [USER]), lambda: client.show("none"), lambda: client.generate("none")):
-            with pytest.raises(ollama.ResponseError, match="^model 'none' not found") as refused:
+            with pytest.raises(ollama.ResponseError, match=r"^model 'none' not found") as refused:
                 ask()
             assert refused.value.status_code == 404

@@ -18,6 +18,7 @@ from tests.serve.fake_engine import PATIENCE
 
 RESPONSES = "/v1/responses"
 USER = {"role": "user", "content": "hi"}
+GOT = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "b"}]}
 DEEP: dict[str, Any] = {}
 for _ in range(40):
     DEEP = {"a": DEEP}
@@ -59,12 +60,12 @@ SENT: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "/v1/messages",
-        {"max_tokens": 4, "system": "a", "messages": [USER, {"role": "assistant", "content": [used(DEEP)]}]},
+        {"max_tokens": 4, "system": "a", "messages": [USER, {"role": "assistant", "content": [used(DEEP)]}, GOT]},
         "messages[1].content[0].input",
     ),
     (
         "/v1/messages/count_tokens",
-        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used(DEEP)]}]},
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}, used(DEEP)]}, GOT]},
         "messages[1].content[1].input",
     ),
     (

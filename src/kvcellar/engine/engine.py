@@ -129,6 +129,10 @@ class Engine:
         """The bytes that a token adds to a text; they may be a part of a character."""
         return self._built.intake.codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
 
+    def written(self, token: int) -> str:
+        """The entry of a token in the vocabulary, which is not decoded, such as "Ġthe"; "" for an id without one."""
+        return self._built.intake.codec.written(arguments.token(token, self.model.vocab_size, "ids"))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

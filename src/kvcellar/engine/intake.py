@@ -286,6 +286,9 @@ class TextCodec:
     def token_bytes(self, token: int) -> bytes:
         return self._checked().token_bytes(token)
 
+    def written(self, token: int) -> str:
+        return self._checked().written(token) or ""
+
     def _checked(self) -> TextTokenizer:
         if self._tokenizer is None:
             raise BadRequest(

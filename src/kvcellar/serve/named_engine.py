@@ -86,6 +86,9 @@ class NamedEngine:
     def token_bytes(self, token: int) -> bytes:
         return self._engine.token_bytes(token)
 
+    def written(self, token: int) -> str:
+        return self._engine.written(token)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -80,7 +80,7 @@ def _chat(
     """Also how many messages the prompts omit."""
     render = renderer(engine, request, namespace)
     if request.conversation is None:
-        ids, omitted = _rendered(engine, request, render)
+        ids, omitted = _rendered(request, render, engine.model.context)
         return [ids], params, omitted
     if not request.add_generation_prompt:
         message = "add_generation_prompt must not be false with conversation"
@@ -92,13 +92,13 @@ def _chat(
     return [prompt.ids], prompt.params, 0
 
 
-def _rendered(engine: ServedEngine, request: ChatRequest, render: Render) -> tuple[list[int], int]:
+def _rendered(request: ChatRequest, render: Render, limit: int) -> tuple[list[int], int]:
     """The prompt of a chat, and how many messages it omits."""
     if not request.truncate:
-        return render(request.messages, limit=engine.model.context), 0
+        return render(request.messages, limit=limit), 0
     dialogue = Dialogue(chat=True)
     dialogue.messages = list(request.messages)
-    prompt = dialogue.chatted([], TRUNCATED, engine.model.context, render)
+    prompt = dialogue.chatted([], TRUNCATED, limit, render)
     return prompt.ids, prompt.omitted
 
 
@@ -106,11 +106,15 @@ def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) ->
     """How many tokens the prompt of a chat has that continues no conversation, without running it: its replies have the
     tokens that they were generated with. Raises what `prepare` raises about messages and tools."""
     with naming_fields(request.names, request.places):
-        checked(request.tools)
-        if request.continue_final_message:
-            check_continued(request.messages)
-        render = renderer(engine, request, naming(request.salt, request.users))
-        return len(_rendered(engine, request, render)[0])
+        return len(chat_tokens(engine, request, namespace=naming(request.salt, request.users)))
+
+
+def chat_tokens(engine: ServedEngine, request: ChatRequest, *, namespace: str, limit: int | None = None) -> list[int]:
+    """The prompt of a chat that continues no conversation. `limit`: most tokens; None: the context."""
+    checked(request.tools)
+    if request.continue_final_message:
+        check_continued(request.messages)
+    return _rendered(request, renderer(engine, request, namespace), limit or engine.model.context)[0]
 
 
 def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:

@@ -140,6 +140,10 @@ class ServedEngine(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
+    def written(self, token: int) -> str:
+        """The entry of the vocabulary, which is not decoded."""
+        ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -139,13 +139,14 @@ class ResponseOptions:
     prompt_logprobs: int | None = None  # return those of the prompt, as vLLM does
 
 
-def checked(
-    kind: type[AnyBody],
+def implemented(
+    kind: type[StrictModel],
     sent: Fields,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
     no_effect: Mapping[str, str] = NO_EFFECT,
-) -> AnyBody:
-    """The body, where fields that it does not have may have the values of `neutral`, or any if in `no_effect`."""
+) -> Fields:
+    """The fields that a body has; others may have the values of `neutral`, or any if in `no_effect`. Raises `ApiError`
+    for the rest."""
     fields = dict(sent)
     for name in (fields.keys() & (neutral.keys() | no_effect.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
@@ -155,7 +156,17 @@ def checked(
     for name in fields:
         if name not in kind.model_fields:
             raise unknown_parameter(name)
-    body = validated(kind, fields)
+    return fields
+
+
+def checked(
+    kind: type[AnyBody],
+    sent: Fields,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    no_effect: Mapping[str, str] = NO_EFFECT,
+) -> AnyBody:
+    """The body. Raises `ApiError` for fields that are not `implemented`, and for values that are not valid."""
+    body = validated(kind, implemented(kind, sent, neutral, no_effect))
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if body.prompt_logprobs is not None and body.stream:

@@ -245,6 +245,19 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
         talk(USER, chat_template_kwargs={"tools": []}),
         "chat_template_kwargs.tools cannot be set: the template gets it from the server",
     ),
+    (talk(USER, continue_final_message=True), "messages[0] cannot be continued: its role is not assistant"),
+    (
+        talk(USER, CALLING, continue_final_message=True),
+        "messages[1] cannot be continued: it has calls of tools; send their results behind it",
+    ),
+    (
+        talk(USER | {"prefix": True}, USER),
+        "messages[0].prefix must not be true: only the last message can be continued",
+    ),
+    (
+        talk(USER, {"role": "assistant", "content": "a", "prefix": True}, add_generation_prompt=True),
+        "add_generation_prompt must not be true where the last message is continued",
+    ),
 ]
 
 NAMED_TOOL = {"type": "function", "name": "f"}
@@ -328,6 +341,7 @@ CASES += [
         "echo must not be true with conversation, which has its own prompt",
     ),
     ("/tokenize", {}, "exactly one of prompt, messages and content is needed"),
+    ("/tokenize", {"prompt": "a", "tools": [NAMED_TOOL]}, "tools has no effect on prompt; leave it out"),
     ("/v1/embeddings", {"input": []}, INPUT),
     (
         "/v1/embeddings",
@@ -469,6 +483,12 @@ NAMED: list[tuple[str, str, dict[str, Any], str]] = [
         CHAT,
         chat() | TURN | {"n": 2},
         "n is 2; a turn of a conversation has one completion. Fork the conversation",
+    ),
+    (
+        "POST",
+        CHAT,
+        talk(USER, {"role": "assistant", "content": "a", "prefix": True}) | TURN,
+        "a turn of a conversation cannot continue a message: send a message of the user",
     ),
     (
         "POST",
@@ -667,6 +687,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "{} requests are waiting for models; try again later": "likewise",
     "a model and an adapter both have the name {}; rename one": "start: test_several_models.py",
     "this server has no admin key, so its models cannot be changed by requests": "for an operator: test_ollama.py",
+    "the chat template does not write the text of the message that is continued": "tests/text/test_template.py",
     "order must be asc or desc, not {}": "the items of a kept response: test_responses_api.py",
     "limit must be a number from 1 to {}, not {}": "likewise",
     "after is {}, which is no id of these items": "likewise",

@@ -144,6 +144,24 @@ def test_a_response_that_continues_a_message_is_continued_as_one_message(http: h
     assert [item["role"] for item in items] == ["user", "assistant"]
 
 
+def test_breakpoints_stand_in_front_of_a_continued_message_and_behind_it(http: httpx.Client, engine: Engine) -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = [{**one, "content": [{"type": "text", "text": one["content"], **mark}]} for one in TALK]
+    for body in ({"messages": TALK, **mark}, {"messages": marked}):
+        assert asked(http, MESSAGES, body)[1] == len(engine.render(TALK, continue_final_message=True))
+
+
+@pytest.mark.parametrize("path", [OLLAMA, RESPONSES])
+def test_the_oldest_turns_before_a_continued_message_are_omitted(http: httpx.Client, engine: Engine, path: str) -> None:
+    old = [{"role": "user", "content": "hill " * 200}, {"role": "assistant", "content": "river " * 200}] * 6
+    body = {"messages": [*old, *TALK], "stream": False, "options": {"num_predict": 1}}
+    if path == RESPONSES:
+        body = {"input": [*old, USER, {**BEGUN, "status": "in_progress"}], "truncation": "auto"}
+    tokens = asked(http, path, body)[1]
+    assert len(engine.render(TALK, continue_final_message=True)) <= tokens <= engine.model.context
+    assert tokens < len(engine.render([*old, *TALK], continue_final_message=True))
+
+
 CALLS = {"role": "assistant", "content": "a", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
 USED = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}
 REFUSED: list[tuple[str, dict[str, Any], str, str]] = [

@@ -151,7 +151,11 @@ it](../howto/responses.md).
 """
 RESPONSE_FIELDS = """\
 - `stop_reason` of a choice: the stop string that ended it, or `null` (as in vLLM).
-- `token_ids` of a choice, if `return_token_ids` is set or the model has no tokenizer.
+- `token_ids` of a choice and of each chunk, if `return_token_ids` is set or the model has no tokenizer; with the
+  former also `prompt_token_ids`, of a chat in the response or its first chunk, of a text completion in each choice or
+  its first chunk (as in vLLM).
+- Legacy `logprobs`: a token that is a part of a character is named by its bytes, `bytes:\\xc3` (as in OpenAI's API),
+  and one whose text another likely token has by its id, `token_id:N`.
 - `timings` of a response, or of the last chunk of a stream with `include_usage`: [statistics](statistics.md).
 - `max_model_len` of a model in `/v1/models`: its context.
 - The header `x-request-id`: the id of the request in the log. A client may set it.

@@ -36,7 +36,7 @@ def test_models_are_listed_and_stopped(world: World) -> None:
         found = json.loads(kvcellar("ps", "--json", "--url", server.url).out)
         assert [model["name"] for model in found["models"]] == ["fake", "one:latest"]
         assert kvcellar("stop", "one", "--url", server.url).code == 0
-        for name, message in (("none", "the model 'none' is not served here"), ("fake", "and stays loaded")):
+        for name, message in (("none", "model 'none' not found"), ("fake", "and stays loaded")):
             ran = kvcellar("stop", name, "--url", server.url)
             assert ran.code == 1
             assert message in ran.err

@@ -185,7 +185,7 @@ def test_no_public_function_raises_what_is_not_ours(embedded, value, other) -> N
     with engine.session() as session, engine.session(chat=False) as text:
         for call in (
             lambda: engine.encode(value), lambda: engine.encode("x", special=value), lambda: engine.decode(value),
-            lambda: engine.token_bytes(value), lambda: engine.generate(value, **HOW),
+            lambda: engine.token_bytes(value), lambda: engine.written(value), lambda: engine.generate(value, **HOW),
             lambda: engine.generate([value, other], **HOW), lambda: list(engine.stream(value, **HOW)),
             lambda: engine.generate("x", **{**HOW, "n": value}), lambda: engine.generate("x", **{**HOW, "stop": value}),
             lambda: session.send(value, **HOW), lambda: text.send(value, **HOW),

@@ -24,7 +24,7 @@ from kvcellar.models.quantize.formats.floats import as_floats, e2m1, looked_up
 from kvcellar.models.quantize.formats.part import Decoded, shown_part
 from kvcellar.models.quantize.formats.table import format_in
 from kvcellar.models.quantize.layouts import unpack
-from kvcellar.models.weights_bytes import bytes_in_memory, elements_of
+from kvcellar.models.weights_bytes import bytes_in_memory, weights_of
 from kvcellar.models.weights_files import Stored, WeightsFiles
 from tests.models import foreign
 from tests.models.foreign import Writer, directory
@@ -562,7 +562,9 @@ def test_decoded_weights_count_before_they_are_loaded(what: str, source: Path, t
     method, writer = FORMATS[what]
     tensors, _ = quantised(source, writer)
     path = directory(source, tmp_path / "q", tensors, method)
-    assert elements_of(path) >= elements_of(source)
+    assert weights_of(path).elements >= weights_of(source).elements
+    assert weights_of(source).kind in ("BF16", "F32")
+    assert weights_of(path).kind not in ("", "BF16", "F32")
     assert 3 * bytes_in_memory(source) > bytes_in_memory(path) >= bytes_in_memory(source)
 
 

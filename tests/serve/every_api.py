@@ -45,6 +45,7 @@ APIS: Mapping[str, Api] = MappingProxyType(
         "completions": Api("/v1/completions", {"prompt": "hello", "max_tokens": 4}, True),
         "chat": Api("/v1/chat/completions", {"messages": [USER], "max_tokens": 4}, True),
         "responses": Api("/v1/responses", {"input": [USER], "max_output_tokens": 4}, True),
+        "input tokens": Api("/v1/responses/input_tokens", {"input": [USER]}),
         "messages": Api("/v1/messages", {"messages": [USER], "max_tokens": 4}, True),
         "count": Api("/v1/messages/count_tokens", {"messages": [USER]}),
         "ollama chat": Api("/api/chat", {"messages": [USER], **WHOLE}, True),

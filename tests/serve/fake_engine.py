@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from kvcellar.engine.arguments import prompt_ids, tokens
@@ -39,6 +40,7 @@ PATIENCE = 120.0  # seconds; only a test that fails waits so long
 @dataclass(frozen=True)
 class FakeModel:
     name: str = "cellar/fake-1"
+    path: Path | None = None
     context: int = CONTEXT
     vocab_size: int = VOCABULARY
     has_text: bool = True
@@ -213,6 +215,7 @@ class FakeEngine:
         self.healthy, self.cache_bytes, self.embeddings = True, 0, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
+        self.continues = False  # whether the last prompt ends with a message that the answer continues
         self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
@@ -253,6 +256,10 @@ class FakeEngine:
     def token_bytes(self, token: int) -> bytes:
         return bytes(tokens([token], VOCABULARY, "ids"))
 
+    def written(self, token: int) -> str:
+        """As Python writes bytes."""
+        return repr(self.token_bytes(token))[2:-1]
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -264,6 +271,7 @@ class FakeEngine:
         namespace: str = "",
         replay: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         if not self.model.has_chat:
             raise BadRequest("this model has no chat template", "messages")
@@ -271,7 +279,7 @@ class FakeEngine:
         if found[0]["role"] == "assistant":
             raise TemplateFailed("the first turn must be the user's", "messages")
         self.rendered.append({"variables": variables, "effort": effort, "add_generation_prompt": add_generation_prompt})
-        self.tools = tools
+        self.tools, self.continues = tools, continue_final_message
         return self.encode("".join(map(_turn, found)), limit=limit)
 
     def submit(

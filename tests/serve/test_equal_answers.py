@@ -98,6 +98,17 @@ def of_ollama(response: httpx.Response, stream: bool) -> Told:
     return Told(text, last["prompt_eval_count"], last["prompt_eval_cached_count"], last["eval_count"])
 
 
+BEGUN = {"role": "assistant", "content": "The longest two are"}
+# What asks each API to continue `BEGUN`, which is the last of its messages then.
+CONTINUED: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "/v1/chat/completions": {"messages": [*MESSAGES, BEGUN], "continue_final_message": True},
+        "/v1/responses": {"input": [*MESSAGES, {**BEGUN, "status": "incomplete"}]},
+        "/v1/messages": {"messages": [*MESSAGES[1:], BEGUN]},
+        "/api/chat": {"messages": [*MESSAGES, BEGUN]},
+    }
+)
+
 ROUTES: Mapping[str, tuple[dict[str, Any], Callable[[httpx.Response, bool], Told]]] = MappingProxyType(
     {
         "/v1/chat/completions": ({**SAMPLING, "messages": MESSAGES, "max_completion_tokens": TOKENS}, of_chat),
@@ -128,11 +139,13 @@ def http(engine: Engine) -> Iterator[httpx.Client]:
         yield client
 
 
-def ask(http: httpx.Client, route: str, model: str, stream: bool) -> tuple[Told, dict[str, Any]]:
+def ask(
+    http: httpx.Client, route: str, model: str, stream: bool, more: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Told, dict[str, Any]]:
     """What the response says, and the record of the request."""
     body, read = ROUTES[route]
     options = {"stream_options": {"include_usage": True}} if stream and route.endswith("completions") else {}
-    response = http.post(route, json={"model": model, "stream": stream, **options, **body})
+    response = http.post(route, json={"model": model, "stream": stream, **options, **body, **more})
     assert response.status_code == 200, response.text
     record = http.get(
         f"/admin/requests/{response.headers['x-request-id']}", headers={"authorization": f"Bearer {ADMIN}"}
@@ -163,6 +176,17 @@ def test_each_api_answers_as_the_engine_does_and_counts_as_the_record(
         recall = prompt["recall"]
         assert recall["matched"] + recall["restored"] >= told.cached_tokens, recall
     engine.check()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_api_continues_a_message_as_the_engine_does(http: httpx.Client, engine: Engine, stream: bool) -> None:
+    prompt = engine.render([*MESSAGES, BEGUN], continue_final_message=True)
+    own = engine.generate(prompt, max_tokens=TOKENS, **SAMPLING)
+    for route, body in CONTINUED.items():
+        told, record = ask(http, route, engine.model.name, stream, body)
+        assert (route, told.text) == (route, own.text)
+        assert (told.prompt_tokens, told.completion_tokens) == (len(prompt), own.usage.completion_tokens)
+        assert record["prompt_tokens"] == len(prompt)
 
 
 def test_what_one_api_has_computed_the_others_read(http: httpx.Client, engine: Engine) -> None:

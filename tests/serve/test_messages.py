@@ -155,7 +155,7 @@ FIELDS: list[tuple[dict[str, object], str]] = [
     ({"stop_token_ids": [1] * 4097}, "stop_token_ids has 4097 ids; 4096 are allowed"),
     ({"logit_bias": {str(n): 1 for n in range(16_384)} | {"16384": 1}}, MANY_KEYS),
     ({"stop": ["a"] * 20_000}, "stop has a list of more than 16384 items"),
-    ({"model": "gpt-4"}, "the model 'gpt-4' is not served here; /v1/models lists what is"),
+    ({"model": "gpt-4"}, "model 'gpt-4' not found; /v1/models lists what is served here"),
 ]
 
 PROMPT = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists; none of them empty"
@@ -246,6 +246,19 @@ MESSAGES: list[tuple[dict[str, object], str]] = [
         talk(USER, chat_template_kwargs={"tools": []}),
         "chat_template_kwargs.tools cannot be set: the template gets it from the server",
     ),
+    (talk(USER, continue_final_message=True), "messages[0] cannot be continued: its role is not assistant"),
+    (
+        talk(USER, CALLING, continue_final_message=True),
+        "messages[1] cannot be continued: it has calls of tools; send their results behind it",
+    ),
+    (
+        talk(USER | {"prefix": True}, USER),
+        "messages[0].prefix must not be true: only the last message can be continued",
+    ),
+    (
+        talk(USER, {"role": "assistant", "content": "a", "prefix": True}, add_generation_prompt=True),
+        "add_generation_prompt must not be true where the last message is continued",
+    ),
 ]
 
 NAMED_TOOL = {"type": "function", "name": "f"}
@@ -329,6 +342,7 @@ CASES += [
         "echo must not be true with conversation, which has its own prompt",
     ),
     ("/tokenize", {}, "exactly one of prompt, messages and content is needed"),
+    ("/tokenize", {"prompt": "a", "tools": [NAMED_TOOL]}, "tools has no effect on prompt; leave it out"),
     ("/v1/embeddings", {"input": []}, INPUT),
     (
         "/v1/embeddings",
@@ -421,7 +435,7 @@ def test_headers(client: httpx.Client, headers: dict[str, str], body: bytes, mes
 ROUTES = {
     "/nowhere": "there is no such route",
     CHAT: "this route does not have that method; the header Allow lists those that it has",
-    "/v1/models/gpt-4": "the model 'gpt-4' is not served here; /v1/models lists what is",
+    "/v1/models/gpt-4": "model 'gpt-4' not found; /v1/models lists what is served here",
     f"{RESPONSES}/x": GONE,
     f"{RESPONSES}/x?stream=true": "stream is not supported here; leave it out",
 }
@@ -470,6 +484,12 @@ NAMED: list[tuple[str, str, dict[str, Any], str]] = [
         CHAT,
         chat() | TURN | {"n": 2},
         "n is 2; a turn of a conversation has one completion. Fork the conversation",
+    ),
+    (
+        "POST",
+        CHAT,
+        talk(USER, {"role": "assistant", "content": "a", "prefix": True}) | TURN,
+        "a turn of a conversation cannot continue a message: send a message of the user",
     ),
     (
         "POST",
@@ -689,6 +709,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "a model and an adapter both have the name {}; rename one": "start: test_several_models.py",
     "this server has no admin key, so its models cannot be changed by requests": "for an operator: test_ollama.py",
     "metrics are sums over all API keys, so none of several may read them: send a metrics key": "test_metrics.py",
+    "the chat template does not write the text of the message that is continued": "tests/text/test_template.py",
     "order must be asc or desc, not {}": "the items of a kept response: test_responses_api.py",
     "limit must be a number from 1 to {}, not {}": "likewise",
     "after is {}, which is no id of these items": "likewise",

@@ -99,6 +99,17 @@ def test_a_model_is_shown(client: Any, http: httpx.Client) -> None:
     assert http.post("/api/show", json={"model": "fake"}).json()["modelfile"] == ""
 
 
+def test_parameters_are_shown_as_ollama_does(client: Any, http: httpx.Client) -> None:
+    """Numbers as they are, texts in quotes."""
+    stops = ["<|end|>", 'a \n"b"', "é"]
+    client.create("new", from_="one", parameters={"stop": stops, "temperature": 0.5, "num_predict": 7}, stream=False)
+    name = "{:<30} ".format
+    expected = [*(name("stop") + json.dumps(one, ensure_ascii=False) for one in stops), name("num_predict") + "7"]
+    shown = client.show("new").parameters.split("\n")
+    assert sorted(shown) == sorted([*expected, name("temperature") + "0.5", name("top_k") + "5"])
+    assert r'stop                           "a \n\"b\""' in shown
+
+
 def test_a_model_is_loaded_listed_and_unloaded(client: Any, world: World) -> None:
     assert [one.model for one in client.ps().models] == ["fake"]
     loaded = client.generate("one", keep_alive="1h")
@@ -182,9 +193,9 @@ def test_a_creation_has_texts_messages_and_quantization(http: httpx.Client, worl
 REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("POST", "show", {}, 400, "model is required"),
     ("POST", "show", {"model": 5}, 400, "model must be a string"),
-    ("POST", "show", {"model": "none"}, 404, "the model 'none' is not served here; /v1/models lists what is"),
-    ("POST", "show", {"model": "../../etc/passwd"}, 404, "the model '../../etc/passwd' is not served here"),
-    ("POST", "generate", {"model": "none"}, 404, "the model 'none' is not served here"),
+    ("POST", "show", {"model": "none"}, 404, "model 'none' not found; /v1/models lists what is served here"),
+    ("POST", "show", {"model": "../../etc/passwd"}, 404, "model '../../etc/passwd' not found"),
+    ("POST", "generate", {"model": "none"}, 404, "model 'none' not found"),
     ("POST", "generate", {"model": "one", "keep_alive": "1e99h"}, 400, "keep_alive must be a time like 30s"),
     ("POST", "generate", {"model": "one", "keep_alive": "abc"}, 400, "keep_alive must be a time like 30s"),
     (
@@ -194,11 +205,11 @@ REFUSED: list[tuple[str, str, dict[str, Any], int, str]] = [
         409,
         "the model fake was named when the server",
     ),
-    ("POST", "copy", {"source": "none", "destination": "a"}, 404, "the model 'none' is not served here"),
+    ("POST", "copy", {"source": "none", "destination": "a"}, 404, "model 'none' not found"),
     ("POST", "copy", {"source": "fake", "destination": "a"}, 400, "the model fake is not in the library"),
     ("POST", "copy", {"source": "one", "destination": "../a"}, 400, "'../a' is not the name of a model"),
     ("DELETE", "delete", {"model": "fake"}, 400, "the model fake is not in the library of this server"),
-    ("DELETE", "delete", {"model": "none"}, 404, "the model 'none' is not served here"),
+    ("DELETE", "delete", {"model": "none"}, 404, "model 'none' not found"),
     ("POST", "create", {"model": "new"}, 400, "either from is required, the name of a model, or files"),
     ("POST", "create", {"model": "..", "from": "one"}, 400, "'..' is not the name of a model"),
     ("POST", "create", {"model": "new", "from": "/etc", "stream": False}, 400, "paths of this machine are not read"),

@@ -174,10 +174,10 @@ def test_prompts_may_be_token_ids(http, prompt, texts):
 def test_logprobs_of_a_completion(http):
     logprobs = http.post(COMPLETIONS, json=completion("né", logprobs=1)).json()["choices"][0]["logprobs"]
     assert logprobs == {
-        "tokens": ["n", "\ufffd", "\ufffd"],
+        "tokens": ["n", r"bytes:\xc3", r"bytes:\xa9"],
         "token_logprobs": [-0.125, -0.25, -0.375],
-        "top_logprobs": [{"n": -0.125}, {"\ufffd": -0.25}, {"\ufffd": -0.375}],
-        "text_offset": [0, 1, 2],
+        "top_logprobs": [{"n": -0.125}, {r"bytes:\xc3": -0.25}, {r"bytes:\xa9": -0.375}],
+        "text_offset": [0, 1, 1],
     }
 
 
@@ -201,7 +201,9 @@ def test_logprobs_of_a_chat(http, engine):
             {"token": "b", "logprob": -1.125, "bytes": [98]},
         ],
     }
-    assert [half["bytes"] for half in halves] == [None, None]
+    assert [half["bytes"] for half in halves] == [[0xC3], [0xA9]]
+    assert [half["token"] for half in halves] == ["\ufffd", "\ufffd"]
+    assert [one["bytes"] for one in halves[0]["top_logprobs"]] == [[0xC3], [0xC4]]
     assert choice["logprobs"]["refusal"] is None
 
 
@@ -226,16 +228,74 @@ def test_a_stream_equals_a_whole_response(http, route):
             assert "".join(part["delta"].get("content", "") for part in parts) == expected["message"]["content"]
             lists = [part["logprobs"]["content"] for part in parts if part["logprobs"]]
             assert joined(lists) == expected["logprobs"]["content"]
-        assert joined(part.get("token_ids", []) for part in parts) == expected["token_ids"]
+        assert joined(part["token_ids"] for part in parts) == expected["token_ids"]
         ends = [part for part in parts if part["finish_reason"]]
         assert [(end["finish_reason"], end["stop_reason"]) for end in ends] == [("stop", "🍇")]
         assert parts[-1] is ends[0]
 
 
-def test_text_offsets_count_characters(http):
-    logprobs = http.post(COMPLETIONS, json=completion("é1🍇2", logprobs=0)).json()["choices"][0]["logprobs"]
-    whole = [i for i, token in enumerate(logprobs["tokens"]) if token in ("1", "2")]
-    assert [logprobs["text_offset"][i] for i in whole] == [1, 3]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, "d"])
+@pytest.mark.parametrize("text", ["é1🍇2", "a🍇🍇b", "🍇c🍇dé"])
+def test_a_token_begins_where_its_character_does(http, text, stop, stream):
+    """And so the offsets never go back."""
+    body = completion(text, logprobs=0, stream=stream, stop=stop)
+    response = http.post(COMPLETIONS, json=body)
+    whole = chunks_of(response.text) if stream else [response.json()]
+    found = [choice["logprobs"] for one in whole for choice in one["choices"] if choice["logprobs"]]
+    begins = [at for at, char in enumerate(text) for _ in char.encode()]
+    until = text.encode().find(b"d") + 1 if stop is not None and stop in text else len(begins)
+    assert joined(one["text_offset"] for one in found) == begins[:until]
+
+
+def test_every_likely_token_has_a_name_of_its_own(http, engine, monkeypatch):
+    """Of those that have one text, one is named by it: the token itself, else the most likely."""
+    monkeypatch.setattr("tests.serve.fake_engine._logprobs", _halves)
+    monkeypatch.setattr(type(engine), "decode", lambda self, ids: "x" * len(ids) if ids[0] < 100 else _decoded(ids))
+    with engine.scripted(output=bytes([98, 200, 97])):
+        logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=4)).json()["choices"][0]["logprobs"]
+    for token, score, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+        assert len(top) == 4
+        assert top[token] == score
+        assert [*top.values()] == [-0.25, -0.5, -1.0, -2.0]
+    assert [*logprobs["top_logprobs"][0]] == ["token_id:97", "x", r"bytes:\xc8", r"bytes:\xc9"]
+    assert [*logprobs["top_logprobs"][1]] == ["x", "token_id:98", r"bytes:\xc8", r"bytes:\xc9"]
+    assert logprobs["tokens"] == ["x", r"bytes:\xc8", "x"]
+
+
+def _halves(token, at, top):
+    likely = ((97, -0.25), (98, -0.5), (200, -1.0), (201, -2.0))
+    return (TokenLogprob(token, dict(likely)[token], likely),)
+
+
+def _decoded(ids):
+    return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_ids_of_prompts_are_told_with_each_choice_of_a_completion(http, stream, echo):
+    body = completion(["hi", "há"], n=2, stream=stream, echo=echo, max_tokens=2, add_special_tokens=False)
+    wanted = http.post(COMPLETIONS, json=body | {"return_token_ids": True})
+    told = chunks_of(wanted.text) if stream else [wanted.json()]
+    for index in range(4):
+        parts = [one for chunk in told for one in chunk["choices"] if one["index"] == index]
+        prompts = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
+        assert prompts == [[*("hi", "há")[index // 2].encode()]]
+        assert "prompt_token_ids" in parts[0]
+        assert len(joined(part["token_ids"] for part in parts)) == 2
+    assert "prompt_token_ids" not in http.post(COMPLETIONS, json=body).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_ids_of_the_prompt_are_told_once_of_a_chat(http, stream):
+    body = chat("hi", n=2, stream=stream)
+    wanted = http.post(CHAT, json=body | {"return_token_ids": True})
+    told = chunks_of(wanted.text) if stream else [wanted.json()]
+    assert [one["prompt_token_ids"] for one in told if "prompt_token_ids" in one] == [[*b"<user>hi"]]
+    assert "prompt_token_ids" in told[0]
+    assert all("token_ids" in choice for one in told for choice in one["choices"])
+    assert "prompt_token_ids" not in http.post(CHAT, json=body).text
 
 
 def test_impossible_tokens_have_openais_minimum_logprob(http, engine, monkeypatch):

@@ -266,11 +266,13 @@ def test_a_text_is_a_message_of_the_user(http, engine):
 
 
 def test_items_become_messages():
-    assert messages_of([{"role": "developer", "content": "a"}, {"type": "message", **USER}]) == [
+    assert messages_of([{"role": "developer", "content": "a"}, {"type": "message", **USER}])[0] == [
         {"role": "system", "content": "a"},
         USER,
     ]
-    assert messages_of([USER, THOUGHT, {"role": "assistant", "content": "Wait."}, CALL, CALL | {"call_id": "c2"}]) == [
+    assert messages_of([USER, THOUGHT, {"role": "assistant", "content": "Wait."}, CALL, CALL | {"call_id": "c2"}])[
+        0
+    ] == [
         USER,
         {
             "role": "assistant",
@@ -281,7 +283,7 @@ def test_items_become_messages():
             ],
         },
     ]
-    first, _, second = messages_of([CALL, RESULT, CALL | {"call_id": "c2"}])
+    first, _, second = messages_of([CALL, RESULT, CALL | {"call_id": "c2"}])[0]
     assert [one["tool_calls"][0]["id"] for one in (first, second)] == ["c1", "c2"]
 
 
@@ -294,7 +296,7 @@ def test_items_become_messages():
     ],
 )
 def test_text_parts_of_all_kinds_are_text(content):
-    assert messages_of([{"role": "assistant", "content": content, "id": "msg_1", "status": "completed"}]) == [
+    assert messages_of([{"role": "assistant", "content": content, "id": "msg_1", "status": "completed"}])[0] == [
         {"role": "assistant", "content": "hi"}
     ]
 
@@ -321,8 +323,8 @@ def test_a_result_without_its_call_is_named_by_its_item(http, calling):
 
 
 def test_reasoning_without_a_text_says_nothing():
-    assert messages_of([USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}]) == [USER]
-    (_, message) = messages_of([USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}])
+    assert messages_of([USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}])[0] == [USER]
+    (_, message) = messages_of([USER, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}]}])[0]
     assert message["reasoning_content"] == "So."
 
 

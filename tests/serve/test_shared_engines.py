@@ -109,7 +109,7 @@ def comes(condition: Callable[[], bool]) -> bool:
 def loaded(server: Server) -> dict[str, dict[str, Any]]:
     """The models of the library that are loaded, by name."""
     found = httpx.get(f"{server.url}/api/ps", timeout=PATIENCE).json()["models"]
-    return {one["name"].removesuffix(":latest"): one for one in found if one["digest"]}
+    return {one["name"].removesuffix(":latest"): one for one in found if ":" in one["name"]}
 
 
 def engine_of(host: Host) -> Any:

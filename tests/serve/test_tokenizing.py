@@ -1,10 +1,15 @@
 """Tokens of texts over HTTP, in the words of vLLM and of llama.cpp, and the list of models for clients of Anthropic."""
 
+from collections.abc import Iterator
+
+import httpx
 import pytest
+from transformers import AutoTokenizer
 
 from kvcellar import Engine
 from kvcellar.serve import Server, ServeSettings
 from tests.serve.declared import DeclaredClient
+from tests.serve.every_api import tiny_engine
 from tests.serve.fake_engine import CONTEXT, PATIENCE
 from tests.serve.wire import MODEL
 
@@ -37,6 +42,69 @@ def test_tokens_become_a_text_under_both_names(http):
     assert http.post("/detokenize", json={"tokens": []}).json() == {"prompt": "", "content": ""}
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    with tiny_engine(tmp_path_factory.mktemp("tiny")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tiny_http(tiny: Engine) -> Iterator[httpx.Client]:
+    with Server(tiny, ServeSettings(port=0)) as server, DeclaredClient(base_url=server.url, timeout=PATIENCE) as http:
+        yield http
+
+
+TALK = [{"role": "user", "content": "Which hill?"}]
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}, "description": "a hill"}}
+CHATS: tuple[dict[str, object], ...] = (
+    {},
+    {"tools": [TOOL]},
+    {"tools": [TOOL], "tool_choice": "none"},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"reasoning_effort": "none"},
+    {"add_generation_prompt": False},
+    {"messages": [*TALK, {"role": "assistant", "content": "The"}], "continue_final_message": True},
+    {"messages": [*TALK, {"role": "assistant", "content": "The", "prefix": True}]},
+)
+
+
+@pytest.mark.parametrize("more", CHATS)
+def test_a_chat_has_as_many_tokens_as_its_answer_counts(tiny_http, more):
+    chat = {"messages": TALK, **more}
+    found = tiny_http.post("/tokenize", json=chat).json()
+    how = {"max_tokens": 1, "return_token_ids": True, "replay_tokens": False}
+    told = tiny_http.post("/v1/chat/completions", json={**chat, **how}).json()
+    assert (found["count"], found["tokens"]) == (told["usage"]["prompt_tokens"], told["prompt_token_ids"])
+
+
+def test_tools_are_counted(tiny_http):
+    plain, with_tools = (tiny_http.post("/tokenize", json={"messages": TALK, **more}).json() for more in CHATS[:2])
+    assert with_tools["count"] > plain["count"]
+
+
+@pytest.mark.parametrize("text", ["Don't ask why the naïve café owner said", "def f(x):\n\treturn 你好"])
+def test_strings_of_tokens_are_entries_of_the_vocabulary(tiny, tiny_http, text):
+    """As vLLM and transformers have them: parts of characters, too."""
+    found = tiny_http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model.path)
+    assert found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
+    assert "\ufffd" not in "".join(found["token_strs"])
+    chat = tiny_http.post("/tokenize", json={"messages": TALK, "return_token_strs": True}).json()
+    assert chat["token_strs"] == tokenizer.convert_ids_to_tokens(chat["tokens"])
+
+
+@pytest.mark.parametrize("form", [{"prompt": "hi"}, {"messages": TALK}])
+def test_vllms_fields_may_have_values_that_change_nothing(http, form):
+    neutral = {
+        "add_generation_prompt": True, "continue_final_message": False, "chat_template": None, "tools": None,
+        "chat_template_kwargs": None, "mm_processor_kwargs": None, "media_io_kwargs": None, "return_token_strs": False,
+        "truncate_prompt_tokens": None, "documents": None, "add_special_tokens": "prompt" in form,
+    }  # fmt: skip
+    found = http.post("/tokenize", json={**form, **neutral})
+    assert found.status_code == 200, found.text
+    assert found.json() == http.post("/tokenize", json=form).json()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
@@ -45,6 +113,13 @@ def test_tokens_become_a_text_under_both_names(http):
         ("/tokenize", {"prompt": 1}, 400, "prompt"),
         ("/tokenize", {"content": "a", "parse_special": False}, 400, "parse_special"),
         ("/tokenize", {"prompt": "a", "unheard": 1}, 400, "unheard"),
+        ("/tokenize", {"prompt": "a", "mm_processor_kwargs": {"a": 1}}, 400, "mm_processor_kwargs"),
+        ("/tokenize", {"messages": TALK, "chat_template": "{{ 1 }}"}, 400, "chat_template"),
+        ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools"),
+        ("/tokenize", {"content": "a", "continue_final_message": True}, 400, "continue_final_message"),
+        ("/tokenize", {"messages": TALK, "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"messages": TALK, "continue_final_message": True}, 400, "messages"),
+        ("/tokenize", {"messages": TALK, "tools": [{"function": {}}]}, 400, "tools[0].function.name"),
         ("/tokenize", {"prompt": "a" * (2 * CONTEXT + 1)}, 400, "prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
         ("/detokenize", {}, 400, "tokens"),

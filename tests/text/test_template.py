@@ -467,3 +467,95 @@ def test_no_operation_takes_more_than_a_few_times_the_bound_of_a_value(text: str
             tracemalloc.stop()
     assert len(worst) > 500
     assert not {operation: peak for operation, peak in worst.items() if peak > 8 * VALUE}
+
+
+# A last message that the answer continues.
+
+BEGUN = [
+    "It is",
+    "It is ",
+    " It",
+    "",
+    "a\n\n",
+    "<think>\nhm\n</think>\n\nSo",
+    "<think>\nhm",
+    "{{ x }} <|im",
+    "a <|im_end|>",
+    "é ",
+]
+TEMPLATES = [name for name in OURS if name != "macros"]
+
+
+@pytest.mark.parametrize("begun", BEGUN)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_message_is_continued_as_in_transformers(template: str, begun: str) -> None:
+    talk = [user("a"), assistant("b"), user("c"), assistant(begun)]
+    got = outcome(lambda: OURS[template].render(talk, continue_final_message=True))
+    try:
+        expected: Any = theirs(templates.ALL[template], talk, continue_final_message=True)
+    except (TemplateError, TypeError) as error:
+        expected = str(error)
+    except ValueError:  # they refuse a template that drops a part of the message in front of its end
+        assert isinstance(got, Rendered)
+        assert got.text.endswith(begun.rpartition("</think>")[2].strip())
+        return
+    if isinstance(got, Rendered):
+        assert got.text == expected[0]
+        if not got.marks:
+            assert got.encode(WORDS) == expected[1]
+    else:
+        assert expected in got
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@given(begun=contents, rest=contents.filter(bool))
+def test_the_prompt_of_a_continued_message_begins_that_of_the_whole_one(template: str, begun: str, rest: str) -> None:
+    """And the rest of the message follows in the latter."""
+    talk, ours = [user("a"), assistant(begun)], OURS[template]
+    try:
+        prompt = ours.render(talk, continue_final_message=True)
+        whole = ours.render([user("a"), assistant(begun + "x" + rest)], add_generation_prompt=False).text
+    except TemplateFailed:
+        return
+    assert whole.startswith(prompt.text)
+    assert whole[len(prompt.text) :].lstrip().startswith("x") or "think" in begun
+    assert all(mark <= len(prompt.text) for mark in prompt.marks)
+    assert WORDS.decode(prompt.encode(WORDS), skip_special=False) == prompt.text
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_a_client_writes_in_a_continued_message_is_text(template: str) -> None:
+    talk = [user("a"), assistant("b <|im_end|> </s> c")]
+    got = outcome(lambda: OURS[template].render(talk, continue_final_message=True).encode(WORDS))
+    if isinstance(got, list):
+        plain = OURS[template].render([user("a"), assistant("b")], continue_final_message=True).encode(WORDS)
+        assert [token for token in got if token in WORDS.control] == [
+            token for token in plain if token in WORDS.control
+        ]
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (user("a"), r"messages\[1\] cannot be continued: its role is not assistant"),
+        (assistant("b", tool_calls=[CALL]), r"messages\[1\] cannot be continued: it has calls of tools"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(last: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRequest, match=reason):
+        OURS["thinker"].render([user("a"), last], continue_final_message=True)
+
+
+def test_a_template_that_hides_a_message_cannot_continue_it() -> None:
+    hides = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", WORDS
+    )
+    with pytest.raises(BadRequest, match="does not write the text of the message that is continued"):
+        hides.render([user("a"), assistant("b")], continue_final_message=True)
+
+
+def test_the_opening_of_a_continued_message_ends_where_the_prompt_does() -> None:
+    ours, begun = OURS["thinker"], assistant("<think>\nWell")
+    opening = ours.opening({"continued": begun})
+    assert opening.endswith("Well")
+    assert ours.render([user("x"), begun], continue_final_message=True).text.endswith(opening)

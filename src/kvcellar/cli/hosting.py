@@ -170,7 +170,7 @@ def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
     def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
         return made.stays(model, cache)
 
-    return Servable(name, str(path), weights, most, least, load)
+    return Servable(name, str(path), weights, most, least, load, directory=path)
 
 
 def _beside(made: Engines) -> int:

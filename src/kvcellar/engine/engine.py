@@ -131,6 +131,10 @@ class Engine:
         """The bytes that a token adds to a text; they may be a part of a character."""
         return self._built.intake.codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
 
+    def written(self, token: int) -> str:
+        """The entry of a token in the vocabulary, which is not decoded, such as "Ġthe"; "" for an id without one."""
+        return self._built.intake.codec.written(arguments.token(token, self.model.vocab_size, "ids"))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -145,7 +149,8 @@ class Engine:
 
         `variables` are read by the chat template (`enable_thinking`, for one), `effort` is how much the model should
         reason, in OpenAI's words ("none" to "xhigh"), `tools` are what it may call, in the form of OpenAI's chat API.
-        Each has no effect where the template does not read it.
+        Each has no effect where the template does not read it. With `continue_final_message`, the answer continues the
+        last message, which is the assistant's.
 
         With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
         otherwise they have those that the tokenizer gives their text.

@@ -211,11 +211,13 @@ class TextCodec:
             self.replays = Replays(self._tokenizer, replay_bytes, borders=borders)
             self._template = self._opened(assets.chat_template, self._tokenizer)
 
-    def variant(self, template: str | None, preamble: Preamble) -> "TextCodec":
-        """The same tokenizer, and memory of replies, with another chat template and preamble."""
+    def variant(self, assets: "TextAssets | None", preamble: Preamble) -> "TextCodec":
+        """The same tokenizer, and memory of replies, with the chat template of `assets` and another preamble."""
         made = copy(self)
-        made._preamble, made.response_template = preamble, None
-        made._template = None if made._tokenizer is None else self._opened(template, made._tokenizer)
+        made._preamble = preamble
+        if assets is not None and made._tokenizer is not None:
+            made.response_template = assets.response_template
+            made._template = self._opened(assets.chat_template, made._tokenizer)
         return made
 
     def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
@@ -284,6 +286,9 @@ class TextCodec:
 
     def token_bytes(self, token: int) -> bytes:
         return self._checked().token_bytes(token)
+
+    def written(self, token: int) -> str:
+        return self._checked().written(token) or ""
 
     def _checked(self) -> TextTokenizer:
         if self._tokenizer is None:

@@ -20,6 +20,8 @@ from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from kvcellar.models.text_assets import TextAssets
+
 _SETTINGS = ("context", "draft_depth")  # parameters of a model that are settings of an engine
 
 
@@ -64,12 +66,18 @@ def as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
         what = "chat template" if manifest.template is not None else "stop texts"
         raise ModelRefused(f"{found.name} was created with {what}, which need a tokenizer: {loaded.without_text}")
     if text is not None and manifest.template is not None:
-        text = replace(text, chat_template=manifest.template)
+        text = with_template(text, manifest.template)
     because = loaded.defaults_because
     if chosen := sorted(SAMPLING.keys() & given.keys()):
         because = f"{', '.join(chosen)}: as it was created; else {because}"
     defaults = {**loaded.defaults, **given}
     return replace(loaded, name=shown_name(found), defaults=defaults, defaults_because=because, text=text)
+
+
+def with_template(text: "TextAssets", template: str) -> "TextAssets":
+    """With another chat template, whose answers are not read as the checkpoint says for its own."""
+    own = text.response_template if template == text.chat_template else None
+    return replace(text, chat_template=template, response_template=own)
 
 
 def _settings(settings: Settings, found: LibraryModel | None) -> Settings:

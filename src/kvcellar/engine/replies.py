@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
+from kvcellar.text.conversation import texts
 from kvcellar.text.pieces import ReplyReader
 from kvcellar.text.replies.declared import declared
 from kvcellar.text.replies.families import known
@@ -112,7 +113,7 @@ class Replies:
         `choice`: whether the model may call `tools` ("auto"), does not ("none"), or must ("required"); it must call one
         of `names`, if there are any. Without `parallel`, an answer ends with its first call. Without `deltas`, calls
         are told whole: one that is cut off, or no JSON, is content. `answer` is what the content has to match: where a
-        call is required, there is none.
+        call is required, there is none. An answer that continues a message cannot be required to be a call.
 
         Raises `BadRequest` for tools that are invalid or whose calls cannot be read, and where a call is required and
         `answer` is more than a format of the content.
@@ -130,7 +131,12 @@ class Replies:
         wanted = found.only(names) if found is not None and choice != "none" else None
         answers = answer is not None and choice != "required"
         outline = Outline(self._form, wanted, deltas=deltas, parallel=parallel, answers=answers)
-        made = RequestReading(outline, self._codec.template.opening(checked_options(options)))
+        continued = options.get("continued")
+        if continued is not None and choice == "required":
+            message = "tool_choice cannot require a call where the answer continues a message"
+            raise BadRequest(message, "tool_choice")
+        begun = continued is not None and any(texts(continued))
+        made = RequestReading(outline, self._codec.template.opening(checked_options(options)), begun=begun)
         made.constraint = self._constraint(made.thinking, wanted, choice, answer, parallel=parallel)
         return made
 

@@ -50,7 +50,7 @@ class Variants:
         loaded = as_created(built.base, model)
         sampling = default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name)
         template = loaded.text.chat_template if loaded.text is not None else None
-        codec = built.intake.codec.variant(template, preamble_of(model.manifest))
+        codec = built.intake.codec.variant(loaded.text, preamble_of(model.manifest))
         render, replies = codec.render, Replies(codec)
         if not model.adapters:
             return Variant(sampling, render, replies, adapter="", template=template)

@@ -33,12 +33,15 @@ def modelfile_of(name: str, manifest: Manifest) -> Modelfile:
 
 def template_of(model: LibraryModel) -> str | None:
     """TEMPLATE, else the chat template of its files; None if it has none."""
-    if model.manifest.template is not None:
-        return model.manifest.template
-    file = model.directory / "chat_template.jinja"
+    return template_in(model.directory) if model.manifest.template is None else model.manifest.template
+
+
+def template_in(directory: Path) -> str | None:
+    """The chat template of a directory."""
+    file = directory / "chat_template.jinja"
     if file.is_file():
         return _bounded(file).decode(errors="replace")
-    found = _object(model.directory / "tokenizer_config.json").get("chat_template")
+    found = _object(directory / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
         named = [cast("dict[str, Any]", one) for one in cast("list[Any]", found) if isinstance(one, dict)]
         found = next((one.get("template") for one in named if one.get("name") == "default"), None)
@@ -48,9 +51,6 @@ def template_of(model: LibraryModel) -> str | None:
 def details(model: LibraryModel) -> dict[str, Any]:
     """What its files say about a model, for JSON."""
     manifest = model.manifest
-    config = _object(model.directory / "config.json")
-    text = config.get("text_config")
-    fields = {**config, **(cast("dict[str, Any]", text) if isinstance(text, dict) else {})}
     found: dict[str, Any] = {
         "name": model.name,
         "id": model.id,
@@ -58,8 +58,7 @@ def details(model: LibraryModel) -> dict[str, Any]:
         "source": manifest.source,
         "directory": str(model.directory),
         "size": manifest.size,
-        "architecture": config.get("model_type"),
-        **{name: _size(fields, keys) for name, keys in _SIZES.items()},
+        **shape_of(model.directory),
         "quantized": manifest.quantized,
         "draft": None,
         "adapters": len(manifest.adapters),
@@ -76,6 +75,16 @@ def details(model: LibraryModel) -> dict[str, Any]:
         kind = _object(model.draft / "config.json").get("model_type")
         found["draft"] = {"architecture": kind, "quantized": manifest.draft_quantized}
     return found
+
+
+def shape_of(directory: Path) -> dict[str, Any]:
+    """The architecture of the model in a directory, and its sizes; None where its config has none."""
+    config = _object(directory / "config.json")
+    text = config.get("text_config")
+    fields = {**config, **(cast("dict[str, Any]", text) if isinstance(text, dict) else {})}
+    kind = config.get("model_type")
+    sizes = {name: _size(fields, keys) for name, keys in _SIZES.items()}
+    return {"architecture": kind if isinstance(kind, str) else None, **sizes}
 
 
 def _size(fields: dict[str, Any], names: tuple[str, ...]) -> int | None:

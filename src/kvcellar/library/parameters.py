@@ -9,7 +9,7 @@ stored.
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest, shown
@@ -130,11 +130,19 @@ def from_json(given: Mapping[str, Any]) -> tuple[Command, ...]:
 
 def commands(values: Mapping[str, Any]) -> tuple[Command, ...]:
     """What sets these values, under the names that Ollama has, if it has one."""
-    return tuple(
-        Command(_OLLAMAS.get(name, name), one if isinstance(one, str) else json.dumps(one))
-        for name, value in sorted(values.items())
-        for one in _each(value)
-    )
+    return tuple(Command(name, one if isinstance(one, str) else json.dumps(one)) for name, one in _named(values))
+
+
+def listed(values: Mapping[str, Any]) -> str:
+    """A line for each, as Ollama lists them: texts are quoted."""
+    return "\n".join(f"{name:<30} {json.dumps(one, ensure_ascii=False)}" for name, one in _named(values))
+
+
+def _named(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Each value, under the name that Ollama has for it, if it has one."""
+    for name, value in sorted(values.items()):
+        for one in _each(value):
+            yield _OLLAMAS.get(name, name), one
 
 
 def _each(value: Any) -> list[Any]:

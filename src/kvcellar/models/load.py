@@ -119,6 +119,13 @@ def load(
     return _noted(loaded)
 
 
+def text_of(path: Path) -> TextAssets | str:
+    """The tokenizer and its template, as `load` finds them, or why there is none. Builds no network. Raises
+    `ModelRefused`."""
+    with silence_transformers(), opened(path) as files:
+        return text_assets(path, config_of(config_fields(path), decoded(files)))
+
+
 def locate(model: str | Path) -> tuple[str, Path]:
     """Name and directory of a model that is named or given as a directory; "embedded" is that of the package. Raises
     `ModelNotFound`, `ModelRefused`."""

@@ -8,6 +8,7 @@ are packed on a CPU while their plain form stays count twice.
 import json
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}  # types of computation
 _STORED = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # floating-point types of files
 _CODES = (".weight", ".weight_packed", ".qweight", "_blocks", ".embedding_quantized")  # tensors that may be packed
 _WORDS = {"I32": 32, "U32": 32, "U8": 8}  # their types, and the bits of an element, which may hold several weights
+MOST_METHOD = 40  # characters
 _KEYS = ("quantization_config", "compression_config", "quantization")
 
 
@@ -36,10 +38,40 @@ class _Tensor:
         return math.prod(self.shape)
 
 
-def elements_of(directory: Path) -> int:
-    """The number of parameters in the files of a model. Raises `ModelRefused`."""
-    bits = _bits(_config(directory / "config.json"))
-    return sum(_elements(one, bits) for file in sorted(directory.glob("*.safetensors")) for one in _tensors(file))
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What the files of a model have: the number of parameters, and how they are stored, such as `BF16`; of quantised
+    ones by the name of the method."""
+
+    elements: int
+    kind: str
+
+
+def weights_of(directory: Path) -> Weights:
+    """Raises `ModelRefused`."""
+    config = _config(directory / "config.json")
+    bits, counts = _bits(config), Counter[str]()
+    for file in sorted(directory.glob("*.safetensors")):
+        for one in _tensors(file):
+            counts[one.dtype] += _elements(one, bits)
+    kind = counts.most_common(1)[0][0] if counts else ""
+    return Weights(counts.total(), _method(config) or kind)
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """How weights were quantised; empty: they were not, or it does not say how."""
+    for part in _parts(config):
+        for key in _KEYS:
+            found = part.get(key)
+            if isinstance(found, dict) and isinstance(name := cast("dict[str, Any]", found).get("quant_method"), str):
+                return name[:MOST_METHOD].upper()
+    return ""
+
+
+def _parts(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """The config, and that of the text model in it."""
+    text = config.get("text_config")
+    return (config, cast("Mapping[str, Any]", text)) if isinstance(text, dict) else (config,)
 
 
 def _elements(tensor: "_Tensor", bits: int) -> int:
@@ -72,8 +104,7 @@ def _width(config: Mapping[str, Any], tensors: list[_Tensor], dtype: str) -> int
     """Bytes of an element in the type of computation."""
     if dtype in _WIDTHS:
         return _WIDTHS[dtype]
-    text = config.get("text_config")
-    for part in (config, cast("Mapping[str, Any]", text) if isinstance(text, dict) else {}):
+    for part in _parts(config):
         for key in ("dtype", "torch_dtype"):
             if (named := part.get(key)) in _WIDTHS:
                 return _WIDTHS[cast(str, named)]
@@ -93,8 +124,7 @@ def _bits(config: Mapping[str, Any]) -> int:
                     found.append(2)
                 search(inner)
 
-    text = config.get("text_config")
-    for part in (config, cast("Mapping[str, Any]", text) if isinstance(text, dict) else {}):
+    for part in _parts(config):
         for key in _KEYS:
             search(part.get(key))
     return min(found, default=4)

@@ -1,5 +1,6 @@
 """chat_request: what the bodies of all APIs become before prompts are made of them, and after."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,6 +9,7 @@ from kvcellar.engine.replies import ServedReading
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.field_names import Place
 from kvcellar.text.pieces import PlainReader, ReplyReader
 
 Json = dict[str, object]
@@ -26,8 +28,10 @@ class GenerationRequest:
     retention: RetentionOptions = NO_OPTIONS  # without the owner
     conversation: str | None = None  # the name of one that the request continues
     constraint: Constraint | None = None  # what the answers have to match
+    returns_prompts: bool = False  # the response has the token ids of the prompts
     # of the fields that parameters come from, by name of the parameter, where the API has another name for it
     names: Mapping[str, str] = field(default_factory=dict[str, str])
+    places: Sequence[Place] = ()  # of the messages of a chat in the body; empty: it has the same messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class ChatRequest(GenerationRequest):
     variables: Mapping[str, Any] | None = None  # of the chat template
     effort: str | None = None  # of reasoning
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the last message is the beginning of the answer
     replay: bool = True  # earlier replies have the tokens that they were generated with
     breakpoints: Sequence[int] = ()  # numbers of first messages behind which later requests may resume
 
@@ -85,6 +90,7 @@ class Prepared:
     breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
     reading: ServedReading | None = None  # of the answers to a chat
     omitted: int = 0  # how many messages of a chat its prompt omits, as in `Dialogue`
+    prompts: Sequence["array[int]"] = ()  # their token ids, where the response has them
 
     @property
     def choices(self) -> int:

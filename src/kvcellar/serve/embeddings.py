@@ -104,7 +104,7 @@ class EmbeddingHandler:
                     vectors.append(engine.embeddings.vector(pooled, request.dimensions, normalised=request.normalised))
             cached = sum(one.usage.cached_tokens for one in log.done.values())
             tokens = sum(map(len, prepared.prompts))
-            name = engine.model.name
+            name = use.name or engine.model.name
         return request.write(Embedded(name, vectors, tokens, cached, time.perf_counter() - began))
 
     async def _pooled(self, engine: NamedEngine, prepared: Prepared, start: int, log: RequestLog) -> list[Vector]:

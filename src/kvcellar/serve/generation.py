@@ -91,7 +91,7 @@ class GenerationHandler:
             def submit(engine: ServedEngine, sent: Fields) -> tuple[MakeWriter, Prepared, int]:
                 log.servable = use.servable
                 read = self._parse(engine, sent, caller)
-                with naming_fields(read.request.names):
+                with naming_fields(read.request.names, read.request.places):
                     prepared, prompts = prepare(engine, read.request, naming, turn)
                     log.set_prompts(prompts)
                     log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name

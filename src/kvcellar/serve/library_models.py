@@ -114,7 +114,7 @@ class LibraryModels:
                 _check_current(library, model)  # its files may have been removed
                 raise
 
-        about = {"id": model.id, "own": own, "join": join}
+        about = {"id": model.id, "own": own, "join": join, "directory": model.directory}
         return Servable(listed(model.name), engine_key(model), weights, most, least, load, **about)
 
     def _bytes(self, directory: Path) -> int:

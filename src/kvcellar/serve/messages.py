@@ -81,6 +81,8 @@ class Message(StrictModel):
     thinking: str | None = None  # the same as `reasoning_content`
     refusal: str | None = None  # text in place of `content`
     audio: None = None  # only `null`
+    # DeepSeek, Mistral: `true` on the last message, of the assistant: the answer continues its text
+    prefix: bool | None = None
     annotations: object = None
     cache_control: object = None
     id: object = None
@@ -111,12 +113,23 @@ class Message(StrictModel):
 
 # Fields of an assistant's message that may replace its content.
 _INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-_NOT_RENDERED = {"content", "refusal", "audio", *MESSAGE_NO_EFFECT}
+_NOT_RENDERED = {"content", "refusal", "audio", "prefix", *MESSAGE_NO_EFFECT}
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, object]]:
     """The messages as `Engine.render` takes them. Raises `ApiError`."""
     return [message.template_fields(f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def continues(messages: Sequence[Message]) -> bool:
+    """Whether the last message is marked as the beginning of the answer. Raises `ApiError` if another one is."""
+    for index, message in enumerate(messages[:-1]):
+        if message.prefix:
+            where = f"messages[{index}].prefix"
+            raise ApiError(
+                400, f"{where} must not be true: only the last message can be continued", where, "invalid_value"
+            )
+    return bool(messages[-1].prefix)
 
 
 def _no_content(where: str, role: str) -> ApiError:

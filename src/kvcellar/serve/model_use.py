@@ -50,7 +50,7 @@ class ModelUse:
         self._host, self._threads, self._body, self._keep_alive = host, threads, body, keep_alive
         self.servable: Servable | None = None
         self._named = False  # whether the body was read for the next two
-        self._name: str | None = None
+        self.name: str | None = None  # of the model, as the client has sent it
         self._keep: float | None = None
         self._lease: Lease | None = None
         self._lock, self._ended = threading.Lock(), False  # orders the end of the request and the thread
@@ -60,7 +60,7 @@ class ModelUse:
         if (done := await self._threads.run(self._body, lambda: self._submit(submit))) is not None:
             return done
         if (servable := self.servable) is None:
-            servable = self.servable = await self._threads.for_library(lambda: self._host.find(self._name))
+            servable = self.servable = await self._threads.for_library(lambda: self._host.find(self.name))
         self._hold(await self._host.lease(servable, self._keep))
         done = await self._threads.run(self._body, lambda: self._submit(submit))
         assert done is not None
@@ -71,10 +71,10 @@ class ModelUse:
         sent = parse_object(self._body.data, Limits(context=self._host.longest))
         if not self._named:
             self._named, self._keep, name = True, self._keep_alive(sent), sent.get("model")
-            self._name = name if isinstance(name, str) else None
-            if not self._host.known(self._name):
+            self.name = name if isinstance(name, str) else None
+            if not self._host.known(self.name):
                 return None
-            self.servable = self._host.find(self._name)
+            self.servable = self._host.find(self.name)
             self._hold(self._host.take(self.servable, self._keep))
         if (lease := self._lease) is None:
             return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Unpack
 
 from kvcellar.engine.conversations import Conversations
@@ -21,6 +22,7 @@ class NamedModel:
     """A model under the name that clients know."""
 
     name: str
+    path: Path | None
     context: int
     vocab_size: int
     has_text: bool
@@ -32,6 +34,7 @@ class NamedModel:
     def of(cls, model: ServedModel, name: str, variant: Variant) -> "NamedModel":
         return cls(
             name,
+            model.path,
             model.context,
             model.vocab_size,
             model.has_text,
@@ -86,6 +89,9 @@ class NamedEngine:
 
     def token_bytes(self, token: int) -> bytes:
         return self._engine.token_bytes(token)
+
+    def written(self, token: int) -> str:
+        return self._engine.written(token)
 
     def render(
         self,

@@ -21,7 +21,7 @@ from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.model_use import sent_keep_alive
-from kvcellar.serve.ollama_details import Details, whole_name
+from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.ollama_fields import GenerateBody, LoadBody, OllamaChatBody, ShowBody
 from kvcellar.serve.ollama_generate import parse_chat, parse_generate
 from kvcellar.serve.parsing import parse_object, validated
@@ -117,7 +117,7 @@ class OllamaHandler:
 
             await self._server.drain.run_before(until_disconnected(receive, load()))
         return {
-            "model": whole_name(servable),
+            "model": body.named,
             "created_at": datetime.now(UTC).isoformat(),
             "done": True,
             "done_reason": "unload" if keep_alive == 0 else "load",

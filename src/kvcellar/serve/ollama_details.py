@@ -1,15 +1,25 @@
-"""ollama_details: what Ollama's API shows of a model, from its files."""
+"""ollama_details: what Ollama's API shows of a model, from its files.
+
+A model of the library has a digest of all its files. That of another one is made of its name, and of the names, sizes
+and times of its files: it changes with them, and nothing is read for it.
+"""
 
 import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
+from kvcellar.engine.capabilities import NOTHING, capabilities, capabilities_of
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
-from kvcellar.library.details import details, modelfile_of, template_of
+from kvcellar.library.details import modelfile_of, shape_of, template_in, template_of
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST
-from kvcellar.library.parameters import commands
-from kvcellar.models.weights_bytes import elements_of
+from kvcellar.library.parameters import listed
+from kvcellar.models.weights_bytes import Weights, weights_of
 from kvcellar.serve.api_errors import model_refused
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.servable import Servable, not_served
@@ -26,111 +36,170 @@ def whole_name(servable: Servable) -> str:
     return servable.name if not servable.id or ":" in servable.name else f"{servable.name}:{LATEST}"
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Those of a model. Without a `directory` there are none: it was made by the caller, or was removed or damaged
+    while it is loaded."""
+
+    digest: str
+    modified: float  # seconds of the wall clock
+    size: int  # bytes
+    directory: Path | None = None
+    model: LibraryModel | None = None  # where it is in the library
+
+    @property
+    def template(self) -> str | None:
+        """What it was created with; None: that of its directory."""
+        return None if self.model is None else self.model.manifest.template
+
+
 class Details:
     """Called in threads. `library`: None where there is none."""
 
     def __init__(self, library: Library | None) -> None:
-        self._library = library
-        self._known: dict[str, Json] = {}  # by the id of a model of the library: what its files say
+        self._library, self._began = library, time.time()
+        self._models: dict[str, LibraryModel] = {}  # by id
+        self._described: dict[str, Json] = {}  # by digest: `details` and `model_info`
+        self._capable: dict[str, Sequence[str]] = {}  # by digest
 
     def named(self, servable: Servable) -> Json:
-        name = whole_name(servable)
-        return {"name": name, "model": name, "digest": servable.id, "details": self._of(servable)["details"]}
+        return self._named(servable, self._files(servable))
 
     def listed(self, servable: Servable) -> Json:
-        about = {"modified_at": _time(self._modified(servable)), "size": self._of(servable)["size"]}
-        return self.named(servable) | about
+        files = self._files(servable)
+        return self._named(servable, files) | {"modified_at": _time(files.modified), "size": files.size}
 
     def shown(self, servable: Servable, engine: ServedEngine | None, *, verbose: bool) -> Json:
-        if self._library is None or not servable.id:
-            context = engine.model.context if engine is not None else None
-            info = {"general.architecture": WHOLE, f"{WHOLE}.context_length": context}
-            return self._parts(servable, None, engine) | {"model_info": info, "modified_at": _time(0.0)}
+        """Raises `ApiError` for a model that is damaged, and `ModelNotFound` for one that was removed."""
+        files = self._files(servable) if self._library is None else self._checked(self._library, servable)
+        report = None if files.model is None else files.model.manifest.report
+        about = self._of(files)
+        info = about["model_info"]
+        if verbose:
+            info = info | {"kvcellar.report": None if report is None else dict(report)}
+        return _texts(servable, files) | {
+            "details": about["details"],
+            "capabilities": self._capabilities(files, engine),
+            "model_info": info,
+            "modified_at": _time(files.modified),
+        }
+
+    def _checked(self, library: Library, servable: Servable) -> Files:
+        """Of a model of the library as it is now, whatever was known of it."""
+        if not servable.id:
+            return self._files(servable)
         try:
-            model = self._library.resolve(servable.name)
+            return _in_library(library, servable.name, library.resolve(servable.name))
         except ModelRefused as error:
             log.error("%s cannot be shown: %s", servable.name, error)
             raise model_refused(servable.name) from error
         except (ModelNotFound, FileNotFoundError) as error:
             raise not_served(servable.name) from error
-        info = self._of(servable)["model_info"]
-        if verbose:
-            info = info | {"kvcellar.report": None if model.manifest.report is None else dict(model.manifest.report)}
-        return self._parts(servable, model, engine) | {
-            "model_info": info,
-            "modified_at": _time(self._modified(servable)),
-        }
 
-    def _parts(self, servable: Servable, model: LibraryModel | None, engine: ServedEngine | None) -> Json:
-        found: Json = {"details": self._of(servable)["details"], "capabilities": capabilities(engine)}
-        if model is None:
-            return found | {"modelfile": "", "parameters": "", "template": "", "license": ""}
-        manifest = model.manifest
-        texts: Json = {
-            "modelfile": str(modelfile_of(whole_name(servable), manifest)),
-            "parameters": "\n".join(f"{one.name:<30} {one.args}" for one in commands(manifest.parameters)),
-            "template": template_of(model) or "",
-            "license": "\n".join(manifest.licenses),
-        }
-        if manifest.system is not None:
-            texts["system"] = manifest.system
-        if manifest.messages:
-            texts["messages"] = [{"role": one.role, "content": one.content} for one in manifest.messages]
-        return found | texts
+    def _named(self, servable: Servable, files: Files) -> Json:
+        name = whole_name(servable)
+        return {"name": name, "model": name, "digest": files.digest, "details": self._of(files)["details"]}
 
-    def _of(self, servable: Servable) -> Json:
-        """`details`, `model_info` and `size` of a model. What was removed or damaged while it is loaded has only its
-        size in memory."""
-        if self._library is None or not servable.id:
-            return _plain(WHOLE, "", servable.weights + servable.own)
-        if (known := self._known.get(servable.id)) is not None:
-            return known
+    def _files(self, servable: Servable) -> Files:
         try:
-            model = self._library.resolve(servable.name)
-            made = _described(model)
+            if servable.id and self._library is not None:
+                if servable.id not in self._models:
+                    found = self._library.resolve(servable.name)
+                    _keep(self._models, found.id, found)
+                if servable.id in self._models:  # else the name has another model since this one was loaded
+                    return _in_library(self._library, servable.name, self._models[servable.id])
+            elif not servable.id and servable.directory is not None:
+                return _listing(servable.name, servable.directory)
         except (KvcellarError, OSError):
-            return _plain(WHOLE, "", servable.weights + servable.own)
-        if model.id != servable.id:  # the name has another model since this one was loaded
-            return _plain(WHOLE, "", servable.weights + servable.own)
-        if len(self._known) >= KEPT:
-            self._known.clear()
-        self._known[servable.id] = made
-        return made
+            pass  # it was removed or damaged while it is loaded
+        digest = servable.id or sha256(f"{servable.key}\n{servable.name}".encode()).hexdigest()
+        return Files(digest, self._began, servable.weights + servable.own)
 
-    def _modified(self, servable: Servable) -> float:
-        if self._library is None or not servable.id:
-            return 0.0
-        try:
-            return self._library.modified(servable.name)
-        except (KvcellarError, OSError):
-            return 0.0  # removed while it is loaded
+    def _of(self, files: Files) -> Json:
+        """`details` and `model_info`."""
+        if files.digest not in self._described:
+            if files.directory is None:
+                return _described({}, Weights(0, ""), None)
+            described = _described(shape_of(files.directory), _weights(files.directory), files.model)
+            _keep(self._described, files.digest, described)
+        return self._described[files.digest]
+
+    def _capabilities(self, files: Files, engine: ServedEngine | None) -> Sequence[str]:
+        """The same, whether the model is loaded or not."""
+        if engine is not None:
+            return capabilities(engine.replies, embeds=engine.embeddings.refused is None)
+        if files.directory is None:
+            return NOTHING
+        if files.digest not in self._capable:
+            _keep(self._capable, files.digest, capabilities_of(files.directory, files.template))
+        return self._capable[files.digest]
 
 
-def _plain(family: str, quantized: str, size: int) -> Json:
-    about = {"parent_model": "", "format": FORMAT, "family": family, "families": [family], "parameter_size": ""}
-    return {"details": about | {"quantization_level": quantized}, "model_info": {}, "size": size}
+def _keep(known: dict[str, Any], digest: str, value: Any) -> None:
+    if len(known) >= KEPT:
+        known.clear()
+    known[digest] = value
 
 
-def _described(model: LibraryModel) -> Json:
-    about = details(model)
-    family, elements = about["architecture"] or WHOLE, _elements(model)
-    found = _plain(family, (about["quantized"] or "").upper(), about["size"])
-    found["details"] |= {"parent_model": about["source"], "parameter_size": _counted(elements)}
-    found["model_info"] = {
-        "general.architecture": family,
-        "general.parameter_count": elements,
-        f"{family}.context_length": about["context_length"],
-        f"{family}.embedding_length": about["embedding_length"],
-        f"{family}.block_count": about["layers"],
+def _in_library(library: Library, name: str, model: LibraryModel) -> Files:
+    return Files(model.id, library.modified(name), model.manifest.size, model.directory, model)
+
+
+def _listing(name: str, directory: Path) -> Files:
+    """The files of a directory that is not in the library."""
+    digest, size, modified = sha256(name.encode()), 0, 0.0
+    for file in sorted(one for one in directory.rglob("*") if one.is_file()):
+        about = file.stat()
+        digest.update(f"\n{file.relative_to(directory)} {about.st_size} {about.st_mtime_ns}".encode(errors="replace"))
+        size, modified = size + about.st_size, max(modified, about.st_mtime)
+    return Files(digest.hexdigest(), modified, size, directory)
+
+
+def _texts(servable: Servable, files: Files) -> Json:
+    if files.model is None:
+        template = "" if files.directory is None else template_in(files.directory) or ""
+        return {"modelfile": "", "parameters": "", "template": template, "license": ""}
+    manifest = files.model.manifest
+    texts: Json = {
+        "modelfile": str(modelfile_of(whole_name(servable), manifest)),
+        "parameters": listed(manifest.parameters),
+        "template": template_of(files.model) or "",
+        "license": "\n".join(manifest.licenses),
     }
-    return found
+    if manifest.system is not None:
+        texts["system"] = manifest.system
+    if manifest.messages:
+        texts["messages"] = [{"role": one.role, "content": one.content} for one in manifest.messages]
+    return texts
 
 
-def _elements(model: LibraryModel) -> int:
+def _described(shape: Mapping[str, Any], weights: Weights, model: LibraryModel | None) -> Json:
+    family: str = shape.get("architecture") or WHOLE
+    source, quantized = ("", None) if model is None else (model.manifest.source, model.manifest.quantized)
+    return {
+        "details": {
+            "parent_model": source,
+            "format": FORMAT,
+            "family": family,
+            "families": [family],
+            "parameter_size": _counted(weights.elements),
+            "quantization_level": (quantized or weights.kind).upper(),
+        },
+        "model_info": {
+            "general.architecture": family,
+            "general.parameter_count": weights.elements,
+            f"{family}.context_length": shape.get("context_length"),
+            f"{family}.embedding_length": shape.get("embedding_length"),
+            f"{family}.block_count": shape.get("layers"),
+        },
+    }
+
+
+def _weights(directory: Path) -> Weights:
     try:
-        return elements_of(model.directory)
+        return weights_of(directory)
     except KvcellarError:
-        return 0  # a request for the model gets the reason
+        return Weights(0, "")  # a request for the model gets the reason
 
 
 def _counted(elements: int) -> str:
@@ -139,20 +208,6 @@ def _counted(elements: int) -> str:
         if elements >= size:
             return f"{elements / size:.1f}{unit}"
     return str(elements)
-
-
-def capabilities(engine: ServedEngine | None) -> list[str]:
-    """What clients may ask of a model. Without its engine only that it completes texts is known: whether it calls tools
-    is found by its chat template, when it is loaded."""
-    found = ["completion"]
-    if engine is None:
-        return found
-    known = {
-        "tools": engine.replies.refusal is None,
-        "thinking": engine.replies.reasons,
-        "embedding": engine.embeddings.refused is None,
-    }
-    return found + [name for name, has in known.items() if has]
 
 
 def _time(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """ollama_generate: the bodies of Ollama's routes that generate text, as requests."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -7,6 +8,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.field_names import Place
 from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage
 from kvcellar.serve.ollama_options import NAMES, sampling_of
 from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter, Shape
@@ -25,6 +27,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         messages=[_message(message) for message in body.messages or ()],
         tools=body.tools or (),
         truncate=body.truncate is not False,
+        continue_final_message=_continues(body.messages or ()),
         effort=_effort(body),
         names={**NAMES, "prompt": "messages"},
         **_common(body),
@@ -44,10 +47,11 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
             prompts=[prompt], special=not body.raw and None, names=NAMES, **common
         )
     else:
-        messages = [{"role": "user", "content": prompt}]
+        messages, places = [{"role": "user", "content": prompt}], [Place("prompt")]
         if body.system:
             messages.insert(0, {"role": "system", "content": body.system})
-        request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, **common)
+            places.insert(0, Place("system"))
+        request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, places=places, **common)
     return Generation(request, partial(_writer, engine, body.named, caller, GenerateShape()))
 
 
@@ -90,6 +94,16 @@ def _effort(body: LoadBody) -> str | None:
             return word
         case _:
             raise ApiError(400, f"think must be true, false, or one of {', '.join(EFFORTS)}", "think", "invalid_value")
+
+
+def _continues(messages: Sequence[OllamaMessage]) -> bool:
+    """As Ollama: text of the assistant at the end is the beginning of the answer."""
+    return (
+        bool(messages)
+        and messages[-1].role == "assistant"
+        and bool(messages[-1].content)
+        and not messages[-1].tool_calls
+    )
 
 
 def _message(message: OllamaMessage) -> dict[str, Any]:

@@ -30,5 +30,6 @@ def catalogue() -> Catalogue:
 def hosting(engine: ServedEngine) -> Host:
     """A host of one engine, which the caller closes."""
     host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
-    host.open(Servable(engine.model.name, engine.model.name, 0, 0, 0, lambda cache, going_on: engine))
+    name, path = engine.model.name, engine.model.path
+    host.open(Servable(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
     return host

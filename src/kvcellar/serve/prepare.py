@@ -4,6 +4,7 @@ Slow, because it renders and tokenizes: it runs in a thread. It raises `ApiError
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,12 @@ from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.conversation_turn import ConversationTurn
+from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Naming
+from kvcellar.text.replies.tools import checked
+from kvcellar.text.template import check_continued
+from kvcellar.text.turns import packed
 
 MAX_COMPLETIONS = 4096  # prompts times n
 
@@ -27,6 +32,8 @@ def prepare(
     engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn
 ) -> tuple[Prepared, Prompts]:
     """The request with its prompts; begins `turn` if it continues a conversation."""
+    if isinstance(request, ChatRequest) and request.continue_final_message:
+        check_continued(request.messages)
     reading = _reading(engine, request) if isinstance(request, ChatRequest) else None
     constraint = request.constraint if reading is None else reading.constraint
     given = {name: value for name, value in request.sampling.items() if value is not None}
@@ -45,8 +52,11 @@ def prepare(
         raise ApiError(400, message, "n", "invalid_value")
     lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
     if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
-        marked = _breakpoints(request, prompts[0], renderer(engine, request, namespace))
-    return Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted), prompts
+        closed = replace(request, continue_final_message=False)
+        marked = _breakpoints(request, prompts[0], renderer(engine, closed, namespace))
+    told = tuple(map(packed, prompts)) if request.returns_prompts else ()
+    prepared = Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted, told)
+    return prepared, prompts
 
 
 def _texts(
@@ -69,18 +79,42 @@ def _chat(
 ) -> tuple[Prompts, SamplingParams, int]:
     """Also how many messages the prompts omit."""
     render = renderer(engine, request, namespace)
-    if request.conversation is None and request.truncate:
-        dialogue = Dialogue(chat=True)
-        dialogue.messages = list(request.messages)
-        prompt = dialogue.chatted([], TRUNCATED, engine.model.context, render)
-        return [prompt.ids], params, prompt.omitted
     if request.conversation is None:
-        return [render(request.messages, limit=engine.model.context)], params, 0
+        ids, omitted = _rendered(request, render, engine.model.context)
+        return [ids], params, omitted
     if not request.add_generation_prompt:
         message = "add_generation_prompt must not be false with conversation"
         raise ApiError(400, message, "add_generation_prompt", "invalid_value")
+    if request.continue_final_message:
+        message = "a turn of a conversation cannot continue a message: send a message of the user"
+        raise ApiError(400, message, "conversation", "invalid_value")
     prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
     return [prompt.ids], prompt.params, 0
+
+
+def _rendered(request: ChatRequest, render: Render, limit: int) -> tuple[list[int], int]:
+    """The prompt of a chat, and how many messages it omits."""
+    if not request.truncate:
+        return render(request.messages, limit=limit), 0
+    dialogue = Dialogue(chat=True)
+    dialogue.messages = list(request.messages)
+    prompt = dialogue.chatted([], TRUNCATED, limit, render)
+    return prompt.ids, prompt.omitted
+
+
+def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) -> int:
+    """How many tokens the prompt of a chat has that continues no conversation, without running it: its replies have the
+    tokens that they were generated with. Raises what `prepare` raises about messages and tools."""
+    with naming_fields(request.names, request.places):
+        return len(chat_tokens(engine, request, namespace=naming(request.salt, request.users)))
+
+
+def chat_tokens(engine: ServedEngine, request: ChatRequest, *, namespace: str, limit: int | None = None) -> list[int]:
+    """The prompt of a chat that continues no conversation. `limit`: most tokens; None: the context."""
+    checked(request.tools)
+    if request.continue_final_message:
+        check_continued(request.messages)
+    return _rendered(request, renderer(engine, request, namespace), limit or engine.model.context)[0]
 
 
 def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:
@@ -95,6 +129,7 @@ def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:
         variables=request.variables,
         effort=request.effort,
         add_generation_prompt=request.add_generation_prompt,
+        continued=request.messages[-1] if request.continue_final_message else None,
     )
 
 
@@ -115,6 +150,7 @@ def renderer(engine: ServedEngine, request: ChatRequest, namespace: str) -> Rend
         variables=request.variables,
         effort=request.effort,
         add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
     )
 
 

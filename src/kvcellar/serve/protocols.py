@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class ServedModel(Protocol):
-    """`has_text`: whether there is a tokenizer; `special_tokens` are those that chat templates name."""
+    """`path`: of its files, None where it was made from none; `has_text`: whether there is a tokenizer;
+    `special_tokens` are those that chat templates name."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def path(self) -> Path | None: ...
     @property
     def context(self) -> int: ...
     @property
@@ -110,9 +113,9 @@ class ServedEmbeddings(Protocol):
 
 
 class ServedEngine(Protocol):
-    """`model`, `healthy` and `decode` of a few tokens are used on the event loop and must return quickly. All
-    other methods are called from several threads at once; they may take long, but must not hold the interpreter lock
-    for long."""
+    """`model`, `healthy`, and `decode` and `token_bytes` of a few tokens are used on the event loop and must return
+    quickly. All other methods are called from several threads at once; they may take long, but must not hold the
+    interpreter lock for long."""
 
     @property
     def model(self) -> ServedModel: ...
@@ -142,6 +145,10 @@ class ServedEngine(Protocol):
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
     def token_bytes(self, token: int) -> bytes: ...
+    def written(self, token: int) -> str:
+        """The entry of the vocabulary, which is not decoded."""
+        ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from kvcellar.engine.variants import Variant
@@ -44,6 +45,7 @@ class Servable:
     context: int | None = None  # most tokens of a sequence; None: not known before it is loaded
     id: str = ""  # of the model in the library; "": it is in none
     own: int = 0  # bytes of its adapter
+    directory: Path | None = None  # of its files; None: it was made from none
     join: Join = field(default=as_it_is, compare=False, repr=False)
 
     @property
@@ -83,4 +85,4 @@ class Catalogue(Protocol):
 
 
 def not_served(name: str) -> ModelNotFound:
-    return ModelNotFound(f"the model {printable(repr(name))} is not served here; /v1/models lists what is")
+    return ModelNotFound(f"model {printable(repr(name))} not found; /v1/models lists what is served here")

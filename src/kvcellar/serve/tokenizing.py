@@ -11,14 +11,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import Json
+from kvcellar.serve.chat_request import ChatRequest, Json
 from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.model_route import ModelRoute
-from kvcellar.serve.openai.logprobs import TokenText
+from kvcellar.serve.openai.chat import Effort, continued
+from kvcellar.serve.openai.fields import implemented
+from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields, validated
+from kvcellar.serve.prepare import chat_tokens
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller
@@ -40,8 +44,14 @@ class TokenizeBody(StrictModel):
     content: str | None = None  # llama.cpp: the text
     add_special_tokens: bool | None = None  # vLLM: with begin- and end-of-text; default: true, of a prompt
     add_generation_prompt: bool | None = None  # vLLM: `false`: without the start of the assistant's turn
+    continue_final_message: bool | None = None  # vLLM: `true`: up to the text of the last message, of the assistant
     chat_template_kwargs: dict[str, object] | None = None  # vLLM: variables of the chat template
-    return_token_strs: bool | None = None  # vLLM: `token_strs` has the text of each token
+    # vLLM: functions that the model may call, as in a chat
+    tools: Annotated[list[dict[str, object]] | None, FailFast(), forms.of(forms.ToolForms)] = None
+    # OpenAI: `none`: the prompt has no tools
+    tool_choice: Annotated[object, forms.of(forms.ToolChoiceForms)] = None
+    reasoning_effort: Effort | None = None  # OpenAI: as in a chat
+    return_token_strs: bool | None = None  # vLLM: `token_strs` has the entries of the vocabulary
     add_special: bool | None = None  # llama.cpp: with begin- and end-of-text; default: false
     parse_special: Literal[True] | None = None  # llama.cpp: only `true`
     with_pieces: bool | None = None  # llama.cpp: each token is an object with its `id` and `piece`
@@ -54,12 +64,19 @@ class DetokenizeBody(StrictModel):
 
 def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
     """Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than twice the context."""
-    body = validated(TokenizeBody, sent)
+    body = validated(TokenizeBody, implemented(TokenizeBody, sent))
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
         raise ApiError(400, "exactly one of prompt, messages and content is needed", "prompt", "invalid_value")
+    for name in _OF_CHATS if body.messages is None else _OF_TEXTS:
+        if getattr(body, name):
+            raise ApiError(400, f"{name} has no effect on {given[0]}; leave it out", name, "invalid_value")
     with naming_fields({"prompt": given[0]}):
         return _tokenized(engine, body, limit=2 * engine.model.context)
+
+
+_OF_CHATS = ("tools", "continue_final_message")  # fields that would change the tokens
+_OF_TEXTS = ("add_special_tokens", "add_special")
 
 
 def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Json:
@@ -69,16 +86,23 @@ def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Json:
     if body.prompt is not None:
         ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
     else:
-        ids = engine.render(
-            template_messages(body.messages or []),
-            variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            limit=limit,
-            replay=False,
-        )
-    texts = TokenText(engine, not engine.model.has_text)
-    strings = [texts.text(token) for token in ids] if body.return_token_strs else None
+        ids = chat_tokens(engine, _chat(body), namespace="", limit=limit)
+    strings = [engine.written(token) for token in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": engine.model.context, "tokens": ids, "token_strs": strings}
+
+
+def _chat(body: TokenizeBody) -> ChatRequest:
+    messages = body.messages or []
+    return ChatRequest(
+        messages=template_messages(messages),
+        tools=body.tools or (),
+        tool_choice=tool_choice(body.tool_choice),
+        variables=body.chat_template_kwargs,
+        effort=body.reasoning_effort,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continued(messages, body.continue_final_message, body.add_generation_prompt),
+        replay=False,
+    )
 
 
 def _piece(engine: ServedEngine, token: int) -> Json:

@@ -14,6 +14,7 @@ assistant messages controls their text anyway.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -88,17 +89,24 @@ class Place(NamedTuple):
     message: int
 
 
-class OpeningOptions(TypedDict, total=False):
-    """What decides how a prompt ends: see `ChatTemplate.render`."""
+class CommonOptions(TypedDict, total=False):
+    """See `ChatTemplate.render`."""
 
     variables: Mapping[str, Any] | None
     effort: str | None
     add_generation_prompt: bool
 
 
-class RenderOptions(OpeningOptions, total=False):
+class OpeningOptions(CommonOptions, total=False):
+    """What decides how a prompt ends. `continued`: the last message, if the answer continues it."""
+
+    continued: Mapping[str, Any] | None
+
+
+class RenderOptions(CommonOptions, total=False):
     """What a conversation is rendered with beside its messages."""
 
+    continue_final_message: bool
     tools: Sequence[Mapping[str, Any]] | None
 
 
@@ -143,6 +151,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -154,6 +163,9 @@ class ChatTemplate:
         the booleans `enable_thinking` and `thinking` (false for "none"), if the template reads them and `variables`
         does not set them.
 
+        With `continue_final_message`, the last message is the beginning of the answer: the text ends where its content
+        does, whatever `add_generation_prompt` is. White space at its end is kept where the template keeps it.
+
         Raises `BadRequest` for invalid messages, and its subclass `TemplateFailed` if the template rejects the
         messages, fails on them, or exceeds its caps.
         """
@@ -162,22 +174,28 @@ class ChatTemplate:
             **self._settings(variables or {}, effort),
             "tools": Copier(self._caps, "tools").copy(tools, "tools"),
             "documents": Copier(self._caps, "documents").copy(documents, "documents"),
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
-        write = partial(self._written, settings=settings)
+        if continue_final_message:
+            check_continued(conversation)
+        write = partial(self._continued if continue_final_message else self._written, settings=settings)
         rendered = write(conversation)
         return replace(rendered, places=partial(message_places, conversation, rendered.text, write))
 
     def opening(self, options: OpeningOptions) -> str:
-        """What the template writes in front of an answer, where it asks for one; models do not write that again. ""
-        where the template refuses a conversation of one message."""
+        """What the template writes in front of an answer, where it asks for one, with the text that the answer
+        continues; models do not write that again. "" where the template refuses a conversation of one message."""
         probe = [{"role": "user", "content": "probe"}]
-        if not options.get("add_generation_prompt", True):
+        how: dict[str, Any] = {name: options.get(name) for name in ("variables", "effort")}
+        continued = options.get("continued")
+        if continued is None and not options.get("add_generation_prompt", True):
             return ""
         try:
-            text = self.render(probe, **options).text
-            options = {**options, "add_generation_prompt": False}
-            before = self.render(probe, **options).text
+            if continued is None:
+                text = self.render(probe, **how).text
+            else:
+                text = self.render([*probe, continued], continue_final_message=True, **how).text
+            before = self.render(probe, add_generation_prompt=False, **how).text
         except TemplateFailed:
             return ""
         return text[common(text, before) :]
@@ -212,6 +230,18 @@ class ChatTemplate:
         mark = unused((self._source, *strings(given)))
         variables = {**self._tokenizer.special_tokens, **self._marker.marked(given, mark)}
         return Rendered(*unmarked(self._run(variables, mark), mark), conversation, settings)
+
+    def _continued(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
+        """What is written up to the end of the content of the last message, which is found by a character that occurs
+        nowhere else, and a space behind it: as transformers, which looks whether the template trims the content."""
+        sign = unused((self._source, *strings([list(conversation), dict(settings)])))
+        written = self._written([*conversation[:-1], _extended(conversation[-1], sign + " ")], settings)
+        end = written.text.rfind(sign)
+        if end < 0:
+            raise BadRequest("the chat template does not write the text of the message that is continued", "messages")
+        text = written.text[:end] if written.text.startswith(sign + " ", end) else written.text[:end].rstrip()
+        marks = written.marks[: bisect_right(written.marks, len(text))]
+        return Rendered(text, marks, conversation, settings)
 
     def _fitted(self, conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages in the form that the template reads."""
@@ -270,6 +300,26 @@ class ChatTemplate:
             return self._run({**own, "messages": messages}, "")
         except TemplateFailed:
             return ""
+
+
+def check_continued(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `BadRequest` if the last message cannot be the beginning of an answer."""
+    where, last = f"messages[{len(messages) - 1}]", messages[-1]
+    if last.get("role") != "assistant":
+        raise BadRequest(f"{where} cannot be continued: its role is not assistant", "messages")
+    if last.get("tool_calls") or last.get("function_call"):
+        raise BadRequest(
+            f"{where} cannot be continued: it has calls of tools; send their results behind it", "messages"
+        )
+
+
+def _extended(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """The message with more text at the end of its content."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + text}
+    *parts, last = cast("list[dict[str, str]]", content)
+    return {**message, "content": [*parts, {**last, "text": last["text"] + text}]}
 
 
 def message_places(

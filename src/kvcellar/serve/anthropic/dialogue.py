@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvcellar.serve.anthropic.fields import AnthropicTool, Block, Blocks, PromptBody
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.field_names import Place
 
 TTL = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # seconds
 MAX_BREAKPOINTS = 4  # as Anthropic
@@ -24,16 +25,19 @@ Message = dict[str, Any]
 
 @dataclass(slots=True)
 class Chat:
-    """Messages in the form that `Engine.render` takes."""
+    """Messages in the form that `Engine.render` takes, and where in the body they are."""
 
     messages: list[Message] = field(default_factory=list[Message])
+    places: list[Place] = field(default_factory=list[Place])
     # Ends of messages, each as a number of messages, behind which the client has set a breakpoint.
     breakpoints: list[int] = field(default_factory=list[int])
     ttls: list[float] = field(default_factory=list[float])  # of the breakpoints, seconds
 
-    def add(self, message: Message, blocks: Iterable[Block | AnthropicTool]) -> None:
+    def add(self, message: Message, blocks: Sequence[Block], where: str) -> None:
         """Append a message that was made of `blocks`."""
         self.messages.append(message)
+        calls = [f"{where}[{number}].input" for number, block in enumerate(blocks) if block.type == "tool_use"]
+        self.places.append(Place(where, calls))
         self.mark(blocks)
 
     def mark(self, blocks: Iterable[Block | AnthropicTool]) -> None:
@@ -51,15 +55,15 @@ def chat_of(body: PromptBody) -> Chat:
     """The messages of a body. Raises `ApiError`."""
     chat = Chat()
     if body.system is not None and (text := _joined(body.system, "system")):
-        chat.add({"role": "system", "content": text}, body.system)
+        chat.add({"role": "system", "content": text}, body.system, "system")
     chat.mark(body.tools or ())  # templates write tools into the system prompt, or before the first message
     for index, message in enumerate(body.messages):
         where = f"messages[{index}].content"
         match message.role:
             case "system":
-                chat.add({"role": "system", "content": _joined(message.content, where)}, message.content)
+                chat.add({"role": "system", "content": _joined(message.content, where)}, message.content, where)
             case "assistant":
-                chat.add(_said(message.content, where), message.content)
+                chat.add(_said(message.content, where), message.content, where)
             case "user":
                 _add_user(chat, message.content, where)
     return chat
@@ -95,13 +99,13 @@ def _add_user(chat: Chat, blocks: Sequence[Block], where: str) -> None:
             case "tool_result":
                 if texts:
                     raise _invalid(at, f"{at} is a tool_result behind text; results come first in a message")
-                chat.add(_result(block, at), [block])
+                chat.add(_result(block, at), [block], at)
             case "text":
                 texts.append(block)
             case _:
                 raise _unsupported(block, at)
     if texts:
-        chat.add({"role": "user", "content": _joined(texts, where)}, texts)
+        chat.add({"role": "user", "content": _joined(texts, where)}, texts, where)
     elif not blocks:
         raise _invalid(where, f"{where} is empty; a message needs a block")
 

@@ -44,7 +44,7 @@ def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
         retention=retention,
         conversation=body.conversation,
     )
-    return Generation(request, partial(MessageWriter, engine.model.name))
+    return Generation(request, partial(MessageWriter, body.model or engine.model.name))
 
 
 def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **common: Any) -> ChatRequest:
@@ -52,6 +52,7 @@ def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **co
     choice = body.tool_choice
     return ChatRequest(
         messages=chat.messages,
+        continue_final_message=_prefilled(body),
         breakpoints=tuple(chat.breakpoints),
         tools=tools_of(body.tools) or (),
         tool_choice=AUTO if choice is None else _chosen(choice),
@@ -62,8 +63,23 @@ def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **co
         salt=body.cache_salt,
         users=(None if body.metadata is None else body.metadata.user_id,),
         names=NAMES,
+        places=chat.places,
         **common,
     )
+
+
+def _prefilled(body: PromptBody) -> bool:
+    """Whether the last message is the beginning of the answer: where it is the assistant's. Raises `ApiError`."""
+    last, where = body.messages[-1], f"messages[{len(body.messages) - 1}].content"
+    if last.role != "assistant":
+        return False
+    if last.content and (last.content[-1].text or "").rstrip() != (last.content[-1].text or ""):
+        message = f"{where}: the message that the answer continues cannot end with white space"
+        raise ApiError(400, message, where, "invalid_value")
+    if body.thinking is not None and body.thinking.type == "enabled":
+        message = "thinking cannot be enabled where the answer continues the last message; send thinking: disabled"
+        raise ApiError(400, message, "thinking", "invalid_value")
+    return True
 
 
 def _chosen(choice: Choice) -> ToolChoice:

@@ -1,5 +1,6 @@
 """chat: the fields of a chat completion, and the request that they make."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -8,7 +9,7 @@ from pydantic import FailFast, Field
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms
 from kvcellar.serve.chat_request import ChatRequest
-from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
+from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
 from kvcellar.serve.openai.chat_format import ChatFormat
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, response_options, sampling
 from kvcellar.serve.openai.response_writer import ResponseWriter
@@ -38,6 +39,8 @@ class ChatBody(CommonBody):
     # vLLM: variables of the chat template; those that it does not use have no effect
     chat_template_kwargs: dict[str, object] | None = None
     add_generation_prompt: bool | None = None  # vLLM: `false`: render without the start of the assistant's turn
+    # vLLM: `true`: the answer continues the last message, of the assistant; not with `add_generation_prompt`
+    continue_final_message: bool | None = None
     # OpenAI: functions that the model may call, with a name and a JSON Schema: see [tool calls](../tool-calls.md)
     tools: Annotated[list[dict[str, object]] | None, FailFast(), forms.of(forms.ToolForms)] = None
     # OpenAI: `none`, `auto` (the default), `required`, one function by name, or `allowed_tools`
@@ -60,6 +63,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         variables=body.chat_template_kwargs,
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continued(body.messages, body.continue_final_message, body.add_generation_prompt),
         replay=body.replay_tokens is not False,
         tools=body.tools or (),
         tool_choice=tool_choice(body.tool_choice),
@@ -69,6 +73,16 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
     )
     form = ChatFormat(_reasoning_names(body, caller))
     return Generation(request, partial(ResponseWriter, engine, response_options(engine, body, caller), form))
+
+
+def continued(messages: Sequence[Message], wanted: bool | None, add_generation_prompt: bool | None) -> bool:
+    """Whether the answer continues the last message. Raises `ApiError` where a new one is wanted as well."""
+    if not (continues(messages) or wanted):
+        return False
+    if add_generation_prompt:
+        message = "add_generation_prompt must not be true where the last message is continued"
+        raise invalid("add_generation_prompt", message)
+    return True
 
 
 def _reasoning_names(body: ChatBody, caller: Caller) -> tuple[str, ...]:

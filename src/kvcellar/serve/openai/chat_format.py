@@ -17,7 +17,7 @@ class ChatFormat:
     id_prefix = "chatcmpl-"
     object_type = "chat.completion"
     chunk_type = "chat.completion.chunk"
-    scores_choices = False
+    prompts_in_choices = False
 
     def __init__(self, reasoning: Sequence[str]) -> None:
         self._reasoning = reasoning

@@ -12,7 +12,7 @@ class CompletionFormat:
     id_prefix = "cmpl-"
     object_type = "text_completion"
     chunk_type = "text_completion"
-    scores_choices = True
+    prompts_in_choices = True
 
     def first_chunk(self) -> Json | None:
         return None
@@ -28,7 +28,7 @@ class CompletionFormat:
 
     def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], tokens: TokenText) -> Json:
         return {
-            "tokens": (tokens.text(entry.token_id) for entry in entries),
+            "tokens": (tokens.name(entry.token_id) for entry in entries),
             "token_logprobs": (finite(entry.logprob) for entry in entries),
             "top_logprobs": (top_by_text(entry, tokens) for entry in entries),
             "text_offset": iter(offsets),

@@ -9,10 +9,9 @@ from itertools import chain
 
 from kvcellar.events import PromptScored, TokenLogprob
 from kvcellar.serve.chat_request import Json
-from kvcellar.serve.openai.logprobs import TokenText, finite, top_by_text
+from kvcellar.serve.openai.logprobs import Places, TokenText, finite, top_by_text
 from kvcellar.serve.protocols import ServedEngine
 
-BACK = 8  # tokens that are decoded again before each one, so that it is written as in the middle of a text
 LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
@@ -38,12 +37,20 @@ class Echo:
         if scored is not None and most is not None:
             length = len(self._texts[prompt])
             body["logprobs"] = {
-                "tokens": (tokens.text(token) for token in scored.token_ids),
+                "tokens": (tokens.name(token) for token in scored.token_ids),
                 "token_logprobs": (None if one is None else finite(one.logprob) for one in scored.logprobs),
                 "top_logprobs": (None if one is None else _top(one, most, tokens) for one in scored.logprobs),
-                "text_offset": (min(at, length) for at in offsets(self._engine, scored.token_ids)),
+                "text_offset": (min(at, length) for at in self._offsets(scored.token_ids, tokens)),
             }
         return body
+
+    def _offsets(self, ids: Sequence[int], tokens: TokenText) -> Iterator[int]:
+        """Where each token of a prompt begins."""
+        lost = 0  # the space in front of the first word, which some tokenizers drop
+        if (first := next(filter(tokens.raw, ids), None)) is not None:
+            lost = len((tokens.raw(first) or b"").decode(errors="replace")) - len(self._engine.decode([first]))
+        places = Places(tokens, -lost)
+        return (max(0, places.add(token)) for token in ids)
 
     def joined(self, opening: Json, choice: Json) -> Json:
         """A choice, with its opening in front of the text and the lists of `logprobs`."""
@@ -70,21 +77,6 @@ def prompt_logprobs(scored: PromptScored, most: int, tokens: TokenText) -> Itera
 
 def _top(entry: TokenLogprob, most: int, tokens: TokenText) -> dict[str, float]:
     return top_by_text(replace(entry, top=entry.top[:most]), tokens)
-
-
-def offsets(engine: ServedEngine, ids: Sequence[int]) -> Iterator[int]:
-    """Where each token begins, in characters of the text of all of them. A token that is a part of a character begins
-    where the character does."""
-    if not engine.model.has_text:
-        yield from (0 for _ in ids)
-        return
-    length, done = 0, 0  # characters of the first `done` tokens
-    for at in range(len(ids)):
-        yield length
-        first = max(0, done - BACK)
-        before, now = engine.decode(ids[first:done]), engine.decode(ids[first : at + 1])
-        if not now.endswith("\ufffd") or at - done > BACK:  # else a character is not complete
-            length, done = length + max(0, len(now) - len(before)), at + 1
 
 
 def _decoded(engine: ServedEngine, ids: list[int]) -> str:

@@ -57,7 +57,8 @@ class CommonBody(StrictModel):
     model: str | None = None  # OpenAI: may be left out; otherwise the name in `/v1/models`, like `owner/name` or `gpt2`
     stream: bool | None = None  # OpenAI: server-sent events
     stream_options: StreamOptions | None = None  # OpenAI: described below; needs `stream`
-    return_token_ids: bool | None = None  # vLLM: each choice has `token_ids`
+    # vLLM: each choice, or chunk of one, has `token_ids`, and there are `prompt_token_ids`
+    return_token_ids: bool | None = None
     return_recall: bool | None = None  # kvcellar: `usage` has `recall`, what came from memory and why it was not more
     return_tokens_as_token_ids: bool | None = None  # vLLM: `logprobs` write a token as `token_id:N`
     # vLLM: log-probabilities of the prompt's tokens and of this many of the most likely in their place, up to 20; not
@@ -128,6 +129,7 @@ AnyBody = TypeVar("AnyBody", bound=CommonBody)
 class ResponseOptions:
     """What a client wants of its response."""
 
+    model: str  # its name, as the client has sent it
     include_usage: bool  # a last chunk with the usage of the request
     continuous_usage: bool  # and in every other chunk the usage of its choice so far
     recall: bool  # say in `usage` what came from memory
@@ -137,13 +139,14 @@ class ResponseOptions:
     prompt_logprobs: int | None = None  # return those of the prompt, as vLLM does
 
 
-def checked(
-    kind: type[AnyBody],
+def implemented(
+    kind: type[StrictModel],
     sent: Fields,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
     no_effect: Mapping[str, str] = NO_EFFECT,
-) -> AnyBody:
-    """The body, where fields that it does not have may have the values of `neutral`, or any if in `no_effect`."""
+) -> Fields:
+    """The fields that a body has; others may have the values of `neutral`, or any if in `no_effect`. Raises `ApiError`
+    for the rest."""
     fields = dict(sent)
     for name in (fields.keys() & (neutral.keys() | no_effect.keys())) - kind.model_fields.keys():
         value = fields.pop(name)
@@ -153,7 +156,17 @@ def checked(
     for name in fields:
         if name not in kind.model_fields:
             raise unknown_parameter(name)
-    body = validated(kind, fields)
+    return fields
+
+
+def checked(
+    kind: type[AnyBody],
+    sent: Fields,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
+    no_effect: Mapping[str, str] = NO_EFFECT,
+) -> AnyBody:
+    """The body. Raises `ApiError` for fields that are not `implemented`, and for values that are not valid."""
+    body = validated(kind, implemented(kind, sent, neutral, no_effect))
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if body.prompt_logprobs is not None and body.stream:
@@ -184,6 +197,7 @@ def common(body: CommonBody) -> dict[str, Any]:
         "salt": body.cache_salt,
         "users": (body.user, body.safety_identifier),
         "conversation": body.conversation,
+        "returns_prompts": bool(body.return_token_ids),
         "constraint": constraint_of(body.response_format, body.structured_outputs, body.grammar, body.json_schema),
         "retention": options(
             key=body.prompt_cache_key,
@@ -198,6 +212,7 @@ def common(body: CommonBody) -> dict[str, Any]:
 def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> ResponseOptions:
     include, continuous = _usage_options(body.stream_options)
     return ResponseOptions(
+        model=body.model or engine.model.name,
         include_usage=include,
         continuous_usage=continuous,
         recall=bool(body.return_recall),

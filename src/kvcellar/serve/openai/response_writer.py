@@ -6,8 +6,9 @@ stream ends with `data: [DONE]` if and only if it succeeded. An error in a strea
 `{"error": ...}`.
 
 Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended it, as in vLLM) and, on request,
-`token_ids`; a response has `timings`, with the names of llama.cpp. Where drafts were used, the usage has OpenAI's
-counts of them, and the timings those of llama.cpp and a record of our own.
+`token_ids`, as each of its chunks has; `prompt_token_ids` are told with the prompt's first choice, or its first chunk.
+A response has `timings`, with the names of llama.cpp. Where drafts were used, the usage has OpenAI's counts of them,
+and the timings those of llama.cpp and a record of our own.
 """
 
 import time
@@ -39,7 +40,7 @@ class ResponseFormat(Protocol):
     id_prefix: str
     object_type: str
     chunk_type: str
-    scores_choices: bool  # whether `prompt_logprobs` are in each choice, or in the response
+    prompts_in_choices: bool  # whether what is told of prompts is in each choice, or in the response
 
     def first_chunk(self) -> Json | None:
         """What the first chunk of a choice contains before any text, if there is such a chunk."""
@@ -78,10 +79,7 @@ class ResponseWriter:
         self._echo, self._opened = echo, set[int]()
         self._text = TokenText(engine, wanted.tokens_as_ids)
         self._wholes = [WholeReply() for _ in replies.replies]
-        self._tokens = [Tokens() for _ in replies.replies]
-        for reply, tokens in zip(replies.replies, self._tokens, strict=True):
-            if echo is not None:
-                tokens.put_in_front(echo.text(replies.prompt_of(reply)))
+        self._tokens = [Tokens(self._text, self._before(reply)) for reply in replies.replies]
         self._of_each_token = (  # whether a chunk has more than the text of its part
             echo is not None
             or replies.prepared.params.logprobs is not None
@@ -93,28 +91,36 @@ class ResponseWriter:
         self._head: Json = {
             "id": self.id,
             "created": int(time.time()),
-            "model": engine.model.name,
+            "model": wanted.model,
             "system_fingerprint": None,
         }
+
+    def _before(self, reply: Reply) -> str:
+        """The text in front of a choice."""
+        return "" if self._echo is None else self._echo.text(self._replies.prompt_of(reply))
 
     # -- one response -------------------------------------------------------------------------------------------
 
     def add(self, part: ReplyPart) -> None:
         self._wholes[part.reply.index].add(part.pieces)
         if part.delta is not None:
-            self._tokens[part.reply.index].add(part.delta, self._text)
+            self._tokens[part.reply.index].add(part.delta)
 
     def response(self) -> Json:
         choices = [self._whole(reply) for reply in self._replies.replies]
         whole = self._record(self._format.object_type, choices) | self._totals()
-        if self._wanted.prompt_logprobs is not None and not self._format.scores_choices:
-            whole["prompt_logprobs"] = self._scores(self._replies.replies[0])
-        return whole
+        return whole if self._format.prompts_in_choices else whole | self._of_prompt(self._replies.replies[0])
 
-    def _scores(self, reply: Reply) -> Iterator[Json | None]:
-        """The `prompt_logprobs` of vLLM."""
-        scored, most = self._replies.scored[self._replies.prompt_of(reply)], self._wanted.prompt_logprobs
-        return prompt_logprobs(scored, most or 0, self._text)
+    def _of_prompt(self, reply: Reply) -> Json:
+        """What vLLM tells of a prompt."""
+        found, number, most = self._prompt_ids(reply), self._replies.prompt_of(reply), self._wanted.prompt_logprobs
+        if most is not None:
+            found["prompt_logprobs"] = prompt_logprobs(self._replies.scored[number], most, self._text)
+        return found
+
+    def _prompt_ids(self, reply: Reply) -> Json:
+        prompts = self._replies.prepared.prompts
+        return {"prompt_token_ids": iter(prompts[self._replies.prompt_of(reply)])} if prompts else {}
 
     def _whole(self, reply: Reply) -> Json:
         tokens = self._tokens[reply.index]
@@ -124,8 +130,8 @@ class ResponseWriter:
             fields["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if self._wanted.token_ids:
             fields["token_ids"] = iter(tokens.ids)
-        if self._wanted.prompt_logprobs is not None and self._format.scores_choices:
-            fields["prompt_logprobs"] = self._scores(reply)
+        if self._format.prompts_in_choices:
+            fields |= self._of_prompt(reply)
         return fields if self._echo is None else self._echo.joined(self._opening(reply, self._echo), fields)
 
     def _opening(self, reply: Reply, echo: Echo) -> Json:
@@ -139,7 +145,8 @@ class ResponseWriter:
         first = self._format.first_chunk()
         if first is not None:
             for reply in self._replies.replies:
-                yield data_events([self._chunk(reply, first)])
+                of_prompt = self._prompt_ids(reply) if reply.index == 0 else {}
+                yield data_events([self._chunk(reply, first) | of_prompt])
 
     def chunk(self, part: ReplyPart) -> bytes:
         """No chunk for an empty text, unless it has logprobs or token ids, which are in the last chunk of a part."""
@@ -161,16 +168,18 @@ class ResponseWriter:
             bodies[-1] |= more
         if part.end is not None:
             bodies.append(self._format.empty() | self._end(reply))
-        if self._echo is not None and reply.index not in self._opened:
+        if reply.index not in self._opened and self._format.prompts_in_choices and bodies:
             self._opened.add(reply.index)
-            bodies.insert(0, self._opening(reply, self._echo))
+            if self._echo is not None:
+                bodies.insert(0, self._opening(reply, self._echo))
+            bodies[0] |= self._prompt_ids(reply)
         return data_events(self._chunk(reply, body) for body in bodies)
 
     def _of_tokens(self, part: ReplyPart) -> Json:
         """The log-probabilities and ids of the tokens of a part."""
         assert part.delta is not None
         tokens, body = self._tokens[part.reply.index], {}
-        tokens.add(part.delta, self._text)
+        tokens.add(part.delta)
         if part.delta.logprobs:
             body["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if self._wanted.token_ids and part.delta.token_ids:
@@ -190,7 +199,10 @@ class ResponseWriter:
         return SSE_PING
 
     def _chunk(self, reply: Reply, body: Json) -> Json:
-        fields = {"index": reply.index, "logprobs": None, "finish_reason": None} | body
+        fields: Json = {"index": reply.index, "logprobs": None, "finish_reason": None}
+        if self._wanted.token_ids:
+            fields["token_ids"] = []
+        fields |= body
         chunk = self._record(self._format.chunk_type, [fields])
         if self._wanted.include_usage:
             chunk["usage"] = usage_so_far(self._replies, reply) if self._wanted.continuous_usage else None

@@ -102,6 +102,7 @@ class ChatCompletion(TypedDict):
     usage: Usage
     timings: TimingsFields
     prompt_logprobs: NotRequired[PromptScores]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class CalledFunctionDelta(TypedDict):
@@ -146,6 +147,7 @@ class ChatChunk(TypedDict):
     choices: list[ChatChunkChoice]
     usage: NotRequired[Usage | UsageSoFar | None]
     timings: NotRequired[TimingsFields]
+    prompt_token_ids: NotRequired[list[int]]  # in the first chunk
 
 
 class TextChoice(TypedDict):
@@ -156,6 +158,7 @@ class TextChoice(TypedDict):
     stop_reason: str | None  # the stop string that ended it
     token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptScores]
+    prompt_token_ids: NotRequired[list[int]]
 
 
 class TextCompletion(TypedDict):
@@ -176,6 +179,7 @@ class TextChunkChoice(TypedDict):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: NotRequired[str | None]
     token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]  # in the first chunk of a choice
 
 
 class TextChunk(TypedDict):

@@ -127,6 +127,11 @@ class ResponseObject(TypedDict):
     user: str | None
 
 
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]

@@ -20,6 +20,7 @@ from kvcellar.serve.openapi.schemas import ANSWER, BODY, Json, Mode, schemas
 from kvcellar.serve.operation import JSON, Operation
 from kvcellar.serve.responses_api import fields as responses_fields
 from kvcellar.serve.responses_api.fields import ResponsesBody
+from kvcellar.serve.tokenizing import TokenizeBody
 from kvcellar.version import __version__
 
 Operations = Mapping[tuple[str, str], Operation]  # by method and path
@@ -88,6 +89,7 @@ def _add_ignored(definitions: dict[str, Json]) -> None:
         (ChatBody, ignored_fields),
         (CompletionBody, ignored_fields),
         (ResponsesBody, responses_fields),
+        (TokenizeBody, ignored_fields),
     ):
         properties = definitions[body.__name__]["properties"]
         for name, why in tables.NO_EFFECT.items():

@@ -83,6 +83,13 @@ OPENAI = {
         event=responses.ResponseEvent,
         errors=MAY_GENERATE,
     ),
+    ("POST", "/v1/responses/input_tokens"): Operation(
+        api="OpenAI",
+        about="How many tokens a response would count as input.",
+        body=ResponsesBody,
+        answer=responses.InputTokens,
+        errors=(404,),
+    ),
     ("GET", "/v1/responses/{id}"): Operation(
         api="OpenAI",
         about="A response that was kept.",

@@ -15,16 +15,18 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
-from kvcellar.serve.chat_request import ChatRequest
+from kvcellar.serve.chat_request import ChatRequest, Json
+from kvcellar.serve.field_names import Place
 from kvcellar.serve.json_text import json_size, printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.openai.chat import Effort
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, sampling, unsupported
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
+from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.responses_api.input_items import sent as sent_items
-from kvcellar.serve.responses_api.items import check_results, messages_of
+from kvcellar.serve.responses_api.items import check_results, continues, messages_of
 from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
 from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
@@ -97,6 +99,14 @@ class ResponsesBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
+def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+    """A body of `/v1/responses/input_tokens`: how many tokens its response would count as input. Raises `ApiError`,
+    `BadRequest`, and `PromptTooLong` for more than the context."""
+    request = parse_response(store, engine, {**sent, "store": False}, caller).request
+    assert isinstance(request, ChatRequest)
+    return {"object": "response.input_tokens", "input_tokens": prompt_tokens(engine, request, caller.naming)}
+
+
 def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
     body = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
@@ -105,16 +115,18 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     if body.conversation is not None:
         message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
         raise unsupported("conversation", message)
-    previous, turn = body.previous_response_id, messages_of(body.input)
+    previous, (turn, places) = body.previous_response_id, messages_of(body.input)
     parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id").turn
     history = [] if parent is None else parent.history()
     check_results(body.input, history)
     messages = [*history, *turn]
+    begun = turn[-1] if continues(body.input) else None
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)
     given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}
     request = ChatRequest(
         messages=[*system, *messages],
+        continue_final_message=begun is not None,
         truncate=body.truncation == "auto",
         sampling=given,
         variables=body.chat_template_kwargs,
@@ -123,13 +135,15 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         names=NAMES,
+        places=[*(Place("instructions") for _ in system), *(Place("previous_response_id") for _ in history), *places],
         **_common(body),
     )
     echo = Echo(
-        fields=_echoed(body),
+        fields={"model": body.model or engine.model.name, **_echoed(body)},
         store=store if body.store is not False else None,
         owner=caller.owner,
-        messages=json.dumps(turn).encode() if body.store is not False else b"",
+        messages=json.dumps(turn if begun is None else turn[:-1]).encode() if body.store is not False else b"",
+        begun=begun,
         parent=parent,
         system=len(system),
         logprobs=_logprobs(body) is not None,

@@ -6,23 +6,26 @@ servers wrote.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.field_names import Place
 from kvcellar.serve.json_text import printable
 
 MAX_ITEMS = 4096
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # where parts have text
+UNFINISHED = ("incomplete", "in_progress")
 KINDS = "message, function_call, function_call_output and reasoning"
 
 Json = dict[str, Any]
 
 
-def messages_of(given: object) -> list[Json]:
-    """Messages as `Engine.render` takes them. Raises `ApiError`."""
+def messages_of(given: object) -> tuple[list[Json], list[Place]]:
+    """Messages as `Engine.render` takes them, and the items that they are made of. Raises `ApiError`."""
     if isinstance(given, str):
-        return [{"role": "user", "content": given}]
+        return [{"role": "user", "content": given}], [Place("input")]
     if not isinstance(given, list) or not given:
         raise _invalid("input", "input must be a string, or a list of items that is not empty")
     items = cast("Sequence[object]", given)
@@ -35,7 +38,14 @@ def messages_of(given: object) -> list[Json]:
         _add(merged, cast("Mapping[str, Any]", item), f"input[{at}]")
     if not merged.messages:  # reasoning that another server has encrypted, and nothing else
         raise _invalid("input", "input must have an item that is not reasoning without a text")
-    return merged.messages
+    return merged.messages, merged.places
+
+
+def continues(given: object) -> bool:
+    """Whether the last item is an answer that was not completed, which the response continues, as in vLLM."""
+    last = given[-1] if isinstance(given, list) else {}
+    assistant = last.get("type", "message") == "message" and last.get("role") == "assistant"
+    return assistant and last.get("status") in UNFINISHED
 
 
 def check_results(given: object, before: Sequence[Mapping[str, Any]]) -> None:
@@ -56,18 +66,25 @@ class Merged:
 
     def __init__(self) -> None:
         self.messages: list[Json] = []
+        self.places: list[Place] = []  # of each message: its first item, and those of its calls
         self._open = False
 
-    def add(self, message: Json) -> None:
+    def add(self, message: Json, where: str) -> None:
         self.messages.append(message)
+        self.places.append(Place(where))
         self._open = False
 
-    def written(self, *, before: Sequence[str]) -> Json:
+    def written(self, where: str, *, before: Sequence[str]) -> Json:
         """The assistant's message for more of it; a new one if the last has one of the fields `before`."""
         if not self._open or any(self.messages[-1].get(name) for name in before):
-            self.messages.append({"role": "assistant", "content": ""})
+            self.add({"role": "assistant", "content": ""}, where)
             self._open = True
         return self.messages[-1]
+
+    def call(self, call: Json, where: str) -> None:
+        self.written(where, before=()).setdefault("tool_calls", []).append(call)
+        place = self.places[-1]
+        self.places[-1] = replace(place, calls=(*place.calls, f"{where}.arguments"))
 
 
 def _add(merged: Merged, item: Mapping[str, Any], where: str) -> None:
@@ -76,15 +93,15 @@ def _add(merged: Merged, item: Mapping[str, Any], where: str) -> None:
             _message(merged, item, where)
         case "reasoning":
             if text := _reasoning(item, where):
-                message = merged.written(before=("content", "tool_calls", "reasoning_content"))
+                message = merged.written(where, before=("content", "tool_calls", "reasoning_content"))
                 message["reasoning_content"] = text
         case "function_call":
             function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
             call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
-            merged.written(before=()).setdefault("tool_calls", []).append(call)
+            merged.call(call, where)
         case "function_call_output":
             output = _content(item.get("output"), f"{where}.output")
-            merged.add({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output})
+            merged.add({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output}, where)
         case kind:
             shown = printable(repr(kind), 40)
             raise _invalid(f"{where}.type", f"{where}.type is {shown}, which is not supported; {KINDS} are")
@@ -96,9 +113,9 @@ def _message(merged: Merged, item: Mapping[str, Any], where: str) -> None:
         raise _invalid(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
     content = _content(item.get("content"), f"{where}.content")
     if role == "assistant":
-        merged.written(before=("content", "tool_calls"))["content"] = content
+        merged.written(where, before=("content", "tool_calls"))["content"] = content
     else:
-        merged.add({"role": "system" if role == "developer" else role, "content": content})
+        merged.add({"role": "system" if role == "developer" else role, "content": content}, where)
 
 
 def _content(value: object, where: str) -> str | list[Json]:

@@ -9,7 +9,7 @@ A response is kept before the last part of it is sent, so that a client that has
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -23,6 +23,7 @@ from kvcellar.serve.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.responses_api.output import Output
 from kvcellar.serve.responses_api.store import Kept, ResponseStore, Turn
 from kvcellar.serve.writer import SSE, SSE_PING, encoded_event
+from kvcellar.text.conversation import texts
 
 Json = dict[str, Any]
 LOGPROBS = "message.output_text.logprobs"  # a value of `include`
@@ -32,7 +33,8 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 class Echo:
     """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
     `messages` are those of its own input as JSON, and `parent` is the turn that it continues; the prompt has
-    `system` more in front of the conversation. `input`: the items of the request as JSON."""
+    `system` more in front of the conversation. `input`: the items of the request as JSON. `begun`: the message that the
+    answer continues, which is not one of `messages`."""
 
     fields: Json
     store: ResponseStore | None
@@ -42,6 +44,13 @@ class Echo:
     system: int
     logprobs: bool
     input: bytes = b""
+    begun: Mapping[str, Any] | None = None
+
+    def whole(self, reply: Json) -> Json:
+        """The message that the conversation has, whose end is `reply`."""
+        if self.begun is None:
+            return reply
+        return {**self.begun, **reply, "content": "\n".join(texts(self.begun)) + reply["content"]}
 
 
 class ResponsesWriter:
@@ -61,7 +70,6 @@ class ResponsesWriter:
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
-            "model": engine.model.name,
             "temperature": params.temperature,
             "top_p": params.top_p,
             **echo.fields,
@@ -172,7 +180,7 @@ class ResponsesWriter:
         echo = self._echo
         if echo.store is not None:
             omitted = max(0, self._replies.prepared.omitted - echo.system)
-            reply = json.dumps(self._whole.message()).encode()
+            reply = json.dumps(echo.whole(self._whole.message())).encode()
             whole = b"".join(json_chunks(response))
             kept = Kept(whole, echo.input, Turn(echo.messages, reply, omitted, echo.parent))
             echo.store.add(echo.owner, self.id, kept)

@@ -10,8 +10,9 @@ from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_text import to_json
+from kvcellar.serve.model_route import ModelRoute
 from kvcellar.serve.namespaces import owner
-from kvcellar.serve.responses_api.fields import parse_response
+from kvcellar.serve.responses_api.fields import count_input, parse_response
 from kvcellar.serve.responses_api.input_items import page
 from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.shared import Shared
@@ -25,6 +26,7 @@ def responses_routes(server: Shared) -> list[Route]:
     kept = KeptHandler(server, store)
     return [
         Route(PATH, GenerationHandler(server, partial(parse_response, store)), methods=["POST"]),
+        Route(f"{PATH}/input_tokens", ModelRoute(server, partial(count_input, store)), methods=["POST"]),
         Route(f"{PATH}/{{id}}", kept.get, methods=["GET"]),
         Route(f"{PATH}/{{id}}", kept.delete, methods=["DELETE"]),
         Route(f"{PATH}/{{id}}/input_items", kept.input_items, methods=["GET"]),

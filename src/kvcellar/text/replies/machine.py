@@ -33,7 +33,8 @@ class _Mode(Enum):
 class Machine:
     """Of one choice. `over`: a call was closed, and no more are wanted; what follows is not read."""
 
-    def __init__(self, outline: Outline, new_id: IdMaker) -> None:
+    def __init__(self, outline: Outline, new_id: IdMaker, *, blank: bool = True) -> None:
+        """`blank`: the answer has no content yet."""
         self._outline, self._new_id = outline, new_id
         self.over = False
         self.calls = 0  # opened so far
@@ -43,7 +44,7 @@ class Machine:
         self._pieces: list[Piece] = []
         self._space = ""  # white space at the end of what was told
         self._fresh = False  # whether white space is not told: behind reasoning and calls
-        self._blank = True  # whether no content was told
+        self._blank = blank  # whether no content was told
         self._thought: Thought | None = None
         self._section: Section | None = None
         self._body: BodyReader | None = None

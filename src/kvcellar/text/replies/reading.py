@@ -21,14 +21,14 @@ class ReplyReading(Protocol):
 
 class OpenedReading:
     """By an outline, where the prompt ends with `opening`: what a template writes in front of an answer may begin the
-    reasoning. Never changes."""
+    reasoning. `begun`: the prompt has the beginning of the content, too, which the answer continues. Never changes."""
 
-    def __init__(self, outline: Outline, opening: str, new_id: "IdMaker | None" = None) -> None:
+    def __init__(self, outline: Outline, opening: str, new_id: "IdMaker | None" = None, *, begun: bool = False) -> None:
         self._new_id = new_id or fresh_id
         self._opened = Machine(outline, self._new_id)
         self._opened.push(opening, special=True)  # none of it is told
-        if self._opened.outside:
-            self._opened = Machine(outline, self._new_id)
+        if self._opened.outside or self._opened.calls or (begun and not self._opened.reasons):
+            self._opened = Machine(outline, self._new_id, blank=not begun)
 
     @property
     def thinking(self) -> str | None:

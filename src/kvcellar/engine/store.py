@@ -19,7 +19,9 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -107,25 +109,6 @@ class Store:
         self._memory, self._prefixes, self.locations = memory, prefixes, locations
         self._identity, self._secret, self._post, self._clock = identity, secret, post, clock
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
-        self.transfers = Transfers(
-            tiers,
-            staging=staging,
-            locations=locations,
-            completed=self._completed,
-            freed=lambda: self._posted(self.restores.freed),
-            clock=clock,
-        )
-        self.restores = Restores(
-            self.transfers,
-            self.catalogue,
-            memory,
-            prefixes,
-            evict=evict,
-            wake=lambda: self._posted(self.restores.go_on),
-            missed=self._forget_gone,
-            news=News(self.transfers, post=self._posted, learn=self.learn, clock=clock),
-            clock=clock,
-        )
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._segment = SEGMENT
@@ -138,6 +121,29 @@ class Store:
         self._others = Sightings()  # of other identities
         self.written = 0  # tokens
         self.failures: Counter[str] = Counter()  # snapshots that were not written, by kind
+        with ExitStack() as opened:
+            made = partial(
+                Transfers,
+                tiers,
+                staging=staging,
+                locations=locations,
+                completed=self._completed,
+                freed=lambda: self._posted(self.restores.freed),
+                clock=clock,
+            )
+            self.transfers = opened.enter_context(closing(made()))
+            self.restores = Restores(
+                self.transfers,
+                self.catalogue,
+                memory,
+                prefixes,
+                evict=evict,
+                wake=lambda: self._posted(self.restores.go_on),
+                missed=self._forget_gone,
+                news=News(self.transfers, post=self._posted, learn=self.learn, clock=clock),
+                clock=clock,
+            )
+            opened.pop_all()
 
     def load(self) -> None:
         """Learn which snapshots there are."""

@@ -22,7 +22,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -98,8 +98,7 @@ class DiskTier:
                 with self._folder.locked():
                     opened.callback(self._folder.leave)
                     self._folder.enter()
-                    self._index = self._opened_index()
-                    opened.callback(self._index.close)
+                    self._index = self._opened_index(opened)
                     self._recover()
                     self.shared = self._folder.shared()
             except (OSError, sqlite3.Error, NoPlace, IndexDamaged, TooLittle) as error:
@@ -284,26 +283,23 @@ class DiskTier:
 
     # -- opening ------------------------------------------------------------------------------------------------
 
-    def _opened_index(self) -> Index:
+    def _opened_index(self, opened: ExitStack) -> Index:
+        """`opened` closes it."""
         path, alone = self._folder.index, self._folder.alive() == {self._process}
         cap = min(self._max, self._folder.bytes() + int(self._share * self._folder.free()))
         try:
-            index = Index(path, cap, quota=self._quota)
+            index = opened.enter_context(closing(Index(path, cap, quota=self._quota)))
         except IndexDamaged as error:
             if not alone:
                 raise
             log.warning("the index in %s is damaged (%s); it is made again from the files", path.parent, error)
             self.failures["index damaged"] += 1
             self._folder.remove_index()
-            index = Index(path, cap, quota=self._quota)
-        try:
-            if not index.complete:
-                if not alone:  # what they are writing would not be in a new one
-                    raise IndexDamaged("its index was lost while other processes use it")
-                self._rebuild(index)
-        except BaseException:
-            index.close()
-            raise
+            index = opened.enter_context(closing(Index(path, cap, quota=self._quota)))
+        if not index.complete:
+            if not alone:  # what they are writing would not be in a new one
+                raise IndexDamaged("its index was lost while other processes use it")
+            self._rebuild(index)
         return index
 
     def _rebuild(self, index: Index) -> None:

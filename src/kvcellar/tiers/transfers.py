@@ -83,8 +83,13 @@ class Transfers:
             for lane in (self._events, *self._lanes)
             for _ in range(lane.threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.close()
+            raise
 
     # -- for the engine -----------------------------------------------------------------------------------------
 
@@ -210,7 +215,7 @@ class Transfers:
         with self._changed:
             return sum(self._staged.values())
 
-    def close(self, seconds: float) -> bool:
+    def close(self, seconds: float = 0.0) -> bool:
         """Accept no more, wait so long for what was accepted, and cancel the rest. Whether all was done."""
         with self._changed:
             self._open = False

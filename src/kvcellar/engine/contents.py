@@ -168,11 +168,16 @@ class Contents:
         removed += self._remove_drafts(texts, entry)
         return Removed(sum(map(self._discard, nodes)), removed)
 
-    def clear(self) -> Removed:
-        """Remove all that no running request uses, from memory and from the store."""
+    def clear(self, *, all_models: bool = False) -> Removed:
+        """Remove all that no running request uses, from memory and from the store: what this model has stored; or, of
+        a directory that several models use, all."""
         removed = 0
         if (store := self._loop.manager.store) is not None:
             removed = self._drop(store, None)
+            if all_models and (disk := store.disk) is not None:
+                keys = [row.key for row in disk.rows()]
+                disk.remove(keys)
+                removed += len(keys)
         self._remove_drafts([(None, b"")])
         roots = self._loop.call(lambda: self._loop.manager.prefixes.tree.roots())
         return Removed(sum(self._discard(root) for root in roots), removed)

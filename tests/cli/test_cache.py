@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from kvcellar.tiers import upkeep
 from kvcellar.tiers.codec import MAGIC, VERSION
 from tests.cli.command import COMMAND, Ran, environment, kvcellar
 from tests.engine.mixes import tokens
+from tests.tiers.made import IDENTITY, made
 from tests.zoo import ARCHS
 
 ADMIN = "an-admin-key-of-the-server"
@@ -67,6 +69,16 @@ def test_a_store_is_listed_verified_and_cleared_without_a_server(store) -> None:
     assert "and 1 entries" in run("rm", *at, "--prefix-ids", ",".join(map(str, PROMPT[:9]))).out
     assert json.loads(run("ls", *at, "--json").out)["store"]["namespaces"] == []
     assert json.loads(run("clear", *at, "--json").out) == {"tokens": 0, "stored": 0}
+
+
+def test_a_store_of_several_models_is_cleared_only_if_all_are_named(store) -> None:
+    with closing(upkeep.opened(store, identity=IDENTITY)) as disk:
+        assert disk.put(*made(1))
+    refused = run("clear", "--store", store, code=1).err
+    assert "the store has entries of 2 models" in refused
+    assert "--all-models" in refused
+    assert "2 entries" in run("verify", "--store", store).out
+    assert "and 2 entries from the store, of all models" in run("clear", "--store", store, "--all-models").out
 
 
 def test_an_archive_moves_a_store(store, model, tmp_path) -> None:

@@ -1,6 +1,7 @@
 """What a real draft model has computed is found by the next engine on the same store."""
 
 import random
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -38,7 +39,7 @@ class Opened:
         self.cache, self.calls = DraftMemory(memory, in_parts=guest.no_partial_commit is None), SimpleQueue[Any]()
         settings = Settings(store=str(store) if store is not None else None, store_bytes=10**8, host_bytes=0)
         source = Source((path,), role)
-        self.cache.store = open_draft_store(self.cache, source, settings, self.calls.put, share=0.5)
+        self.cache.store = open_draft_store(self.cache, source, settings, self.calls.put, ExitStack(), share=0.5)
         flat = guest.mode == "flat"
         self.drafter = ModelDrafter("draft", guest.forward, self.cache, context=900, batched=flat)
 

@@ -1,5 +1,7 @@
 """The engine's `kv_dtype`: checked at the door, counted in bytes, read by the network."""
 
+from contextlib import ExitStack
+
 import pytest
 
 from kvcellar import Engine
@@ -19,7 +21,11 @@ def test_what_cannot_be_stored_is_refused_at_the_door():
 
 @pytest.mark.parametrize("kv_dtype", [None, "int8", "k=fp8+hadamard,v=int4"])
 def test_bytes_that_were_resolved_are_the_bytes_that_are_held(kv_dtype):
-    built = build(ARCHS["gemma3"].build(), Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", step_tokens=32))
+    built = build(
+        ARCHS["gemma3"].build(),
+        Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", step_tokens=32),
+        ExitStack(),
+    )
     assert built.capacity.bytes == built.memory.storage.bytes <= CACHE
 
 
@@ -28,11 +34,15 @@ def test_fewer_bits_hold_more_tokens():
     rates, last = {}, 0
     for kv_dtype in (None, "bfloat16", "int8", "int4"):
         settings = Settings(kv_dtype=kv_dtype, cache_bytes=CACHE, device="cpu", step_tokens=32)
-        capacity = build(ARCHS["llama"].build(), settings).capacity
+        capacity = build(ARCHS["llama"].build(), settings, ExitStack()).capacity
         assert capacity.tokens > last
         rates[kv_dtype], last = capacity.tokens / capacity.bytes, capacity.tokens
     plain = rates[None]
-    planes = build(ARCHS["llama"].build(), Settings(cache_bytes=CACHE, device="cpu")).guest.shape.groups[0].planes
+    planes = (
+        build(ARCHS["llama"].build(), Settings(cache_bytes=CACHE, device="cpu"), ExitStack())
+        .guest.shape.groups[0]
+        .planes
+    )
     (size,) = {plane.size for plane in planes}
     assert rates["bfloat16"] == pytest.approx(2 * plain, rel=0.01)
     assert rates["int8"] == pytest.approx(4 * size / (size + 2) * plain, rel=0.01)

@@ -11,9 +11,10 @@ import pytest
 from kvcellar import BadRequest, Engine
 from kvcellar.engine import restore_plan
 from kvcellar.engine.restore_plan import Planner
-from kvcellar.engine.store import MOST_WANTED
+from kvcellar.engine.store import LATE, MOST_UNREAD, SLICE, Store
 from kvcellar.prefix.node import key_of
 from tests.engine.mixes import bytes_for, tokens
+from tests.engine.tiered import store_of
 from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 
@@ -211,8 +212,71 @@ def test_a_tier_that_is_down_costs_bounded_memory(saved, tmp_path, monkeypatch) 
     with opened(saved["llama"], tmp_path / "store") as engine:
         store = engine._loop.manager.store
         monkeypatch.setattr(type(store.transfers.tiers[0]), "down", True)
-        engine._loop.call(lambda: [store.keep("", key_of(range(at, at + 100))) for at in range(1000)])
-        assert len(store._wanted) == MOST_WANTED
+        engine._loop.call(lambda: [store.keep("", key_of(range(at, at + 1000))) for at in range(1000)])
+        assert MOST_UNREAD - 1000 < store.unread <= MOST_UNREAD
+        assert store.failures == {"the tiers are too slow": 1000 - MOST_UNREAD // 1000}
+        engine._loop.call(store.stop)
+        engine._loop.call(lambda: setattr(store, "_closed", False))
+        engine._loop.call(lambda: store.keep("", key_of(range(2 * MOST_UNREAD))))
+        assert store.unread == 2 * MOST_UNREAD, "one sequence may be longer"
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2", "gemma3"])
+def test_after_each_step_all_is_read_that_the_budget_allows(saved, name, monkeypatch) -> None:
+    """However many sequences end in it, and into however many snapshots each is cut."""
+    left: list[int] = []
+    with opened(saved[name], None, cache_bytes=60_000_000, host_bytes=50_000_000) as engine:
+        store, pump = store_of(engine), engine._loop._pump
+        monkeypatch.setattr(store, "_clock", lambda: 0.0)
+        monkeypatch.setattr(engine._loop, "_pump", lambda: (pump(), left.append(store.unread))[0])
+        draw = random.Random(name)
+        streams = [engine.stream(tokens(draw, 130), **GREEDY) for _ in range(24)]
+        assert all(len(list(stream)) for stream in streams)
+        acknowledged(engine)
+    assert len(left) > 5
+    assert not any(left)
+
+
+class Slow:
+    """A clock on which each chunk that is read takes a tick."""
+
+    def __init__(self, tick: float) -> None:
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_what_waits_is_bounded_in_seconds_however_slowly_it_is_read(saved, name, monkeypatch) -> None:
+    """A step reads for `SLICE` seconds; what ended more than `LATE` seconds before it is read all the same."""
+    with opened(saved[name], None, cache_bytes=60_000_000, host_bytes=50_000_000) as engine:
+        store = store_of(engine)
+        prompts = [tokens(random.Random(number), 130) for number in range(6)]
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "pump", lambda self, *_, **__: False)
+            for prompt in prompts:
+                engine.generate(prompt, **GREEDY)
+        clock = Slow(SLICE / 2)
+        ages, waits = [], len(store._wanted)
+        assert waits >= len(prompts)
+
+        def steps() -> None:
+            for number, one in enumerate(store._wanted):
+                one.since = 0.4 * number
+            store._clock = clock
+            for step in range(40):
+                clock.now = 0.1 * step
+                began = clock.now
+                store.pump()
+                ages.extend(began - one.since for one in store._wanted)
+                if step == 0:
+                    assert len(store._wanted) == waits, "a step has read more than its time allows"
+
+        engine._loop.call(steps)
+        assert max(ages) < LATE
+        assert max(ages) > LATE / 2, "nothing had to wait"
 
 
 def test_a_directory_that_cannot_be_a_store_is_reported_and_the_engine_serves(saved, tmp_path, caplog) -> None:

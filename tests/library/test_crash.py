@@ -1,5 +1,6 @@
 """A process that is killed while it creates a model leaves the old model or the new one, and nothing else."""
 
+import fcntl
 import os
 import random
 import shutil
@@ -309,3 +310,28 @@ def test_a_model_that_is_removed_after_its_name_was_read_is_not_found(here):
         made(Library(here / "library"), "a", "FROM ./m", here)
         with pytest.raises(ModelNotFound, match="there is no model 'a:latest' in the library"):
             read(Removing(here / "library"), "a")
+
+
+@pytest.mark.parametrize("fails", ["fcntl.flock", "os.mkdir"])
+def test_a_staging_that_cannot_begin_leaves_no_file_open(tmp_path, monkeypatch, fails) -> None:
+    library = Library(tmp_path / "library")
+    with library.disk.staging():
+        pass
+    before, calls = len(os.listdir("/proc/self/fd")), 0
+    module, name = fails.split(".")
+    target = {"os": os, "fcntl": fcntl}[module]
+    act = getattr(target, name)
+
+    def failing(*given: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 2:  # the first is of the library's lock, or of the directory
+            raise OSError("injected")
+        return act(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, failing)
+        with pytest.raises(OSError, match="injected"), library.disk.staging():
+            pass
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert list((tmp_path / "library" / "tmp").iterdir()) == []

@@ -1,6 +1,7 @@
 """The context is the longest for which logits are right: up to its last position, and while stored keys stay valid."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
@@ -51,7 +52,7 @@ def test_the_context_ends_where_rope_frequencies_change(make) -> None:
 def test_a_longer_context_is_refused_with_the_reason(make: Callable[[], PreTrainedModel], kind: str) -> None:
     why = f"its {kind} rope has other frequencies in sequences of more than 64 tokens"
     with pytest.raises(BadRequest, match=f"context is 65; this model is served up to 64 tokens: {why}") as caught:
-        build(make(), Settings(context=65))
+        build(make(), Settings(context=65), ExitStack())
     assert caught.value.param == "context"
     notes = diagnose(make(), Settings(cache_bytes=2**20), kv_quality=False).notes
     assert [note for note in notes if note.startswith(f"context: {why}, and the keys stored before")]

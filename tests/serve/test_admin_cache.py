@@ -134,6 +134,23 @@ def test_what_a_running_request_uses_stays() -> None:
         assert engine.stats().cells_cached == 0
 
 
+def test_clearing_a_server_leaves_what_other_models_have_stored_unless_all_is_named(models, tmp_path) -> None:
+    store = tmp_path / "store"
+    with stored_engine(models["lfm2"], store) as other:
+        other.generate(prompt(2), **GREEDY)
+        written(other)
+        theirs = len(other.cache.disk.rows())
+    with stored_engine(models["llama"], store) as engine, served(engine) as http:
+        engine.generate(prompt(1), **GREEDY)
+        written(engine)
+        assert len(engine.cache.disk.rows()) == 1 + theirs
+        assert post(http, "clear") == {"tokens": 101, "stored": 1}
+        assert len(engine.cache.disk.rows()) == theirs > 0
+        assert post(http, "clear", all_models=True) == {"tokens": 0, "stored": theirs}
+        assert engine.cache.disk.rows() == []
+        assert error_of(http.post("/admin/cache/clear", json={"all": True}))["param"] == "all"
+
+
 def test_clearing_frees_memory_and_the_store(models, tmp_path) -> None:
     with stored_engine(models["llama"], tmp_path / "store") as engine, served(engine) as http:
         engine.generate(prompt(1), **GREEDY)

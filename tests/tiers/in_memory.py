@@ -1,6 +1,7 @@
 """Objects in memory, for the remote tier: a store that tests can make fail."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 from kvcellar.tiers.objects import RemoteFailed
 
@@ -12,14 +13,16 @@ class InMemory:
         self.fails = False
         self.calls = 0
         self.most = 0  # bytes that there ever were
+        self.asked = 0  # bytes, by all readings
 
     def _call(self) -> None:
         self.calls += 1
         if self.fails:
             raise RemoteFailed("it is gone")
 
-    def read(self, name: str, n: int | None = None) -> bytes | None:
+    def read(self, name: str, n: int) -> bytes | None:
         self._call()
+        self.asked += n
         found = self.content.get(name)
         return None if found is None else found[:n]
 
@@ -33,9 +36,9 @@ class InMemory:
         for name in names:
             self.content.pop(name, None)
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, most: int) -> dict[str, int]:
         self._call()
-        return {name: len(found) for name, found in self.content.items()}
+        return {name: len(found) for name, found in islice(self.content.items(), most)}
 
     def close(self) -> None:
         pass

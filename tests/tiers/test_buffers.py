@@ -12,7 +12,7 @@ import pytest
 from kvcellar.retention import Retention
 from kvcellar.tiers import transfers as transfers_module
 from kvcellar.tiers.buffers import Buffers, Space, allocated
-from kvcellar.tiers.codec import DIGEST, AesGcm
+from kvcellar.tiers.codec import DIGEST, AesGcm, Replaced
 from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.transfer import Outcome
@@ -73,7 +73,7 @@ def test_a_space_hands_out_its_buffer_once_in_parts_and_refuses_more() -> None:
     space(4)[:], space(6)[:] = b"abcd", b"efghij"
     assert buffer[:] == b"abcdefghij"
     assert len(opened) == 1
-    with pytest.raises(ValueError, match="more than the 10 bytes"):
+    with pytest.raises(Replaced, match="more than the 10 bytes"):
         space(1)
 
 
@@ -175,9 +175,10 @@ def test_an_entry_that_is_larger_than_was_known_is_not_read(tmp_path) -> None:  
     with closing(store(tmp_path)) as disk, transfers(disk) as opened:
         assert disk.put(snapshot, chunks)
         found = opened.fetch(replace(snapshot, sizes=(40, 19)))
-        assert ended(found) is Outcome.FAILED
+        assert ended(found) is Outcome.MISSED
         assert found.loaded is None
         assert not opened.staged()
+        assert disk.failures == {"replaced": 1}
 
 
 def test_what_is_read_comes_before_what_is_stored_but_not_for_ever() -> None:

@@ -11,7 +11,7 @@ from kvcellar.retention import Retention
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
-from kvcellar.tiers.remote import RemoteTier, prefix_of
+from kvcellar.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
 from kvcellar.tiers.tier import Entry, chains
 from kvcellar.tiers.transfer import Outcome, Transfer
 from kvcellar.tiers.transfers import Transfers
@@ -39,13 +39,13 @@ def objects(request, tmp_path) -> Iterator[Callable[[], Objects]]:
     if request.param == "redis":
         url = request.getfixturevalue("running").url
         yield lambda: RedisObjects(url, PREFIX)
-        RedisObjects(url, PREFIX).delete(list(RedisObjects(url, PREFIX).sizes()))
+        RedisObjects(url, PREFIX).delete(list(RedisObjects(url, PREFIX).sizes(MOST_LISTED)))
     else:
         pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
         url = f"file://{tmp_path}/store" if request.param == "directory" else f"memory://{tmp_path}"
         yield lambda: FsspecObjects(url, PREFIX)
         store = FsspecObjects(url, PREFIX)
-        store.delete(list(store.sizes()))
+        store.delete(list(store.sizes(MOST_LISTED)))
 
 
 def tier(objects: Objects, **options) -> RemoteTier:
@@ -64,7 +64,7 @@ def test_what_one_stores_another_lists_and_reads(objects) -> None:
     found = chains(reader.entries())
     assert found[-1] == Entry(second[0], retention)
     assert {entry.snapshot.key for entry in found} == {first[0].key, second[0].key, long[0].key}
-    assert reader.size() == writer.size() == sum(objects().sizes().values())
+    assert reader.size() == writer.size() == sum(objects().sizes(MOST_LISTED).values())
     for one in (first, second, long):
         assert reader.contains(one[0].key)
         assert content(reader, one[0].key) == one
@@ -79,20 +79,20 @@ def test_damage_and_foreign_objects_are_misses(objects) -> None:
     opened, one = tier(objects()), made(1)
     name = one[0].key.hex()
     assert opened.put(*one)
-    whole = objects().read(name)
+    whole = objects().read(name, 1 << 20)
     assert whole is not None
     for damaged in (whole[:-1], whole + b"x", b"", b"x", whole[:100] + bytes([whole[100] ^ 1]) + whole[101:]):
         objects().write(name, damaged, None)
         assert content(opened, one[0].key) is None
         objects().write(name, damaged, None)
         assert opened.entries() == []
-        assert objects().sizes() == {}, "what is damaged was kept"
+        assert objects().sizes(MOST_LISTED) == {}, "what is damaged was kept"
     objects().write(made(2)[0].key.hex(), whole, None)
     assert content(opened, made(2)[0].key) is None
     objects().write("notes", b"of another program", None)
     objects().write(name, whole, None)
     assert [entry.snapshot for entry in tier(objects()).entries()] == [one[0]]
-    assert objects().read("notes") == b"of another program"
+    assert objects().read("notes", 1 << 20) == b"of another program"
 
 
 def test_another_cipher_or_identity_reads_nothing_and_deletes_nothing(objects) -> None:
@@ -100,7 +100,7 @@ def test_another_cipher_or_identity_reads_nothing_and_deletes_nothing(objects) -
     one = made(1, size=64)
     opened = tier(objects(), cipher=AesGcm(bytes(32)))
     assert opened.put(*one)
-    stored = objects().read(one[0].key.hex())
+    stored = objects().read(one[0].key.hex(), 1 << 20)
     assert stored is not None
     assert not any(secret in stored for secret in (one[0].tokens, *one[1]))
     other = tier(objects(), cipher=AesGcm(bytes([1]) * 32))
@@ -114,11 +114,11 @@ def test_the_cap_holds_and_counts_what_others_have_stored() -> None:
     store = InMemory()
     for seed in range(4):
         assert tier(store).put(*made(seed, size=1000))
-    before = sum(store.sizes().values())
+    before = sum(store.sizes(MOST_LISTED).values())
     opened = tier(store, cap=before + 100)
     for seed in range(4, 40):
         assert opened.put(*made(seed, size=1000))
-        assert sum(store.sizes().values()) == opened.size() <= opened.cap
+        assert sum(store.sizes(MOST_LISTED).values()) == opened.size() <= opened.cap
     assert store.most <= opened.cap
     assert not opened.put(*made(50, size=before))
     assert opened.failures["too large"] == 1
@@ -135,7 +135,7 @@ def test_bytes_that_could_not_be_deleted_stay_counted() -> None:
     assert not opened.contains(made(1)[0].key)
     store.fails = False
     assert opened.put(*made(2))
-    assert opened.size() == sum(store.sizes().values()) == size
+    assert opened.size() == sum(store.sizes(MOST_LISTED).values()) == size
 
 
 def test_bytes_of_what_expires_are_freed_though_a_deletion_before_it_fails() -> None:
@@ -149,7 +149,7 @@ def test_bytes_of_what_expires_are_freed_though_a_deletion_before_it_fails() -> 
     assert not opened.put(*made(3))
     store.fails = False
     assert opened.put(*made(3))
-    assert store.sizes() == {made(3)[0].key.hex(): opened.size()}
+    assert store.sizes(MOST_LISTED) == {made(3)[0].key.hex(): opened.size()}
 
 
 def test_a_store_that_fails_is_left_alone_for_a_while_and_costs_misses_only(caplog) -> None:
@@ -187,7 +187,7 @@ def test_entries_expire_by_the_clock_and_in_the_store_by_itself() -> None:
 def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
     store = InMemory()
     assert tier(store).put(*made(1), Retention(owner="a"))
-    each = sum(store.sizes().values())
+    each = sum(store.sizes(MOST_LISTED).values())
     opened = tier(store, quota=each)
     assert opened.put(*made(2), Retention(owner="b"))
     assert opened.put(*made(3), Retention(owner="a"))

@@ -326,6 +326,44 @@ def test_cancelling_ends_what_waits_at_once_and_what_runs_after_its_job() -> Non
     assert not disk.contains(made(2)[0].key)
 
 
+class InChunks(Slow):
+    """A tier that takes memory for each chunk, and calls `between` after it."""
+
+    taken = 0
+
+    def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
+        found = HostTier.get(self, key)
+        for chunk in found.chunks if found is not None else ():
+            take(len(chunk))
+            self.taken += 1
+            self.between()
+        return found
+
+    def between(self) -> None:
+        self._wait("chunk")
+
+
+def test_a_cancelled_reading_ends_with_its_present_chunk(caplog) -> None:
+    """Its thread and its memory are free for others then, and nothing is put into other tiers."""
+    host, disk = HostTier(1 << 20), InChunks()
+    one, other = made(1), made(2)
+    for snapshot, chunks in (one, other):
+        assert HostTier.put(disk, snapshot, chunks)
+    with transfers(host, disk, threads=1, staging=one[0].size) as opened:
+        disk.go.clear()
+        orphan = opened.fetch(one[0])
+        assert disk.inside.acquire(timeout=SOON)
+        opened.cancel(orphan)
+        assert opened.fetch(other[0]) is None, "a chunk is being read into its memory"
+        disk.go.set()
+        assert ended(orphan) is Outcome.CANCELLED
+        assert disk.taken == 1
+        assert not opened.staged()
+        assert ended(opened.fetch(other[0])) is Outcome.FETCHED
+    assert not host.contains(one[0].key)
+    assert "has failed" not in caplog.text
+
+
 def test_cancelling_what_was_fetched_releases_it() -> None:
     disk = Slow()
     disk.put(*made(1))

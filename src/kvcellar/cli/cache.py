@@ -229,16 +229,23 @@ def _removed(found: Json) -> Iterator[str]:
 
 
 @_verb("clear")
-def clear(as_json: bool, **target: Any) -> None:
-    """Remove everything that no running request uses, from memory and from the store."""
+@click.option("--all-models", is_flag=True, help="Also what other models have stored in the same directory.")
+def clear(all_models: bool, as_json: bool, **target: Any) -> None:
+    """Remove everything that no running request uses, from memory and from the store: of the server's model, or of the
+    only one that has entries in the store.
+    """
 
     def of_store(disk: DiskTier) -> Json:
-        keys = [row.key for row in disk.rows()]
-        disk.remove(keys)
-        return {"tokens": 0, "stored": len(keys)}
+        rows = disk.rows()
+        models = sorted({row.identity.hex()[: upkeep.NAME] for row in rows})
+        if len(models) > 1 and not all_models:
+            raise BadRequest(f"the store has entries of {len(models)} models, {models}: clear all with --all-models")
+        disk.remove([row.key for row in rows])
+        return {"tokens": 0, "stored": len(rows)}
 
-    found = Target(**target).ask("POST", "/admin/cache/clear", of_store)
-    _print(found, as_json, _removed(found))
+    found = Target(**target).ask("POST", "/admin/cache/clear", of_store, all_models=all_models)
+    of = "all models" if all_models else "this model; those of others stay (--all-models)"
+    _print(found, as_json, (f"{line}, of {of}" for line in _removed(found)))
 
 
 # -- the store ----------------------------------------------------------------------------------------------------

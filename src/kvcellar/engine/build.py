@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,22 +82,26 @@ class Built:
 
 
 def build(
-    model: "str | Path | PreTrainedModel | None", settings: Settings, thread: DeviceThread | None = None
+    model: "str | Path | PreTrainedModel | None",
+    settings: Settings,
+    opened: ExitStack,
+    thread: DeviceThread | None = None,
 ) -> Built:
     """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
-    `resolve_capacity` raise."""
+    `resolve_capacity` raise. What has to be closed is entered into `opened` as soon as it is open; from the start of
+    the loop on, the loop closes it."""
     settings = _in_a_fork(settings)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
     if threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
-    opened = open_model(model, settings)
-    loaded, settings = opened.loaded, opened.settings
+    found = open_model(model, settings)
+    loaded, settings = found.loaded, found.settings
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
     packing = _packing(loaded, settings)
     guest = build_guest(loaded.model, named(settings.attention))
-    built = _assembled(opened, packing, guest, threads, thread or DeviceThread(), began)
+    built = _assembled(found, packing, guest, threads, thread or DeviceThread(), began, opened)
     trim_heap()
     return built
 
@@ -128,10 +133,16 @@ def _packing(loaded: Loaded, settings: Settings) -> Packed | None:
 
 
 def _assembled(
-    opened: Opened, packing: Packed | None, guest: Guest, threads: Threads, device: DeviceThread, began: int
+    model: Opened,
+    packing: Packed | None,
+    guest: Guest,
+    threads: Threads,
+    device: DeviceThread,
+    began: int,
+    opened: ExitStack,
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
-    loaded, settings = opened.loaded, opened.settings
+    loaded, settings = model.loaded, model.settings
     default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
     plain, guest = guest, _storing(guest, settings)
     record_steps(guest, settings)
@@ -151,25 +162,20 @@ def _assembled(
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
-    intake = _intake(opened, memory, capacity, context, adapters)
+    intake = _intake(model, memory, capacity, context, adapters)
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
-    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting, capacity)
+    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting, capacity, opened)
     adapters.loop = loop
     share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
-    try:
-        store = open_store(loaded, loop.manager, settings, loop.post, share=1 - share, latents=_latents(guest))
-        loop.manager.store = store
-        if drafts is not None and cache is not None:
-            cache.store = open_draft_store(cache, drafts.source, settings, loop.post, share=share)
-    except BaseException:
-        if loop.manager.events is not None:
-            loop.manager.events.close()
-        raise
+    store = open_store(loaded, loop.manager, settings, loop.post, opened, share=1 - share, latents=_latents(guest))
+    loop.manager.store = store
+    if drafts is not None and cache is not None:
+        cache.store = open_draft_store(cache, drafts.source, settings, loop.post, opened, share=share)
     if store is not None and intake.codec.replays is not None:
         intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
-    found = (settings, opened.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
+    found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
     return Built(*found, drafts=drafts, draft_capacity=own, draft_memory=cache)
 
 
@@ -225,13 +231,13 @@ def _running(
     device: DeviceThread,
     drafting: Drafting,
     capacity: Capacity,
+    opened: ExitStack,
 ) -> tuple[Loop, Runner]:
     """The parts that run on the device's thread."""
     context = intake.context
     shares = Shares(settings.pin_share, settings.tenant_share)
-    manager = SequenceManager(
-        memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=open_events(settings)
-    )
+    events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
+    manager = SequenceManager(memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=events)
     layouts = {name: layout for name, (layout, _) in intake.groups.items()}
     scheduler = Scheduler(
         manager,

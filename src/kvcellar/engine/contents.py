@@ -175,11 +175,16 @@ class Contents:
         removed += self._remove_drafts(texts, entry)
         return Removed(self._discard(tree, nodes, "removed by `cache rm`"), removed)
 
-    def clear(self) -> Removed:
-        """Remove all that no running request uses, from memory and from the store."""
+    def clear(self, *, all_models: bool = False) -> Removed:
+        """Remove all that no running request uses, from memory and from the store: what this model has stored; or, of
+        a directory that several models use, all."""
         removed = 0
         if (store := self._loop.manager.store) is not None:
             removed = self._drop(store, None)
+            if all_models and (disk := store.disk) is not None:
+                keys = [row.key for row in disk.rows()]
+                disk.remove(keys)
+                removed += len(keys)
         self._remove_drafts([(None, b"")])
         tree = self._loop.call(lambda: self._tree)
         return Removed(self._discard(tree, self._loop.call(tree.roots), "removed by `cache clear`"), removed)

@@ -45,10 +45,15 @@ class DeviceThread:
 
     def add(self, engine: Stepped) -> None:
         with self._changed:
-            self._engines.append(engine)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvcellar-engine", daemon=True)
-                self._thread.start()
+            try:
+                self._engines.append(engine)
+                if self._thread is None:
+                    thread = threading.Thread(target=self._begin, name="kvcellar-engine", daemon=True)
+                    thread.start()
+                    self._thread = thread
+            except BaseException:
+                self._engines = [other for other in self._engines if other is not engine]
+                raise
         self.wake()
 
     def wake(self) -> None:
@@ -78,6 +83,12 @@ class DeviceThread:
         with self._changed:
             assert (self._thread is not None) == bool(self._engines)
             assert len(set(map(id, self._engines))) == len(self._engines)
+
+    def _begin(self) -> None:
+        with self._changed:  # `add` has returned, or failed
+            added = self.current
+        if added:
+            self._run()
 
     def _run(self) -> None:
         import torch  # not at the top: commands that compute nothing import this module, too

@@ -7,6 +7,7 @@ with Engine() as engine:
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -74,23 +75,26 @@ class Engine:
         **settings: Unpack[EngineOptions],
     ) -> None:
         checked = settings_of(settings)
-        with listening(progress):
-            import_needed()
-            from kvcellar.engine.build import build  # imports torch, so not at the top
+        with ExitStack() as opened:
+            with listening(progress):
+                import_needed()
+                from kvcellar.engine.build import build  # imports torch, so not at the top
 
-            self._built: Built = build(model, checked, thread)
-        self._loop = self._built.loop
-        self._sessions = count(1)
-        self.model = model_card(self._built)
-        # what sessions were saved as, by name; it outlives the engine where that has a store
-        self.conversations: Conversations = open_conversations(self._built.settings, self.model)
-        self.adapters: Adapters = self._built.adapters  # those that requests can name
-        self.embeddings = Embeddings(weakref.ref(self), self._built)
-        self.variants = Variants(self._built)  # models of the library on this engine
-        self.replies = Replies(self._built.intake.codec)  # how answers are read: reasoning, content, calls of tools
-        self._loop.start(self._built.runner)
-        # A thread inside torch must not outlive the interpreter, so an engine that is not closed is closed at its end.
-        self._closing = weakref.finalize(self, self._loop.close)
+                self._built: Built = build(model, checked, opened, thread)
+            self._loop = self._built.loop
+            self._sessions = count(1)
+            self.model = model_card(self._built)
+            # what sessions were saved as, by name; it outlives the engine where that has a store
+            self.conversations: Conversations = open_conversations(self._built.settings, self.model)
+            self.adapters: Adapters = self._built.adapters  # those that requests can name
+            self.embeddings = Embeddings(weakref.ref(self), self._built)
+            self.variants = Variants(self._built)  # models of the library on this engine
+            self.replies = Replies(self._built.intake.codec)  # how answers are read: reasoning, content, calls of tools
+            opened.callback(self._loop.close)
+            self._loop.start(self._built.runner)
+            # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
+            self._closing = weakref.finalize(self, self._loop.close)
+            opened.pop_all()
 
     def __enter__(self) -> Self:
         return self

@@ -173,12 +173,12 @@ class KvEvents:
             self.endpoint = self._address(self._pub)
             self._replay = self._bound(zmq.ROUTER, replay, "kv_events_replay") if replay is not None else None
             self.replay_endpoint = self._address(self._replay) if self._replay is not None else None
+            self._mirror.clear()
+            self._thread = threading.Thread(target=self._run, name="kvcellar-events", daemon=True)
+            self._thread.start()
         except BaseException:
             self._close_sockets()
             raise
-        self._mirror.clear()
-        self._thread = threading.Thread(target=self._run, name="kvcellar-events", daemon=True)
-        self._thread.start()
 
     def _bound(self, kind: int, endpoint: str, setting: str) -> Any:
         opened = self._context.socket(kind)

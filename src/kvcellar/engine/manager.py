@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
+from math import inf
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.checkpoint_rows import with_rows
@@ -100,7 +101,7 @@ class SequenceManager:
         if self.store is not None:
             storage = self.memory.storage
             share = cells / storage.capacity()[group] if group is not None else 0.0
-            self.store.pump(max(BUSY, int(share * storage.bytes)))
+            self.store.pump(max(BUSY, int(share * storage.bytes)), seconds=inf)
 
     def _stop_restore(self) -> bool:
         """End the restore of the youngest waiting completion that has locked memory. False if there is none."""

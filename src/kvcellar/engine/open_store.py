@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -79,12 +79,14 @@ def open_store(
     manager: SequenceManager,
     settings: Settings,
     post: Callable[[Callable[[], None]], None],
+    opened: ExitStack,
     *,
     share: float = 1.0,
     latents: bool = False,
 ) -> Store | None:
     """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
-    engine runs without: it can be lost at any later time, too. Raises `BadRequest` for settings that cannot be met.
+    engine runs without: it can be lost at any later time, too. `opened` closes them, unless it lets go of them. Raises
+    `BadRequest` for settings that cannot be met.
 
     `share` is the part of the tiers' bytes that is not for the memory of drafts. `latents`: the model attends to them
     as they are stored, which gives later layers other bits than expanding them."""
@@ -96,7 +98,7 @@ def open_store(
     parts, attends = (paths, share), "latents" if latents else ""
     memory, prefixes, weights = manager.memory, manager.prefixes, loaded.multiplied
     owner = Owner(memory, prefixes, evict, *parts, events=manager.events, weights=weights, attends=attends)
-    return _opened(owner, settings, post)
+    return _opened(owner, settings, post, opened)
 
 
 def open_draft_store(
@@ -104,16 +106,19 @@ def open_draft_store(
     source: Source,
     settings: Settings,
     post: Callable[[Callable[[], None]], None],
+    opened: ExitStack,
     *,
     share: float,
 ) -> Store | None:
     """The same for the memory of a drafter. Nothing that its tiers do keeps the engine from starting."""
     parts = (source.paths, share, source.role)
     owner = Owner(draft.memory, draft.prefixes, draft.evict, *parts, weights=source.weights)
-    return _opened(owner, settings, post)
+    return _opened(owner, settings, post, opened)
 
 
-def _opened(owner: Owner, settings: Settings, post: Callable[[Callable[[], None]], None]) -> Store | None:
+def _opened(
+    owner: Owner, settings: Settings, post: Callable[[Callable[[], None]], None], opened: ExitStack
+) -> Store | None:
     cipher, locations = cipher_of(settings), Locations(owner.events)
     host = owner.part(host_bytes_of(settings, owner.memory.device.type, free_cpu_bytes()))
     name = secrets.token_bytes(KEY)
@@ -125,12 +130,14 @@ def _opened(owner: Owner, settings: Settings, post: Callable[[Callable[[], None]
         report("opening the store")
         try:
             name = _identity(owner)
-            tiers += _outside(owner, settings, name, cipher, locations)
         except OSError as error:
             log.warning("running without a store: %s", error)
+        else:
+            tiers += _outside(owner, settings, name, cipher, locations, opened)
     if not tiers:
         return None
-    store = Store(
+    made = partial(
+        Store,
         tiers,
         owner.memory,
         owner.prefixes,
@@ -141,18 +148,22 @@ def _opened(owner: Owner, settings: Settings, post: Callable[[Callable[[], None]
         post=post,
         evict=owner.evict,
     )
+    store = opened.enter_context(closing(made()))
     store.load()
     owner.memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.catalogue), owner.part(PAGED_IN))
     return store
 
 
-def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, locations: Locations) -> list[Tier]:
+def _outside(
+    owner: Owner, settings: Settings, name: bytes, cipher: Cipher, locations: Locations, opened: ExitStack
+) -> list[Tier]:
     """The tiers that outlive the engine, as far as they can be opened."""
     found: list[Tier] = []
     share = settings.tenant_share
     if settings.store is not None:
         try:
-            disk = DiskTier(
+            disk = partial(
+                DiskTier,
                 Path(settings.store),
                 identity=name,
                 max_bytes=settings.store_bytes - conversation_bytes(settings),
@@ -160,14 +171,14 @@ def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, loca
                 cipher=cipher,
                 removed=partial(locations.removed, DiskTier.name),
             )
-            found.append(disk)
+            found.append(opened.enter_context(closing(disk())))
         except (OSError, StoreUnusable) as error:
             log.warning("running without a store: %s", error)
     if settings.store_remote is not None:
         cap = owner.part(settings.store_remote_bytes)
         try:
             objects = open_objects(settings.store_remote, prefix_of(name))
-        except RemoteFailed as error:
+        except (RemoteFailed, OSError) as error:
             log.warning("running without the remote store: %s", error)
         except ImportError as error:
             needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
@@ -176,9 +187,9 @@ def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, loca
             raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
         else:
             removed = partial(locations.removed, RemoteTier.name)
-            found.append(
-                RemoteTier(objects, identity=name, cap=cap, quota=int(share * cap), cipher=cipher, removed=removed)
-            )
+            quota = int(share * cap)
+            tier = RemoteTier(objects, identity=name, cap=cap, quota=quota, cipher=cipher, removed=removed)
+            found.append(opened.enter_context(closing(tier)))
     return found
 
 

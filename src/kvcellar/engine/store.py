@@ -10,6 +10,8 @@ there.
 
 Always true:
   * a snapshot is written after the one that it continues;
+  * at most `MOST_UNREAD` tokens wait to be read out of memory, or one sequence; and none for longer than `LATE` seconds
+    after the next step, while there is staging memory: only a tier that is too slow makes them wait;
   * memory for what is written is reserved before it is read out (see `transfers`).
 """
 
@@ -17,7 +19,9 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -44,22 +48,31 @@ from kvcellar.tiers.transfers import Transfers
 log = logging.getLogger("kvcellar.engine")
 
 SEGMENT = 512  # tokens of one snapshot, at most
-BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests
+BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests,
+SLICE = 0.01  # in so many seconds at most,
+LATE = 2.0  # but for what has waited longer
 MOST_OTHERS = 1024  # snapshots of other identities that are looked at to say that they cannot be used
-MOST_WANTED = 256  # sequences that wait to be written: a tier that is slow or down costs no more memory
+MOST_UNREAD = 1 << 18  # tokens that wait to be read: a tier that is slow or down costs no more memory
 STAGING_PAUSE = 0.005  # seconds between two looks for free staging memory, at the end
 WAIT = 2.0  # seconds for unwritten snapshots at the end
 
 
 @dataclass(eq=False, slots=True)
 class _Writing:
-    """A sequence of which snapshots are being made. `at` tokens of it are done, up to the snapshot `parent`."""
+    """A sequence of which snapshots are being made. `at` tokens of it are done, up to the snapshot `parent`. It waits
+    since `since`."""
 
     namespace: str
     key: bytes
     retention: Retention
     at: int
     parent: bytes | None
+    since: float
+
+    @property
+    def unread(self) -> int:
+        """Tokens that wait."""
+        return len(self.key) // TOKEN - self.at
 
 
 @dataclass(eq=False, slots=True)
@@ -94,27 +107,8 @@ class Store:
         """`secret`: keys cannot be computed from tokens without it; `locations`: the tiers report there what they
         remove."""
         self._memory, self._prefixes, self.locations = memory, prefixes, locations
-        self._identity, self._secret, self._post = identity, secret, post
+        self._identity, self._secret, self._post, self._clock = identity, secret, post, clock
         self.catalogue = Catalogue(anywhere=prefixes.anywhere)
-        self.transfers = Transfers(
-            tiers,
-            staging=staging,
-            locations=locations,
-            completed=self._completed,
-            freed=lambda: self._posted(self.restores.freed),
-            clock=clock,
-        )
-        self.restores = Restores(
-            self.transfers,
-            self.catalogue,
-            memory,
-            prefixes,
-            evict=evict,
-            wake=lambda: self._posted(self.restores.go_on),
-            missed=self._forget_gone,
-            news=News(self.transfers, post=self._posted, learn=self.learn, clock=clock),
-            clock=clock,
-        )
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._segment = SEGMENT
@@ -127,6 +121,29 @@ class Store:
         self._others = Sightings()  # of other identities
         self.written = 0  # tokens
         self.failures: Counter[str] = Counter()  # snapshots that were not written, by kind
+        with ExitStack() as opened:
+            made = partial(
+                Transfers,
+                tiers,
+                staging=staging,
+                locations=locations,
+                completed=self._completed,
+                freed=lambda: self._posted(self.restores.freed),
+                clock=clock,
+            )
+            self.transfers = opened.enter_context(closing(made()))
+            self.restores = Restores(
+                self.transfers,
+                self.catalogue,
+                memory,
+                prefixes,
+                evict=evict,
+                wake=lambda: self._posted(self.restores.go_on),
+                missed=self._forget_gone,
+                news=News(self.transfers, post=self._posted, learn=self.learn, clock=clock),
+                clock=clock,
+            )
+            opened.pop_all()
 
     def load(self) -> None:
         """Learn which snapshots there are."""
@@ -163,7 +180,7 @@ class Store:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def keep(self, namespace: str, key: bytes, retention: Retention = DEFAULT) -> None:
-        """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if many wait.
+        """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if too many wait.
         What is stored of them already is kept at least as long as `retention` says."""
         self._forget_gone()
         chain = self.catalogue.whole(namespace, key)
@@ -172,26 +189,41 @@ class Store:
             self.transfers.renew(keys, retention)
         if retention.expires is None:
             self._expiring.difference_update(keys)
-        at = chain[-1].span.end if chain else 0
-        if len(self._wanted) < MOST_WANTED and len(key) // TOKEN - at >= LEAST and not self._closed:
-            self._wanted.append(_Writing(namespace, key, retention, at, chain[-1].key if chain else None))
+        at, parent = (chain[-1].span.end, chain[-1].key) if chain else (0, None)
+        wanted = _Writing(namespace, key, retention, at, parent, self._clock())
+        if wanted.unread < LEAST or self._closed:
+            return
+        if self._wanted and self.unread + wanted.unread > MOST_UNREAD:
+            self._not_written("the tiers are too slow")
+            return
+        self._wanted.append(wanted)
 
-    def pump(self, budget: int = BUSY) -> bool:
-        """Read up to about `budget` bytes out of memory. False if there is nothing to read, or nowhere to put it."""
+    @property
+    def unread(self) -> int:
+        """Tokens that wait to be read out of memory. Costs the sequences that wait."""
+        return sum(one.unread for one in self._wanted)
+
+    def pump(self, budget: int = BUSY, seconds: float = SLICE) -> bool:
+        """Read up to about `budget` bytes out of memory, in so many seconds, and all that has waited for `LATE` seconds
+        anyway. False if there is nothing to read, or nowhere to put it."""
         if self._open is None and self.transfers.room() < self._least:
             return False
-        while budget > 0:
+        began = self._clock()
+        while (budget > 0 and self._clock() - began < seconds) or self._late(began):
             if self._open is None and not self._begin_next():
                 return False
             assert self._open is not None
             chunk = next(self._open.chunks, None)
             if chunk is None:
                 self._finish(self._open)
-                return True
+                continue
             content = chunk.numpy().tobytes()
             self._open.done.append(content)
             budget -= len(content)
-        return True
+        return bool(self._wanted)
+
+    def _late(self, now: float) -> bool:
+        return bool(self._wanted) and self._wanted[0].since <= now - LATE
 
     def _begin_next(self) -> bool:
         while self._wanted:
@@ -228,13 +260,12 @@ class Store:
             self._segment = min(self._segment, len(snapshot.span)) // 2
             return
         self._wanted.popleft()
-        if not self.failures["too large for staging"]:
-            log.warning(
-                "a snapshot of %d bytes is not stored: staging_bytes is %d, and it needs four times its own",
-                snapshot.size,
-                self.transfers.staging,
-            )
-        self.failures["too large for staging"] += 1
+        self._not_written("too large for staging")
+
+    def _not_written(self, why: str) -> None:
+        if not self.failures[why]:
+            log.warning("a snapshot is not stored: %s; staging_bytes is %d", why, self.transfers.staging)
+        self.failures[why] += 1
 
     def _next_of(self, writing: _Writing) -> tuple[Node, Span] | None:
         """The node and the span of the next snapshot; None if nothing is left, or was evicted meanwhile."""

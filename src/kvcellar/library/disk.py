@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.errors import ModelRefused
@@ -64,22 +64,19 @@ class Disk:
     def staging(self) -> Generator["Staging"]:
         """A directory for what is being created, which is removed at the end."""
         directory = self.root / TEMPORARY / f"{os.getpid()}-{secrets.token_hex(8)}"
-        with self.locked():
-            self.remove_dead()
-            os.mkdir(directory, 0o700)
-            try:
-                owned = self.files.create(directory / "lock")
+        with ExitStack() as opened, ExitStack() as made:  # it is removed while it is locked
+            with self.locked():
+                self.remove_dead()
+                os.mkdir(directory, 0o700)
+                made.callback(shutil.rmtree, directory, ignore_errors=True)  # what stays, as that of a killed process
+                opened.callback(self._close, owned := self.files.create(directory / "lock"))
                 fcntl.flock(owned, fcntl.LOCK_EX)
                 os.mkdir(directory / "needs", 0o700)
-            except BaseException:
-                shutil.rmtree(directory, ignore_errors=True)
-                raise
-        try:
             yield Staging(self, directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)  # what stays is removed as that of a killed process
-            with suppress(OSError):
-                self.files.close(owned)
+
+    def _close(self, file: int) -> None:
+        with suppress(OSError):
+            self.files.close(file)
 
     def remove_dead(self) -> set[str]:
         """Remove the directories of stagings that no longer run; needs the lock. Returns the blobs that the others

@@ -41,6 +41,10 @@ class NoFields(StrictModel):
     """Of routes that need nothing but that the body is JSON."""
 
 
+class ClearBody(StrictModel):
+    all_models: bool = False  # also what other models have stored in the same directory
+
+
 class RemoveBody(StrictModel):
     """At least one is needed; those that are sent must all hold."""
 
@@ -104,8 +108,8 @@ class CacheHandler:
         return await self._answer(request, remove)
 
     async def clear(self, request: Request) -> Response:
-        await self._no_fields(request)
-        return await self._answer(request, lambda engine: asdict(engine.cache.clear()))
+        body = validated(ClearBody, await self._body(request))
+        return await self._answer(request, lambda engine: asdict(engine.cache.clear(all_models=body.all_models)))
 
     async def collect(self, request: Request) -> Response:
         await self._no_fields(request)

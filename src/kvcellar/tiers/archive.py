@@ -26,7 +26,19 @@ from threading import Lock
 from typing import Protocol
 
 from kvcellar.places import make_private
-from kvcellar.tiers.codec import DIGEST, Cipher, Content, Damaged, Foreign, OpenFile, Plain, Source, digest, write
+from kvcellar.tiers.codec import (
+    DIGEST,
+    Cipher,
+    Content,
+    Damaged,
+    Foreign,
+    OpenFile,
+    Plain,
+    Source,
+    TooLarge,
+    digest,
+    write,
+)
 from kvcellar.tiers.files import Files
 
 MOST = 1024  # documents of one owner
@@ -42,10 +54,6 @@ _START = struct.Struct("<8sIIQ")
 
 class Full(Exception):
     """The document does not fit. The message has the limit that it exceeds."""
-
-
-class TooLarge(Exception):
-    """The document is over the limit of one document, which the message has."""
 
 
 class Changed(Exception):

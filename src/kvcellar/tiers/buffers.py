@@ -13,6 +13,8 @@ import sys
 from bisect import insort
 from collections.abc import Callable
 
+from kvcellar.tiers.codec import Replaced
+
 
 def allocated(size: int) -> mmap.mmap:
     """A buffer, with its pages where the system can make them at once."""
@@ -59,11 +61,11 @@ class Space:
         self._buffer, self._memory, self._at = buffer, memoryview(b""), 0
 
     def __call__(self, size: int) -> memoryview:
-        """The next bytes. Raises `ValueError` where the buffer has no more: the entry is larger than was known."""
+        """The next bytes. Raises `Replaced` where the buffer has no more: the entry is larger than was known."""
         if not self._at:
             self._memory = memoryview(self._buffer())
         part = self._memory[self._at : self._at + size]
         if len(part) < size:
-            raise ValueError(f"an entry has more than the {len(self._memory)} bytes that memory was reserved for")
+            raise Replaced(f"it has more than the {len(self._memory)} bytes that memory was reserved for")
         self._at += size
         return part

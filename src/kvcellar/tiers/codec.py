@@ -34,11 +34,14 @@ from kvcellar.tiers.tier import Chunk, Take, checked, fresh
 MAGIC = b"kvcellar"
 VERSION = 3
 DIGEST = 16
-HEADER_LIMIT = 64 << 20  # bytes: 8 for each token, and the record
-CHUNK_LIMIT = 1 << 30
-FILE_LIMIT = 1 << 40
+HEADER_LIMIT = 4 << 20  # bytes
+META_LIMIT = HEADER_LIMIT - (1 << 17)  # bytes of a sealed description: 8 for each token, and the texts
+TEXT_LIMIT = 1 << 20  # bytes of the description, and of the record: reading JSON takes up to a hundred times as many
+CHUNK_LIMIT = 1 << 28
+MOST_CHUNKS = 1 << 17
 MOST_TOKEN = 1 << 32  # ids of tokenizers are below
 _START = struct.Struct("<8sIIIQ")
+START = _START.size
 _NONE = bytes(KEY)
 _MOST = 2**63 - 1  # of a number of a retention: what an index stores
 _RETENTION = {"saves": int | None, "priority": int, "pinned": bool, "expires": float | int | None, "owner": str}
@@ -50,6 +53,14 @@ class Damaged(Exception):
 
 class Foreign(Exception):
     """The file is whole, but of another version or sealed with another key."""
+
+
+class TooLarge(Exception):
+    """It is over a limit of its format, which the message has."""
+
+
+class Replaced(Exception):
+    """It is another snapshot of the same tokens than the one that was known: another process has stored it."""
 
 
 class Cipher(Protocol):
@@ -86,7 +97,7 @@ def digest(*parts: Chunk) -> bytes:
 
 
 def sealed_meta(snapshot: Snapshot, cipher: Cipher) -> bytes:
-    """All of a snapshot but its key and parent."""
+    """All of a snapshot but its key and parent. Raises `TooLarge` for what `read_header` would refuse."""
     described = {
         "namespace": snapshot.namespace,
         "start": snapshot.span.start,
@@ -95,17 +106,30 @@ def sealed_meta(snapshot: Snapshot, cipher: Cipher) -> bytes:
         "tokens": len(snapshot.tokens),
     }
     words = json.dumps(described, separators=(",", ":")).encode()
+    longest, largest = max(len(words), len(snapshot.record)), max(snapshot.sizes, default=0)
+    if longest > TEXT_LIMIT or largest > CHUNK_LIMIT or len(snapshot.sizes) > MOST_CHUNKS:
+        raise TooLarge(
+            f"it has {len(snapshot.sizes)} chunks of up to {largest} bytes, and a text of {longest}; at most"
+            f" {MOST_CHUNKS}, {CHUNK_LIMIT} and {TEXT_LIMIT} are stored"
+        )
     content = struct.pack("<I", len(words)) + words + snapshot.tokens + snapshot.record
-    return cipher.mark + bytes(cipher.seal(content, snapshot.key))
+    meta = cipher.mark + bytes(cipher.seal(content, snapshot.key))
+    if len(meta) > META_LIMIT:
+        raise TooLarge(f"its description has {len(meta)} bytes; at most {META_LIMIT} are stored")
+    return meta
 
 
 def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Cipher) -> Snapshot:
     """Raises `Damaged` for content that no snapshot has, `Foreign` for what was sealed with another key."""
     if content[:1] != cipher.mark:
         raise Foreign("it was sealed with another cipher, or with none")
+    if len(content) > META_LIMIT:
+        raise Damaged(f"its description has {len(content)} bytes")
     content = bytes(cipher.unseal(content[1:], key))
     try:
         (length,) = struct.unpack_from("<I", content)
+        if length > TEXT_LIMIT:
+            raise ValueError(f"its text has {length} bytes")
         found = json.loads(content[4 : 4 + length])
         tokens = content[4 + length : 4 + length + found["tokens"]]
         record = content[4 + length + found["tokens"] :]
@@ -120,6 +144,8 @@ def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Ciph
         len(tokens) != 8 * len(span)
         or not len(span)
         or not isinstance(namespace, str)
+        or len(record) > TEXT_LIMIT
+        or len(sizes) > MOST_CHUNKS
         or not all(type(size) is int and 0 < size <= CHUNK_LIMIT for size in sizes)
         or not 0 <= min(memoryview(tokens).cast("q")) <= max(memoryview(tokens).cast("q")) < MOST_TOKEN
     ):
@@ -255,31 +281,32 @@ class Header:
         return found
 
 
-def head_size(head: bytes) -> int:
-    """Bytes of all before the chunks, of a file that begins with `head`. Raises `Damaged`."""
-    if len(head) < _START.size:
+def head_sizes(head: bytes) -> tuple[int, int]:
+    """Bytes of all before the chunks, and of all, as a file says that begins with `head`. Raises `Damaged`."""
+    if len(head) < START:
         raise Damaged("it was cut off")
-    _, _, length, _, _ = _START.unpack_from(head)
-    return _START.size + min(length, HEADER_LIMIT) + DIGEST
+    _, _, length, chunks, payload = _START.unpack_from(head)
+    size = START + length + DIGEST
+    return min(size, START + HEADER_LIMIT + DIGEST), size + payload + DIGEST * (chunks + 1)
 
 
 def read_header(source: Source) -> Header:
     """The verified header of a file. Raises `OSError`, `Damaged`, and `Foreign` for another version."""
-    start = _read(source, _START.size, 0)
-    magic, version, length, chunks, payload = _START.unpack(start)
+    start = _read(source, START, 0)
+    magic, version, length, chunks, _ = _START.unpack(start)
     if magic != MAGIC:
         raise Damaged("it does not begin like a snapshot")
     if version != VERSION:
         raise Foreign(f"it is of version {version}")
-    end = _START.size + length + DIGEST + payload + DIGEST * (chunks + 1)
-    if not 3 * KEY < length <= HEADER_LIMIT or source.size != end:
+    end = head_sizes(start)[1]
+    if not 3 * KEY < length <= HEADER_LIMIT or chunks > MOST_CHUNKS or source.size != end:
         raise Damaged(f"it has {source.size} bytes")
-    header, own = _read(source, length, _START.size), _read(source, DIGEST, _START.size + length)
+    header, own = _read(source, length, START), _read(source, DIGEST, START + length)
     if own != digest(start, header):
         raise Damaged("its header was changed")
     identity, key, parent = (header[at : at + KEY] for at in (0, KEY, 2 * KEY))
     retention, meta = _retention(header[3 * KEY :])
-    size = _START.size + length + DIGEST
+    size = START + length + DIGEST
     return Header(identity, key, None if parent == _NONE else parent, retention, meta, chunks, own, size, end)
 
 
@@ -313,21 +340,20 @@ class Reader:
         self._source, self.header = source, read_header(source)
         tail = DIGEST * (self.header.chunks + 1)
         found = _read(source, tail, self.header.end - tail)
-        self._digests = [found[at : at + DIGEST] for at in range(0, tail, DIGEST)]
-        self.seal = self._digests.pop()
-        if self.seal != digest(self.header.digest, *self._digests):
+        self._digests, self.seal = found[:-DIGEST], found[-DIGEST:]
+        if self.seal != digest(self.header.digest, self._digests):
             raise Damaged("its digests were changed")
 
     def chunks(self, snapshot: Snapshot, cipher: Cipher, take: Take = fresh) -> Iterator[memoryview]:
         """In order, each verified, in memory of `take`; `snapshot` is that of the header. Raises `OSError`, `Damaged`
         and `Foreign`."""
         at = self.header.size
-        for number, (size, expected) in enumerate(zip(snapshot.sizes, self._digests, strict=True)):
+        for number, size in enumerate(snapshot.sizes):
             chunk = take(size)
             sealed = fresh(size + cipher.overhead) if cipher.overhead else chunk
             if self._source.read_into(sealed, at) != len(sealed):
                 raise Damaged("it was cut off")
-            if digest(sealed) != expected:
+            if digest(sealed) != self._digests[number * DIGEST : (number + 1) * DIGEST]:
                 raise Damaged(f"its chunk {number} was changed")
             if sealed is not chunk:
                 chunk[:] = cipher.unseal(sealed, _place(snapshot.key, number))

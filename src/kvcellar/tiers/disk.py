@@ -21,8 +21,8 @@ import secrets
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -34,13 +34,13 @@ from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
     Cipher,
-    Content,
     Damaged,
     Foreign,
     OpenFile,
     Plain,
     Reader,
-    Source,
+    Replaced,
+    TooLarge,
     encoded,
     file_size,
     head_of,
@@ -98,8 +98,7 @@ class DiskTier:
                 with self._folder.locked():
                     opened.callback(self._folder.leave)
                     self._folder.enter()
-                    self._index = self._opened_index()
-                    opened.callback(self._index.close)
+                    self._index = self._opened_index(opened)
                     self._recover()
                     self.shared = self._folder.shared()
             except (OSError, sqlite3.Error, NoPlace, IndexDamaged, TooLittle) as error:
@@ -160,7 +159,11 @@ class DiskTier:
             if self.described(row) is not None and self._renew([snapshot.key], retention):
                 return True
             self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
-        meta = sealed_meta(snapshot, self.cipher)
+        try:
+            meta = sealed_meta(snapshot, self.cipher)
+        except TooLarge:
+            self.failures["too large"] += 1
+            return False
         head = head_of(self._identity, snapshot, retention, meta, self.cipher)
         size, name = file_size(head, snapshot, self.cipher), f"{self._process}-{next(self._numbers)}"
         if not self._reserve(name, size + growth(len(meta)), retention.owner):
@@ -195,7 +198,7 @@ class DiskTier:
                 if (row := self._found(key)) is None:
                     return None
                 found = self._read(row, take)
-        except (OSError, sqlite3.Error, Damaged, Foreign) as error:
+        except (OSError, sqlite3.Error, Damaged, Foreign, Replaced) as error:
             self._miss(row, error)
             return None
         self._breaker.succeeded()
@@ -216,7 +219,9 @@ class DiskTier:
             snapshot = reader.header.snapshot(self.cipher)
             return Loaded(snapshot, row.retention, tuple(reader.chunks(snapshot, self.cipher, take)))
 
-    def _reader(self, file: Source, row: Row) -> Reader:
+    def _reader(self, file: OpenFile, row: Row) -> Reader:
+        if file.size != row.size:
+            raise Damaged(f"it has {file.size} bytes, not {row.size}")
         reader = Reader(file)
         header = reader.header
         if (reader.seal, header.key, header.identity) != (row.seal, row.key, row.identity):
@@ -255,22 +260,22 @@ class DiskTier:
         except (Damaged, Foreign):
             return None
 
-    def content(self, row: Row) -> bytes | None:
-        """The whole file of an entry, of any identity, verified; None on a miss. What is damaged is removed; what was
-        sealed with another key is not."""
-        if self.described(row) is None:
-            self.failures["foreign"] += 1
-            return None
-        try:
-            with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
-                content = file.read(file.size, 0)
-                reader = self._reader(Content(content), row)
+    @contextmanager
+    def verified(self, row: Row) -> Generator[OpenFile | None]:
+        """The file of an entry, of any identity, all of which was verified, one chunk after the other; None on a miss.
+        What is damaged is removed; what was sealed with another key is not."""
+        file = None
+        with ExitStack() as opened:
+            try:
+                unsealed_meta(row.key, row.parent, row.meta, self.cipher)
+                file = opened.enter_context(OpenFile(self._files, self._folder.path(DATA, row.name)))
+                reader = self._reader(file, row)
                 for _ in reader.chunks(reader.header.snapshot(self.cipher), self.cipher):
                     pass
-        except (OSError, Damaged, Foreign) as error:
-            self._miss(row, error)
-            return None
-        return content
+            except (OSError, Damaged, Foreign) as error:
+                self._miss(row, error)
+                file = None
+            yield file
 
     def close(self) -> None:
         """What is being read may be read to its end. May be called again."""
@@ -278,26 +283,23 @@ class DiskTier:
 
     # -- opening ------------------------------------------------------------------------------------------------
 
-    def _opened_index(self) -> Index:
+    def _opened_index(self, opened: ExitStack) -> Index:
+        """`opened` closes it."""
         path, alone = self._folder.index, self._folder.alive() == {self._process}
         cap = min(self._max, self._folder.bytes() + int(self._share * self._folder.free()))
         try:
-            index = Index(path, cap, quota=self._quota)
+            index = opened.enter_context(closing(Index(path, cap, quota=self._quota)))
         except IndexDamaged as error:
             if not alone:
                 raise
             log.warning("the index in %s is damaged (%s); it is made again from the files", path.parent, error)
             self.failures["index damaged"] += 1
             self._folder.remove_index()
-            index = Index(path, cap, quota=self._quota)
-        try:
-            if not index.complete:
-                if not alone:  # what they are writing would not be in a new one
-                    raise IndexDamaged("its index was lost while other processes use it")
-                self._rebuild(index)
-        except BaseException:
-            index.close()
-            raise
+            index = opened.enter_context(closing(Index(path, cap, quota=self._quota)))
+        if not index.complete:
+            if not alone:  # what they are writing would not be in a new one
+                raise IndexDamaged("its index was lost while other processes use it")
+            self._rebuild(index)
         return index
 
     def _rebuild(self, index: Index) -> None:
@@ -364,6 +366,11 @@ class DiskTier:
         """Count why a snapshot could not be read. Damaged ones, and those whose files are gone, are removed."""
         if isinstance(error, Foreign):
             self.failures["foreign"] += 1
+            return
+        if isinstance(error, Replaced):
+            self.failures["replaced"] += 1
+            if row is not None:
+                self._removed(row.key, "gone")
             return
         with suppress(sqlite3.Error):
             if row is not None and isinstance(error, FileNotFoundError) and not self._index.has(row.name):

@@ -18,6 +18,7 @@ from kvcellar.places import make_private
 
 SETTLED = 2.0  # seconds after a change from which on the times of a file are relied on
 REMEMBERED = 256  # files, at most
+REMEMBERED_BYTES = 1 << 20  # of the file that they are remembered in
 
 
 def identity(parts: Mapping[str, str]) -> bytes:
@@ -62,8 +63,10 @@ class FileDigests:
         if self._path is None:
             return {}
         try:
-            found: Any = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
+            with self._path.open("rb") as file:
+                content = file.read(REMEMBERED_BYTES + 1)
+            found: Any = json.loads(content) if len(content) <= REMEMBERED_BYTES else None
+        except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(found, dict):
             return {}

@@ -24,7 +24,7 @@ from kvcellar.tiers.tier import Entry
 
 @dataclass(slots=True, eq=False)
 class Kept:
-    """An entry. `size` is all that it takes."""
+    """An entry. `size` is all that it takes; `seal`: of what this process has stored."""
 
     snapshot: Snapshot
     retention: Retention
@@ -33,6 +33,7 @@ class Kept:
     value: float = 0.0
     entry: int = 0  # of the heap
     live: bool = True
+    seal: bytes | None = None
 
     @property
     def owner(self) -> str:
@@ -113,13 +114,13 @@ class Ledger:
 
     # -- entries ------------------------------------------------------------------------------------------------
 
-    def enter(self, snapshot: Snapshot, retention: Retention, size: int) -> None:
+    def enter(self, snapshot: Snapshot, retention: Retention, size: int, seal: bytes | None = None) -> None:
         """Add an entry whose bytes were reserved. Where its key is there already, they are freed."""
         if snapshot.key in self._kept:
             self.free(size, retention.owner)
             self.renew([snapshot.key], retention)
         else:
-            self._add(self._rated(Kept(snapshot, retention, size)))
+            self._add(self._rated(Kept(snapshot, retention, size, seal=seal)))
 
     def admit(self, snapshot: Snapshot, retention: Retention, size: int) -> None:
         """Add an entry that another process has stored, even over the cap: the next reservation evicts."""

@@ -27,8 +27,8 @@ class RemoteFailed(Exception):
 class Objects(Protocol):
     """Objects by name. Names are of letters and digits."""
 
-    def read(self, name: str, n: int | None = None) -> bytes | None:
-        """The first `n` bytes, or all; None if there is no such object."""
+    def read(self, name: str, n: int) -> bytes | None:
+        """The first `n` bytes, fewer at the end; None if there is no such object."""
         ...
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
@@ -39,8 +39,8 @@ class Objects(Protocol):
         """Whether they are there or not."""
         ...
 
-    def sizes(self) -> dict[str, int]:
-        """The bytes of all objects."""
+    def sizes(self, most: int) -> dict[str, int]:
+        """The bytes of all objects, or of `most` of them."""
         ...
 
     def close(self) -> None: ...
@@ -78,10 +78,8 @@ class RedisObjects:
         except self._errors as error:
             raise RemoteFailed(f"{type(error).__name__}: {error}") from error
 
-    def read(self, name: str, n: int | None = None) -> bytes | None:
+    def read(self, name: str, n: int) -> bytes | None:
         with self._failing():
-            if n is None:
-                return self._redis.get(self._prefix + name)
             found = self._redis.getrange(self._prefix + name, 0, n - 1)
             return found if found or self._redis.exists(self._prefix + name) else None
 
@@ -95,10 +93,10 @@ class RedisObjects:
             for some in _batches(names):
                 self._redis.unlink(*(self._prefix + name for name in some))
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self, most: int) -> dict[str, int]:
         found: dict[str, int] = {}
         with self._failing():
-            for some in _batches(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED)):
+            for some in _batches(islice(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED), most)):
                 with self._redis.pipeline(transaction=False) as together:
                     for name in some:
                         together.strlen(name)
@@ -133,12 +131,12 @@ class FsspecObjects:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def read(self, name: str, n: int | None = None) -> bytes | None:
+    def read(self, name: str, n: int) -> bytes | None:
         return self._bounded(lambda: self._read(name, n))
 
-    def _read(self, name: str, n: int | None) -> bytes | None:
+    def _read(self, name: str, n: int) -> bytes | None:
         try:
-            return bytes(self._files.cat_file(self._path(name), start=None if n is None else 0, end=n))
+            return bytes(self._files.cat_file(self._path(name), start=0, end=n))
         except FileNotFoundError:
             return None
 
@@ -155,16 +153,17 @@ class FsspecObjects:
         except FileNotFoundError:
             return
 
-    def sizes(self) -> dict[str, int]:
-        return self._bounded(self._sizes)
+    def sizes(self, most: int) -> dict[str, int]:
+        return self._bounded(lambda: self._sizes(most))
 
-    def _sizes(self) -> dict[str, int]:
+    def _sizes(self, most: int) -> dict[str, int]:
         self._files.invalidate_cache(self._root)
         try:
             found = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
             return {}
-        return {one["name"].rpartition("/")[2]: int(one["size"]) for one in found if one["type"] == "file"}
+        files = (one for one in found if one["type"] == "file")
+        return {one["name"].rpartition("/")[2]: int(one["size"]) for one in islice(files, most)}
 
     def close(self) -> None:
         """Its file system is shared with all others of the same options, by fsspec: it stays."""

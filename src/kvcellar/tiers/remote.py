@@ -2,6 +2,12 @@
 
 Each process keeps the cap for what it has stored, and what others had stored with the same cipher when `entries` was
 called last. A store that deletes objects by itself may do so: each is a miss.
+
+Always true:
+  * no more is read of an object than its description says, and one byte, and no description is longer than `codec`
+    allows;
+  * without a cipher, what this process has stored is read only as it was stored. What others have stored is checked for
+    damage only: whoever can write to the store decides its content. A cipher authenticates both.
 """
 
 import logging
@@ -17,6 +23,7 @@ from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
+    DIGEST,
     Cipher,
     Content,
     Damaged,
@@ -24,10 +31,12 @@ from kvcellar.tiers.codec import (
     Header,
     Plain,
     Reader,
+    Replaced,
+    TooLarge,
     encoded,
     file_size,
     head_of,
-    head_size,
+    head_sizes,
     read_header,
     sealed_meta,
 )
@@ -39,6 +48,8 @@ T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
 
 FIRST = 64 << 10  # bytes of an object in which its header is looked for
+MOST_LISTED = 1 << 17  # objects
+MOST_DESCRIBED = 1 << 28  # bytes of all descriptions that are listed
 _NAME = re.compile("[0-9a-f]{64}")
 
 
@@ -99,7 +110,11 @@ class RemoteTier:
             if self._ledger.find(snapshot.key) is not None:
                 self._ledger.renew([snapshot.key], retention)
                 return True
-        head = head_of(self._identity, snapshot, retention, sealed_meta(snapshot, self._cipher), self._cipher)
+        try:
+            head = head_of(self._identity, snapshot, retention, sealed_meta(snapshot, self._cipher), self._cipher)
+        except TooLarge:
+            self.failures["too large"] += 1
+            return False
         size = file_size(head, snapshot, self._cipher)
         if not self._reserve(size, retention.owner):
             self.failures["too large"] += 1
@@ -117,31 +132,55 @@ class RemoteTier:
                 self._ledger.free(size, retention.owner)
             raise
         with self._lock:
-            self._ledger.enter(snapshot, retention, size)
+            self._ledger.enter(snapshot, retention, size, content[-DIGEST:])
         return True
 
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         return self._try("reading a snapshot", lambda: self._get(key, take))
 
     def _get(self, key: bytes, take: Take) -> Loaded | None:
-        content = self._objects.read(key.hex())
-        if content is None:
-            self._gone(key)
-            return None
+        with self._lock:
+            kept = self._ledger.find(key)
         try:
-            reader = Reader(Content(content))
-            snapshot = self._snapshot(key, reader.header)
-            retention = reader.header.retention
-            found = Loaded(snapshot, retention, tuple(reader.chunks(snapshot, self._cipher, take)))
-        except (Damaged, Foreign) as error:
+            kept = kept or self._described(key)
+            if kept is not None and kept.retention.expires is not None and kept.retention.expires <= self._clock():
+                self._remove([key], "expired")
+                return None
+            chunks = self._chunks(kept, take) if kept is not None else None
+        except (Damaged, Foreign, Replaced) as error:
             self._unusable(key, error)
             return None
-        if retention.expires is not None and retention.expires <= self._clock():
-            self._remove([key], "expired")
+        if kept is None or chunks is None:
+            self._gone(key)
             return None
         with self._lock:
-            self._ledger.admit(snapshot, retention, len(content))
-        return found
+            self._ledger.admit(kept.snapshot, kept.retention, kept.size)
+        return Loaded(kept.snapshot, kept.retention, chunks)
+
+    def _chunks(self, kept: Kept, take: Take) -> tuple[memoryview, ...] | None:
+        """The verified chunks of an object; None if there is none. Memory for them is taken before it is read."""
+        key, space = kept.snapshot.key, iter([take(size) for size in kept.snapshot.sizes])
+        content = self._objects.read(key.hex(), kept.size + 1)
+        if content is None:
+            return None
+        if len(content) != kept.size:
+            raise Replaced(f"it has not the {kept.size} bytes that it had")
+        reader = Reader(Content(content))
+        if self._snapshot(key, reader.header) != kept.snapshot:
+            raise Replaced("it has another description")
+        if not self._cipher.overhead and kept.seal not in (None, reader.seal):
+            raise Damaged("it is not what this process has stored")
+        return tuple(reader.chunks(kept.snapshot, self._cipher, lambda _: next(space)))
+
+    def _described(self, key: bytes, size: int | None = None) -> Kept | None:
+        """An object by its header; None if there is none. `size`: how many bytes it has, if that is known."""
+        head = self._objects.read(key.hex(), FIRST)
+        if head is not None and (needed := head_sizes(head)[0]) > len(head):
+            head = self._objects.read(key.hex(), needed)
+        if head is None:
+            return None
+        header = read_header(Content(head, head_sizes(head)[1] if size is None else size))
+        return Kept(self._snapshot(key, header), header.retention, header.end)
 
     def _snapshot(self, key: bytes, header: Header) -> Snapshot:
         if (header.identity, header.key) != (self._identity, key):
@@ -157,25 +196,31 @@ class RemoteTier:
         """Bring the ledger up to date with the store: forget what is gone, and read the headers of what is new."""
         with self._lock:
             before = {kept.snapshot.key for kept in self._ledger.all()}
-        there = {bytes.fromhex(name): size for name, size in self._objects.sizes().items() if _NAME.fullmatch(name)}
-        for key in before - there.keys():
-            self._forget(key)
+        sizes = self._objects.sizes(MOST_LISTED)
+        there = {bytes.fromhex(name): size for name, size in sizes.items() if _NAME.fullmatch(name)}
+        if len(sizes) < MOST_LISTED:  # else what is not listed may be there
+            for key in before - there.keys():
+                self._forget(key)
+        left = MOST_DESCRIBED
         for key in there.keys() - before:
             try:
-                self._admit(key, there[key])
+                left -= self._admit(key, there[key])
             except (Damaged, Foreign) as error:
                 self._unusable(key, error)
+            if left < 0:
+                break
+        if left < 0 or len(sizes) >= MOST_LISTED:
+            log.warning("the remote store has more snapshots than this process lists: others are computed again")
         self._listed = True
 
-    def _admit(self, key: bytes, size: int) -> None:
-        head = self._objects.read(key.hex(), FIRST)
-        if head is not None and (needed := head_size(head)) > len(head):
-            head = self._objects.read(key.hex(), needed)
-        if head is not None:
-            header = read_header(Content(head, size))
-            snapshot = self._snapshot(key, header)
-            with self._lock:
-                self._ledger.admit(snapshot, header.retention, size)
+    def _admit(self, key: bytes, size: int) -> int:
+        """Know an object by its header; returns about how many bytes that takes."""
+        kept = self._described(key, size)
+        if kept is None:
+            return 0
+        with self._lock:
+            self._ledger.admit(kept.snapshot, kept.retention, size)
+        return len(kept.snapshot.tokens) + len(kept.snapshot.record) + 8 * len(kept.snapshot.sizes)
 
     def used(self, keys: Iterable[bytes]) -> None:
         with self._lock:
@@ -252,6 +297,10 @@ class RemoteTier:
         """Count an object that could not be read. What is damaged is removed."""
         if isinstance(error, Foreign):
             self.failures["foreign"] += 1
+            return
+        if isinstance(error, Replaced):
+            self.failures["replaced"] += 1
+            self._forget(key)
             return
         self.failures["damaged"] += 1
         log.warning("reading the remote snapshot %s failed: %s", key.hex()[:16], error)

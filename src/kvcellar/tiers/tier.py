@@ -12,7 +12,7 @@ from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 
 Chunk = bytes | memoryview
-Take = Callable[[int], memoryview]  # returns memory of so many bytes, to be written
+Take = Callable[[int], memoryview]  # returns memory of so many bytes, to be written; raises `Replaced` for too many
 Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
 Removed = Callable[[bytes, Why], None]  # is called with each key that a tier has no longer; it may hold a lock then
 

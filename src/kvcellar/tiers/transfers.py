@@ -15,6 +15,7 @@ Always true:
     those of puts at most half of it: they are reserved before any is read, and freed when the transfer has ended and,
     of a fetch, its chunks were released; buffers are freed where bytes are to be reserved;
   * a buffer is used again when no transfer has chunks in it;
+  * of a transfer that was cancelled no other chunk is read, and nothing is put into other tiers;
   * a tier that is slow or hangs delays no transfer that does not need it: each has threads of its own, is not looked
     into for what others are known to have, and is skipped while it is down, or was too slow for a reader, or all its
     threads have hung for `patience` seconds.
@@ -41,6 +42,10 @@ log = logging.getLogger("kvcellar.tiers")
 
 
 KEPT = 2  # the part of the staging memory that idle buffers may have
+
+
+class _Cancelled(Exception):
+    """The transfer was cancelled while its chunks were read."""
 
 
 Step = tuple[Lane, Callable[[], "Step | None"]]  # what to do next, and where
@@ -83,8 +88,13 @@ class Transfers:
             for lane in (self._events, *self._lanes)
             for _ in range(lane.threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.close()
+            raise
 
     # -- for the engine -----------------------------------------------------------------------------------------
 
@@ -144,7 +154,8 @@ class Transfers:
         return transfer
 
     def cancel(self, transfer: Transfer) -> None:
-        """End it: at once where it waits, else when its present job is done. Chunks that were fetched are released."""
+        """End it: at once where it waits, else when its present chunk is read, or what it stores is stored. Chunks that
+        were fetched are released."""
         with self._changed:
             transfer.cancelled = True
             if transfer.outcome is None and not transfer.running:
@@ -210,7 +221,7 @@ class Transfers:
         with self._changed:
             return sum(self._staged.values())
 
-    def close(self, seconds: float) -> bool:
+    def close(self, seconds: float = 0.0) -> bool:
         """Accept no more, wait so long for what was accepted, and cancel the rest. Whether all was done."""
         with self._changed:
             self._open = False
@@ -322,7 +333,14 @@ class Transfers:
 
     def _fetch(self, transfer: Transfer, number: int) -> Step | None:
         tier, began = self.tiers[number], self._clock()
-        loaded = tier.get(transfer.snapshot.key, Space(lambda: self._buffer(transfer)))
+        space = Space(lambda: self._buffer(transfer))
+
+        def take(size: int) -> memoryview:
+            if transfer.cancelled:
+                raise _Cancelled
+            return space(size)
+
+        loaded = tier.get(transfer.snapshot.key, take)
         seconds = self._clock() - began
         transfer.seconds += seconds
         if not transfer.overdue:
@@ -336,7 +354,7 @@ class Transfers:
             self.reads[tier.name].record(loaded.snapshot.size, seconds)
             self.traffic[tier.name, "read"] += loaded.snapshot.size
             self._lanes[number].use(loaded.snapshot.key)
-            for above in self._usable(range(number)):
+            for above in self._usable(range(number)) if not transfer.cancelled else ():
                 transfer.promotions += 1
                 transfer.holders += 1
                 self._lanes[above].push(partial(self._promote, transfer, loaded, above))
@@ -380,6 +398,8 @@ class Transfers:
         step = None
         try:
             step = act()
+        except _Cancelled:
+            pass  # it ends below
         except Exception:
             log.exception("a transfer has failed")
             self._end(transfer, Outcome.FAILED)

@@ -22,7 +22,19 @@ from typing import Protocol
 
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.snapshot import MOST_AHEAD, Snapshot, adapter_of, looking_ahead, requested
-from kvcellar.tiers.codec import CHUNK_LIMIT, MOST_TOKEN, Cipher, Content, Damaged, Foreign, Plain, Reader
+from kvcellar.tiers.codec import (
+    MOST_TOKEN,
+    START,
+    Cipher,
+    Content,
+    Damaged,
+    Foreign,
+    Plain,
+    Reader,
+    Source,
+    head_sizes,
+    read_header,
+)
 from kvcellar.tiers.disk import DiskTier
 from kvcellar.tiers.rows import Row
 from kvcellar.tiers.tier import Tier
@@ -30,6 +42,8 @@ from kvcellar.tiers.tier import Tier
 FORMAT = 1
 MANIFEST, MANIFEST_LIMIT, END = "kvcellar.json", 4096, "end"
 PART = 1 << 20  # bytes of an archive that are read at once
+MEMBER_LIMIT = 1 << 30  # bytes of an entry
+NO_PLACE = "the store had no place for it"
 NO_IDENTITY = bytes(32)
 UNLIMITED = 1 << 60  # bytes: looking at a store evicts nothing
 NAME = 16  # hexadecimal digits of a key or an identity that are shown
@@ -146,10 +160,10 @@ def verified(disk: DiskTier) -> Verified:
     """Read every entry; those that are damaged are removed."""
     found, before = Verified(), disk.failures["damaged"]
     for row in disk.rows():
-        content = disk.content(row)
-        found.read += content is not None
-        found.unreadable += content is None
-        found.bytes += len(content or b"")
+        with disk.verified(row) as file:
+            found.read += file is not None
+            found.unreadable += file is None
+            found.bytes += file.size if file is not None else 0
     found.damaged = disk.failures["damaged"] - before
     found.unreadable -= found.damaged
     return found
@@ -172,19 +186,27 @@ def collected(disk: DiskTier) -> int:
 def exported(disk: DiskTier, identity: bytes | None = None) -> Iterator[bytes]:
     """An archive, in parts: of the entries of one identity, or of all."""
     rows = [one.row for one in entries(disk) if identity is None or one.row.identity == identity]
-    yield _member(MANIFEST, json.dumps({"format": FORMAT}).encode())
+    yield from _member(MANIFEST, Content(json.dumps({"format": FORMAT}).encode()))
     for row in rows:
-        content = disk.content(row)
-        if content is not None:
-            yield _member(row.key.hex(), content)
-    yield _member(END, b"") + bytes(2 * tarfile.BLOCKSIZE)
+        with disk.verified(row) as file:
+            if file is not None and file.size <= MEMBER_LIMIT:
+                yield from _member(row.key.hex(), file)
+    yield from _member(END, Content(b""))
+    yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _member(name: str, content: bytes) -> bytes:
+def _member(name: str, content: Source) -> Iterator[bytes]:
+    """Raises `KvcellarError` where it becomes shorter while it is read."""
     head = tarfile.TarInfo(name)
-    head.size, head.mode = len(content), 0o600
-    padding = -len(content) % tarfile.BLOCKSIZE
-    return head.tobuf(tarfile.USTAR_FORMAT) + content + bytes(padding)
+    head.size, head.mode = content.size, 0o600
+    yield head.tobuf(tarfile.USTAR_FORMAT)
+    for at in range(0, head.size, PART):
+        part = content.read(min(PART, head.size - at), at)
+        if len(part) < min(PART, head.size - at):
+            raise KvcellarError(f"{name} was changed while it was exported")
+        yield part
+    if padding := -head.size % tarfile.BLOCKSIZE:
+        yield bytes(padding)
 
 
 class Readable(Protocol):
@@ -211,9 +233,17 @@ def imported(
     no archive, or was cut off; what was stored before stays."""
     found = Imported()
     try:
-        _check_manifest(*_next(source, MANIFEST_LIMIT))
-        while (member := _next(source, CHUNK_LIMIT))[0] != END:
-            _import(member[1], tier, cipher or Plain(), check, found)
+        name, size = _next(source, MANIFEST_LIMIT)
+        manifest = _Member(source, size)
+        _check_manifest(name, manifest.read(size))
+        manifest.skip()
+        while (following := _next(source, MEMBER_LIMIT))[0] != END:
+            member = _Member(source, following[1])
+            refused = _import(member, tier, cipher or Plain(), check)
+            member.skip()
+            found.stored += refused is None
+            if refused is not None:
+                found.refuse(refused)
     except (tarfile.TarError, EOFError) as error:
         raise KvcellarError(f"it is not an archive of `kvcellar cache export`: {error}") from error
     return found
@@ -228,56 +258,68 @@ def _check_manifest(name: str, content: bytes) -> None:
         raise tarfile.ReadError(f"it does not begin with a {MANIFEST} of this format")
 
 
-def _next(source: Readable, most: int) -> tuple[str, bytes]:
-    """The name and the content of the next member. Extended headers, links and other kinds, which `tarfile` would read
+def _next(source: Readable, most: int) -> tuple[str, int]:
+    """The name and the size of the next member. Extended headers, links and other kinds, which `tarfile` would read
     into memory whatever their size, are refused."""
-    head = tarfile.TarInfo.frombuf(_exactly(source, tarfile.BLOCKSIZE), "utf-8", "surrogateescape")
+    head = tarfile.TarInfo.frombuf(b"".join(_exactly(source, tarfile.BLOCKSIZE)), "utf-8", "surrogateescape")
     if head.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or not 0 <= head.size <= most:
         raise tarfile.ReadError(f"a member is no plain file of at most {most} bytes")
-    content = _exactly(source, head.size)
-    _exactly(source, -head.size % tarfile.BLOCKSIZE)
-    return head.name, content
+    return head.name, head.size
 
 
-def _exactly(source: Readable, n: int) -> bytes:
-    parts, left = list[bytes](), n
-    while left:
-        if not (part := source.read(min(left, PART))):
+class _Member:
+    """The content of a member, which is read in order."""
+
+    def __init__(self, source: Readable, size: int) -> None:
+        self._source, self.size, self._left = source, size, size
+
+    def read(self, n: int) -> bytes:
+        """The next `n` bytes, fewer at the end."""
+        n = min(n, self._left)
+        self._left -= n
+        return b"".join(_exactly(self._source, n))
+
+    def skip(self) -> None:
+        """All that is left, and what fills the last block."""
+        for _ in _exactly(self._source, self._left + -self.size % tarfile.BLOCKSIZE):
+            pass
+        self._left = 0
+
+
+def _exactly(source: Readable, n: int) -> Iterator[bytes]:
+    """The next `n` bytes, in parts."""
+    while n:
+        if not (part := source.read(min(n, PART))):
             raise EOFError("it was cut off")
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+        yield part
+        n -= len(part)
 
 
 def _import(
-    content: bytes,
-    tier: Callable[[bytes], Tier | None],
-    cipher: Cipher,
-    check: Callable[[Snapshot], object],
-    found: Imported,
-) -> None:
-    """The reasons of refusals are fixed texts: an archive must not decide how many there are."""
+    member: _Member, tier: Callable[[bytes], Tier | None], cipher: Cipher, check: Callable[[Snapshot], object]
+) -> str | None:
+    """Store a member; returns why it was refused, a fixed text: an archive must not decide how many reasons there are.
+    Chunks are read only of what is described like an entry that the tier can have."""
     try:
-        reader = Reader(Content(content))
-        snapshot = reader.header.snapshot(cipher)
+        head = member.read(START)
+        head += member.read(head_sizes(head)[0] - START)
+        header = read_header(Content(head, member.size))
+        snapshot, target = header.snapshot(cipher), tier(header.identity)
+        if target is None:
+            return "it was computed by other weights, settings or versions than this server's"
+        if not _usable(snapshot, check):
+            return "its record or its tokens are not those of a snapshot"
+        if snapshot.parent is not None and not target.contains(snapshot.parent):
+            return "it continues an entry that is not there"
+        if header.end > target.cap:
+            return NO_PLACE
+        reader = Reader(Content(head + member.read(member.size)))
         chunks = list(reader.chunks(snapshot, cipher))
     except Damaged:
-        found.refuse("it is damaged")
-        return
+        return "it is damaged"
     except Foreign:
-        found.refuse("it is of another version, or sealed with another key")
-        return
-    target = tier(reader.header.identity)
-    if target is None:
-        found.refuse("it was computed by other weights, settings or versions than this server's")
-    elif not _usable(snapshot, check):
-        found.refuse("its record or its tokens are not those of a snapshot")
-    elif snapshot.parent is not None and not target.contains(snapshot.parent):
-        found.refuse("it continues an entry that is not there")
-    elif target.put(snapshot, chunks, reader.header.retention):
-        found.stored += 1
-    else:
-        found.refuse("the store had no place for it")
+        return "it is of another version, or sealed with another key"
+    return None if target.put(snapshot, chunks, header.retention) else NO_PLACE
 
 
 def _usable(snapshot: Snapshot, check: Callable[[Snapshot], object]) -> bool:

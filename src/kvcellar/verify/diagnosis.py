@@ -1,6 +1,7 @@
 """diagnosis: everything that an engine determines about a model before it starts, as one record."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -121,12 +122,13 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None, 
     what products of weights that are stored quantised do.
     """
     harm = _weights_harm(model, settings, text) if settings.weights in QUANTISED or text is not None else None
-    try:
-        built, refused = build(model, settings), None
-    except DraftRefused as error:
-        alone = replace(settings, draft=None, draft_depth=None, draft_bytes=None)
-        built, refused = build(model, alone), DraftDiagnosis(error.draft, error.found, error.refused)
-    found = _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
+    with ExitStack() as opened:
+        try:
+            built, refused = build(model, settings, opened), None
+        except DraftRefused as error:
+            alone = replace(settings, draft=None, draft_depth=None, draft_bytes=None)
+            built, refused = build(model, alone, opened), DraftDiagnosis(error.draft, error.found, error.refused)
+        found = _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
     return replace(found, draft=refused or _draft(built), weights_harm=harm)
 
 

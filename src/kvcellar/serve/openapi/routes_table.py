@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvcellar.serve import ollama_fields as ollama
-from kvcellar.serve.admin_cache import ARCHIVE, LISTED, MOST_LISTED, TIERS, NoFields, RemoveBody
+from kvcellar.serve.admin_cache import ARCHIVE, LISTED, MOST_LISTED, TIERS, ClearBody, NoFields, RemoveBody
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.conversations import CreateBody, ForkBody, RewindBody
 from kvcellar.serve.embedding_fields import EmbedBody, EmbeddingBody, EmbeddingsBody
@@ -337,8 +337,8 @@ OPERATOR = {
     ),
     ("POST", "/admin/cache/clear"): Operation(
         api="Operator",
-        about="Remove all entries.",
-        body=NoFields,
+        about="Remove all entries of the model, or of all models.",
+        body=ClearBody,
         query=MODELS,
         answer=own.RemovedEntries,
         errors=OF_CACHE,

@@ -110,6 +110,9 @@ class Intake:
 
     def completion(self, request: Request, seed: int) -> Completion:
         """The completion of `request` that prefills its prompt. Compiles its constraint: see `Grammars.matcher`."""
+        matcher, owner = None, request.retention.owner
+        if (constraint := request.params.constraint) is not None:
+            matcher = self.grammars.matcher(constraint, owner=owner, namespace=request.namespace)
         sampler = Sampler(
             request.params,
             seed=seed,
@@ -118,7 +121,7 @@ class Intake:
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
-            matcher=None if (one := request.params.constraint) is None else self.grammars.matcher(one),
+            matcher=matcher,
         )
         return self._completion(request, sampler, request.prompt)
 

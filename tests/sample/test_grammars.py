@@ -17,7 +17,7 @@ from kvcellar.sample import grammars as module
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import KEPT, Grammars
 from kvcellar.sample.matcher import Matcher
-from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, tokenizer
+from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, settle, tokenizer
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,7 @@ def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
         while token != vocabulary - 1 and steps < 60:
             masks = np.zeros((2, -(-vocabulary // 32)), np.int32)
             for one, mask in zip(pair, masks, strict=True):
+                settle(one)
                 one.fill((), mask)
             assert masks[0].tolist() == masks[1].tolist()
             allowed_ids = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))

@@ -146,6 +146,9 @@ class Intake:
         self.prompts.give(size)
         if request.adapter is not None:
             self.adapters.give(request.adapter)
+        for completion in request.completions:
+            if completion.sampler.matcher is not None:
+                completion.sampler.matcher.close()
         replays = self.codec.replays
         if replays is None or not replays.used:
             return

@@ -24,6 +24,7 @@ from kvcellar.engine.request import Completion, Status
 from kvcellar.layout import Layout
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
+MASK_SECONDS = 0.01  # of waiting for a mask where there is nothing else to compute
 SCORED = 128  # rows of prompts, at most, of which a step has the logits
 
 Draft = Callable[[Sequence[Completion], int], Sequence[int]]
@@ -198,7 +199,10 @@ class Scheduler:
             if not self._manager.waits(completion, next_in=admits) and admits:
                 admits = step.left > 0 and self._admit(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
-            stuck += self.running
+            late = [one for one in self.running if one.late]
+            stuck += [one for one in self.running if one not in late]
+            if late and not stuck:
+                late[0].await_mask(MASK_SECONDS)  # there is nothing else to compute
         return [self._shortened(one) for one in step.scheduled], stuck
 
     def _shortened(self, one: Scheduled) -> Scheduled:
@@ -219,9 +223,9 @@ class Scheduler:
                 step.draft(completion, max(0, min(count, self._make_free(step.rows + count, drafts=True) - step.rows)))
 
     def _add(self, completion: Completion, step: _Step) -> bool:
-        """Schedule as many tokens of `completion` as fit, unless it is preempted. False if it runs alone and no cell is
-        free."""
-        while completion in self.running:
+        """Schedule as many tokens of `completion` as fit, unless it is late or preempted. False if it runs alone and no
+        cell is free."""
+        while completion in self.running and not completion.late:
             self.current = completion
             end = min(self._manager.next_end(completion), self._context)
             wanted = self._scorable(completion, min(step.left, end - completion.computed), step)

@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 STACK = 2**26  # bytes of addresses; memory is taken as it is used
 AT_ONCE, WAITING, LATE = 2, 64, 4
-SECONDS = 10.0  # until a call is late; and until one that waits for its turn gives up
-LONG = 0.25  # seconds after which a thread gives way to others
+SECONDS = 20.0  # until a call is late; and until one that waits for its turn gives up
+LONG = 2.0  # seconds after which a thread gives way to others
 _starting = threading.Lock()  # the size of a stack is set for the process
 
 
@@ -134,4 +134,4 @@ def lower(thread: threading.Thread) -> None:
     """Let a thread that works for long have what others leave of the CPUs. Only Linux has priorities of threads."""
     if sys.platform == "linux" and (number := thread.native_id) is not None:
         with suppress(OSError):  # it has just ended
-            os.setpriority(os.PRIO_PROCESS, number, 15)
+            os.setpriority(os.PRIO_PROCESS, number, 5)  # a third of the share of others

@@ -21,15 +21,15 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from kvcellar.errors import BadRequest
 from kvcellar.sample.compiling import Compiling
 from kvcellar.sample.constraint import PARAM, Constraint
 from kvcellar.sample.depth import of_lark, of_schema
-from kvcellar.sample.matcher import WORD_BITS, Matcher, one_line
+from kvcellar.sample.mask_threads import MOST, MaskThreads
+from kvcellar.sample.matcher import WORD_BITS, Grammar, Matcher, one_line
 
 KEPT = 32
 # Of rules, groups and references on one path (`depth`). The library takes up to 4.3 KiB of stack for each: 9 MiB of the
@@ -70,24 +70,25 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, Constraint], Matcher] = OrderedDict()
         self._lock = threading.Lock()  # of what is compiled
         self._reading = threading.Lock()
-        self._compiling = Compiling()
+        self._compiling, self._threads = Compiling(), MaskThreads()
+        self._executor = LLExecutor(MOST)
 
     def matcher(self, constraint: Constraint, *, owner: str = "", namespace: str = "") -> Matcher:
         """The state of a completion that has no token yet, for a request of this namespace. Raises `BadRequest` for
         what cannot be honoured, and `Overloaded`; what an `owner` has compiled takes no other's turn. Takes seconds at
         worst."""
-        if (found := self._found(constraint, namespace)) is not None:
-            return found
+        made = self._found(constraint, namespace)
+        if made is None:
 
-        def compiled() -> Matcher:
-            return self._found(constraint, namespace) or self._compile(constraint)  # meanwhile, by another thread
+            def compiled() -> Matcher:
+                return self._found(constraint, namespace) or self._compile(constraint)  # meanwhile, by another thread
 
-        made = self._compiling.run(owner, constraint.param, compiled)
-        with self._lock:
-            self._compiled[namespace, constraint] = made
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-            return made.copy()
+            made = self._compiling.run(owner, constraint.param, compiled)
+            with self._lock:
+                self._compiled[namespace, constraint] = made
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+        return made.copy(owner)
 
     def prepare(self) -> None:
         """Read the tokenizer. Where there is none that can be used, the first constraint is refused with the reason."""
@@ -96,10 +97,9 @@ class Grammars:
 
     def _found(self, constraint: Constraint, namespace: str) -> Matcher | None:
         with self._lock:
-            if (found := self._compiled.get((namespace, constraint))) is None:
-                return None
-            self._compiled.move_to_end((namespace, constraint))
-            return found.copy()
+            if (found := self._compiled.get((namespace, constraint))) is not None:
+                self._compiled.move_to_end((namespace, constraint))
+            return found
 
     def _compile(self, constraint: Constraint) -> Matcher:
         if constraint.around:  # it has to be one alone: `answer` is no name in it, and reasoning is no beginning of it
@@ -111,11 +111,12 @@ class Grammars:
         found = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if found.is_error():
             raise _refused(constraint, one_line(found.get_error()))
-        first = Matcher(found.deep_copy(), self._ends, self._loose)
-        first.fill((), np.empty(-(-self._vocab_size // WORD_BITS), np.int32))
-        if first.error is not None:  # a circle of references is met only here
-            raise _refused(constraint, f"no answer can begin: {first.error}")
-        return Matcher(found, self._ends, self._loose)
+        words = -(-self._vocab_size // WORD_BITS)
+        made = Matcher(Grammar(found, tokenizer, self._ends, self._loose, words, self._threads, self._executor))
+        made.first()
+        if made.error is not None:  # a circle of references is met only here
+            raise _refused(constraint, f"no answer can begin: {made.error}")
+        return made
 
     def _read(self, param: str) -> LLTokenizer:
         with self._reading:
@@ -146,6 +147,7 @@ class Grammars:
             assert len(self._compiled) <= KEPT
             assert all(matcher.at_start for matcher in self._compiled.values())
         self._compiling.check()
+        self._threads.check()
 
 
 def _refused(constraint: Constraint, reason: str) -> BadRequest:

@@ -62,15 +62,18 @@ def test_late_masks_change_no_token_of_any_row_with_drafts_or_without(monkeypatc
 
 
 def test_masks_that_are_late_also_after_a_preemption_change_no_token(monkeypatch) -> None:
-    sampling: dict[str, Any] = {"n": 3, "seed": 7, "max_tokens": 40, "temperature": 1.0, "constraint": LETTERS}
-    with Engine(threads=1, draft="none") as engine:
+    sampling: dict[str, Any] = {"n": 2, "seed": 7, "max_tokens": 40, "temperature": 1.0, "constraint": LETTERS}
+    settings: dict[str, Any] = {"threads": 1, "draft": "none", "context": 128, "step_tokens": 32}
+    with Engine(**settings, cache_bytes=9_000_000) as engine:
         prompts = [engine.encode(text) for text in PROMPTS]
         plain = told(prompts, ask(engine, prompts, **sampling))
-    with Engine(threads=1, draft="none", cache_bytes=700_000, context=128) as engine:
+        has = engine._built.capacity
+    few = has.total - has.bytes * (has.tokens - 150) // has.tokens  # bytes of 150 tokens; all answers together have 240
+    with Engine(**settings, cache_bytes=few) as engine:
         sometimes = SometimesLate(monkeypatch, 1)
         assert told(prompts, ask(engine, prompts, **sampling)) == plain
         assert sometimes.late > 20
-        assert engine._loop.scheduler.preemptions > 0
+        assert engine.stats().preemptions > 0
         assert_at_rest(engine)
 
 

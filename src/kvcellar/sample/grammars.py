@@ -71,7 +71,7 @@ class Grammars:
         self._lock = threading.Lock()  # of what is compiled
         self._reading = threading.Lock()
         self._compiling, self._threads = Compiling(), MaskThreads()
-        self._executor = LLExecutor(MOST)
+        self._executor: LLExecutor | None = None  # made for the first constraint: it has threads
 
     def matcher(self, constraint: Constraint, *, owner: str = "", namespace: str = "") -> Matcher:
         """The state of a completion that has no token yet, for a request of this namespace. Raises `BadRequest` for
@@ -112,7 +112,9 @@ class Grammars:
         if found.is_error():
             raise _refused(constraint, one_line(found.get_error()))
         words = -(-self._vocab_size // WORD_BITS)
-        made = Matcher(Grammar(found, tokenizer, self._ends, self._loose, words, self._threads, self._executor))
+        with self._reading:
+            self._executor = executor = self._executor or LLExecutor(MOST)
+        made = Matcher(Grammar(found, tokenizer, self._ends, self._loose, words, self._threads, executor))
         made.first()
         if made.error is not None:  # a circle of references is met only here
             raise _refused(constraint, f"no answer can begin: {made.error}")

@@ -67,9 +67,17 @@ def grammars() -> Grammars:
     return Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=[END])
 
 
+def settle(matcher: Matcher, drafts: tuple[int, ...] = ()) -> None:
+    """Wait for a mask, where an engine would skip the row."""
+    with matcher._threads.changed:
+        matcher._ask(drafts)
+        assert matcher._threads.changed.wait_for(lambda: matcher._known(drafts), 60)
+
+
 def allowed(matcher: Matcher, drafts: tuple[int, ...] = ()) -> set[int]:
     mask = np.zeros(-(-COLUMNS // 32), np.int32)
-    matcher.fill(drafts, mask)
+    settle(matcher, drafts)
+    assert matcher.fill(drafts, mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=COLUMNS, bitorder="little")).tolist())
 
 

@@ -2,7 +2,6 @@
 
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,13 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kvcellar import BadRequest, Overloaded
+from kvcellar import BadRequest
 from kvcellar.bench.structured import _write_tokenizer
 from kvcellar.sample import grammars as module
 from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.grammars import COMPILING, KEPT, WAITING, Grammars
+from kvcellar.sample.grammars import KEPT, Grammars
 from kvcellar.sample.matcher import Matcher
-from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, tokenizer
+from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, settle, tokenizer
 
 
 @pytest.mark.parametrize(
@@ -125,32 +124,32 @@ def test_the_last_grammars_are_kept_and_copied() -> None:
     made.check()
 
 
-def test_few_are_compiled_at_once_some_wait_and_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, lock, gate = grammars(), threading.Lock(), threading.Event()
-    made.matcher(Constraint.regex("a"))  # the tokenizer is read
-    running, most = 0, 0
+def test_what_one_namespace_has_compiled_is_compiled_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, read = grammars(), list[str]()
     real = module.as_read
+    monkeypatch.setattr(module, "as_read", lambda constraint: (read.append(constraint.source), real(constraint))[1])
+    for namespace in ("a", "a", "b", "a", "b", ""):
+        made.matcher(Constraint.regex("a"), namespace=namespace)
+    assert len(read) == 3
+
+
+def test_an_owner_whose_grammar_is_being_compiled_takes_no_turn_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, started, gate, real = grammars(), threading.Event(), threading.Event(), module.as_read
 
     def slow(constraint: Constraint) -> str:
-        nonlocal running, most
-        with lock:
-            running, most = running + 1, max(most, running + 1)
-        gate.wait(60)
-        with lock:
-            running -= 1
+        if constraint.source != "b":
+            started.set()
+            gate.wait(60)
         return real(constraint)
 
     monkeypatch.setattr(module, "as_read", slow)
-    with ThreadPoolExecutor(COMPILING + WAITING) as threads:
-        asked = [threads.submit(made.matcher, Constraint.regex("a" * n)) for n in range(2, 2 + COMPILING + WAITING)]
-        while made._waiting < COMPILING + WAITING:
-            time.sleep(0.01)
-        with pytest.raises(Overloaded, match="wait for their grammars"):
-            made.matcher(Constraint.regex("b"))
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(made.matcher, Constraint.regex("a" * n), owner="one") for n in range(1, 5)]
+        started.wait(60)
+        assert made.matcher(Constraint.regex("b"), owner="other").error is None
+        assert not any(one.done() for one in asked)
         gate.set()
-        assert all(one.result(60) for one in asked)
-    assert most == COMPILING
-    assert made.matcher(Constraint.regex("b")).error is None
+        assert all(one.result(60).error is None for one in asked)
     made.check()
 
 
@@ -199,6 +198,7 @@ def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
         while token != vocabulary - 1 and steps < 60:
             masks = np.zeros((2, -(-vocabulary // 32)), np.int32)
             for one, mask in zip(pair, masks, strict=True):
+                settle(one)
                 one.fill((), mask)
             assert masks[0].tolist() == masks[1].tolist()
             allowed_ids = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))

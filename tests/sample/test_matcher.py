@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
+from numpy.typing import NDArray
 
 from kvcellar import BadRequest
 from kvcellar.sample import matcher as module
 from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.grammars import Grammars
 from kvcellar.sample.matcher import GRANTED, PER_TOKEN, SLOWEST, Matcher
 from tests.sample.languages import (
-    COLUMNS,
     END,
     LANGUAGES,
     WORDS,
@@ -23,6 +25,7 @@ from tests.sample.languages import (
     by_looking,
     grammars,
     regex,
+    settle,
 )
 
 SCHEMAS = [
@@ -97,9 +100,10 @@ def test_drafts_copies_and_tokens_in_any_order_equal_a_matcher_that_reads_the_to
         elif step == "fill":
             assert allowed(matcher, drafts) == set(range(40)), "drafts that do not match make any token possible"
         elif step == "allows":
+            settle(matcher, drafts)
             token = data.draw(tokens | st.just(END))
             assert matcher.allows(drafts, token) == (possible and token in by_looking(language.texts, after[-1]))
-        elif step == "copy":
+        elif step == "copy" and matcher.at_start:
             matcher = matcher.copy()
         elif going := sorted(by_looking(language.texts, text) - {END}):
             token = data.draw(st.sampled_from(going))
@@ -109,68 +113,128 @@ def test_drafts_copies_and_tokens_in_any_order_equal_a_matcher_that_reads_the_to
     assert matcher.error is None
 
 
-def test_a_copy_does_not_follow_the_original() -> None:
+def test_a_copy_does_not_follow_the_original_and_is_made_before_its_first_token() -> None:
     matcher = grammars().matcher(Constraint.regex("(ab|c)c"))
     other = matcher.copy()
     matcher.accept(WORDS.index("c"))
     assert allowed(matcher) == {WORDS.index("c")}
     assert agrees(allowed(other), frozenset({"abc", "cc"}), "")
+    with pytest.raises(AssertionError, match="cannot be copied"):
+        matcher.copy()
 
 
 def test_a_token_that_does_not_match_is_an_error_that_stays_and_allows_nothing() -> None:
     matcher = grammars().matcher(Constraint.regex("ab"))
     matcher.accept(WORDS.index("c"))
+    assert allowed(matcher) == set()
     assert matcher.error is not None
     assert "satisfy the grammar" in matcher.error
-    assert allowed(matcher) == allowed(matcher.copy()) == set()
+    matcher.accept(WORDS.index("c"))
+    assert allowed(matcher) == set()
     assert not matcher.allows((), END)
+
+
+class Clock:
+    """CPU time of a thread, of which each mask of these grammars takes `seconds`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Grammars, seconds: float) -> None:
+        self.now, self.masks, self.seconds = 0.0, 0, seconds
+        monkeypatch.setattr(module.time, "thread_time", lambda: self.now)
+        real = Matcher._fill
+
+        def fill(matcher: Matcher, library: LLMatcher, bits: NDArray[np.int32]) -> None:
+            real(matcher, library, bits)
+            if matcher._threads is made._threads:
+                self.masks += 1
+                self.now += self.seconds
+
+        monkeypatch.setattr(Matcher, "_fill", fill)
 
 
 def test_a_mask_that_takes_too_long_ends_the_request_and_is_refused_if_it_is_the_first(monkeypatch) -> None:
     matcher = grammars().matcher(Constraint.regex("a[bc]{5}"))
-    matcher.accept(WORDS.index("a"))
     slow = itertools.count(0, SLOWEST * 1.5)
-    monkeypatch.setattr(module.time, "thread_time", lambda: next(slow))
-    assert not allowed(matcher)
-    assert matcher.error is not None
-    with pytest.raises(BadRequest, match="no answer can begin: it takes more than"):
-        grammars().matcher(Constraint.regex("b[ac]{7}"))
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(module.time, "thread_time", lambda: next(slow))
+        matcher.accept(WORDS.index("a"))
+        assert not allowed(matcher)
+        assert matcher.error is not None
+        assert f"more than {SLOWEST} s" in matcher.error
+        with pytest.raises(BadRequest, match="no answer can begin: it takes more than"):
+            grammars().matcher(Constraint.regex("b[ac]{7}"))
     assert not allowed(matcher), "an error stays"
     assert allowed(grammars().matcher(Constraint.regex("b[ac]{7}"))), "nothing of the refused one is kept"
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_masks_that_are_all_nearly_too_slow_end_the_request_by_what_they_take_together(monkeypatch, count) -> None:
-    """Of all its completions; another request with the same grammar has a budget of its own."""
+@pytest.mark.parametrize("count", [1, 3, 64])
+def test_masks_that_are_all_nearly_too_slow_end_the_request_before_it_has_used_more_than_it_was_granted(
+    monkeypatch, count
+) -> None:
+    """All of its completions at once; another request with the same grammar has a budget of its own."""
     made = grammars()
     first = made.matcher(Constraint.regex("[ab]{200}"))
     every = [first, *(first.fork() for _ in range(count - 1))]
-    seconds = SLOWEST * 0.9
-    clock = itertools.chain.from_iterable((at * seconds, (at + 1) * seconds) for at in itertools.count())
-    steps = 0
+    clock, tokens = Clock(monkeypatch, made, SLOWEST * 0.9), 0
     while all(matcher.error is None for matcher in every):
-        monkeypatch.setattr(module.time, "thread_time", lambda: next(clock))
-        steps += 1
-        found = allowed(every[steps % count])
-        monkeypatch.undo()
-        if found:
-            every[steps % count].accept(WORDS.index("a"))
-    assert GRANTED / seconds <= steps <= GRANTED / (seconds - PER_TOKEN) + 1
+        for matcher in every:
+            matcher.accept(WORDS.index("a"))
+            tokens += 1
+        for matcher in every:
+            settle(matcher)
+    assert clock.masks <= (GRANTED + tokens * PER_TOKEN) / clock.seconds + 1, "none was begun beyond that"
+    assert clock.masks > 5
     assert "s of CPU for each token" in next(matcher.error for matcher in every if matcher.error is not None)
-    assert all(not allowed(matcher) for matcher in every), "all of the request"
     other = made.matcher(Constraint.regex("[ab]{200}"))
+    other.accept(WORDS.index("a"))
     assert allowed(other)
     assert other.error is None
 
 
 def test_masks_that_take_less_than_their_share_never_end_a_request(monkeypatch) -> None:
-    matcher = grammars().matcher(Constraint.regex("[ab]{900}"))
-    ticks = itertools.count()
-    monkeypatch.setattr(module.time, "thread_time", lambda: next(ticks) * PER_TOKEN * 0.3)  # three times a token
-    mask = np.zeros(-(-COLUMNS // 32), np.int32)
+    made = grammars()
+    matcher = made.matcher(Constraint.regex("[ab]{900}"))
+    Clock(monkeypatch, made, PER_TOKEN * 0.9)
     for _ in range(800):
-        matcher.fill((), mask)
-        assert matcher.error is None
-        assert mask.any()
+        assert allowed(matcher)
         matcher.accept(WORDS.index("a"))
+
+
+def test_a_mask_that_is_known_is_not_computed_again(monkeypatch) -> None:
+    """For each of several answers, and for drafts that became tokens."""
+    made = grammars()
+    clock = Clock(monkeypatch, made, 0.0)
+    first = made.matcher(Constraint.regex("[ab]{9}"))
+    every = [first, *(first.fork() for _ in range(63)), made.matcher(Constraint.regex("[ab]{9}"))]
+    assert all(allowed(matcher) for matcher in every)
+    assert clock.masks == 1
+    a = WORDS.index("a")
+    assert all(allowed(first, drafts) for drafts in ((), (a,), (a, a), (a,)))
+    assert clock.masks == 3
+    first.accept(a)
+    assert allowed(first)
+    first.accept(a)
+    assert allowed(first)
+    assert clock.masks == 3
+
+
+def test_a_failure_of_the_library_is_an_error_of_its_request(monkeypatch) -> None:
+    matcher = grammars().matcher(Constraint.regex("[ab]{9}"))
+    monkeypatch.setattr(Matcher, "_fill", lambda *_: (_ for _ in ()).throw(KeyError("of the library")))
+    matcher.accept(WORDS.index("a"))
+    assert not allowed(matcher)
+    assert matcher.error is not None
+    assert "the library failed with KeyError" in matcher.error
+
+
+def test_what_is_asked_for_a_request_that_is_over_is_not_computed(monkeypatch) -> None:
+    made = grammars()
+    first = made.matcher(Constraint.regex("[ab]{9}"))
+    every = [first, *(first.fork() for _ in range(9))]
+    clock = Clock(monkeypatch, made, 0.0)
+    with first._threads.changed:  # none is begun before all are asked for
+        for matcher in every:
+            matcher.accept(WORDS.index("a"))
+        first.close()
+    first.accept(WORDS.index("a"))
+    assert allowed(first)
+    assert clock.masks == 1

@@ -3,7 +3,7 @@
 The network has the sizes of the others here and a vocabulary of 128 thousand, of bytes and made-up words. Masks are
 those of texts that match a schema, with tokens drawn at random from the allowed ones; their time is that of `edit` on
 scores of one row for each sequence, with the copy that it makes, and of `accept`: all that a constraint adds to a step.
-Both are CPU time of one thread, measured in turn.
+Both are CPU time, measured in turn: of a step that of its thread, of masks that of all threads, as others compute them.
 """
 
 import json
@@ -31,6 +31,7 @@ from kvcellar.sample.sampler import Sampler
 
 CACHE_BYTES = 1 << 30
 MAX_SHARE = 0.05  # of a step, for each token
+SECONDS = 10.0  # that a mask may take
 END = "<|end|>"
 ADDRESS = {
     "type": "object",
@@ -163,8 +164,10 @@ class _Text:
     def follow(self, token: int) -> None:
         if self.sampler.ends_with(token):
             self.sampler = self._begun()
-        else:
-            self.sampler.accept(token)
+            return
+        self.sampler.accept(token)
+        if (matcher := self.sampler.matcher) is not None:
+            matcher.wait(SECONDS)
 
 
 def _per_step(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> float:
@@ -177,14 +180,14 @@ def _masks(texts: Sequence[_Text], extent: Extent) -> float:
     spent = 0.0
     logits = torch.zeros(len(texts), extent.size.vocabulary)
     for _ in range(extent.steps):
-        began = time.thread_time()
+        began = time.process_time()
         scores = edit(logits, [text.sampler for text in texts])
-        spent += time.thread_time() - began
+        spent += time.process_time() - began
         drawn = [text.next(row) for text, row in zip(texts, scores, strict=True)]
-        began = time.thread_time()
+        began = time.process_time()
         for text, token in zip(texts, drawn, strict=True):
             text.follow(token)
-        spent += time.thread_time() - began
+        spent += time.process_time() - began
     return spent / extent.steps
 
 

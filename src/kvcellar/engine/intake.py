@@ -119,6 +119,9 @@ class Intake:
 
     def completion(self, request: Request, seed: int) -> Completion:
         """The completion of `request` that prefills its prompt. Compiles its constraint: see `Grammars.matcher`."""
+        matcher, owner = None, request.retention.owner
+        if (constraint := request.params.constraint) is not None:
+            matcher = self.grammars.matcher(constraint, owner=owner, namespace=request.namespace)
         sampler = Sampler(
             request.params,
             seed=seed,
@@ -127,7 +130,7 @@ class Intake:
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
-            matcher=None if (one := request.params.constraint) is None else self.grammars.matcher(one),
+            matcher=matcher,
         )
         return self._completion(request, sampler, request.prompt)
 
@@ -149,6 +152,9 @@ class Intake:
         self.prompts.give(size)
         if request.adapter is not None:
             self.adapters.give(request.adapter)
+        for completion in request.completions:
+            if completion.sampler.matcher is not None:
+                completion.sampler.matcher.close()
         if (replays := self.codec.replays) is None or chat is None:
             return
         for completion in request.completions:

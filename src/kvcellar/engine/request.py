@@ -245,6 +245,16 @@ class Completion:
         return len(self.tokens) - self.computed
 
     @property
+    def late(self) -> bool:
+        """Does the next token have to wait for the mask of its constraint?"""
+        return self.sampler.matcher is not None and self.sampler.matcher.late
+
+    def await_mask(self, seconds: float) -> None:
+        """Wait until it is not `late` any more."""
+        if self.sampler.matcher is not None:
+            self.sampler.matcher.wait(seconds)
+
+    @property
     def draws(self) -> bool:
         """Does it go on behind its prompt?"""
         return self.request.pooling is None and self.request.params.max_tokens != 0

@@ -71,17 +71,24 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What a completion has drawn: up to `takes` tokens are appended to it, or it ends with an error."""
+    """What a completion has drawn: up to `takes` tokens are appended to it, or it ends with an error. If it is `late`,
+    it has drawn none, as the mask of its constraint was not known in time: it takes part in a later step."""
 
     completion: Completion
     verified: Verified
     takes: int
     error: Exception | None = None
+    late: bool = False
 
     @property
     def kept(self) -> int:
         """How many rows of the completion stay in memory: as in plain decoding, all tokens but the last."""
-        return max(1, self.takes)
+        return 0 if self.late else max(1, self.takes)
+
+    @property
+    def drafted(self) -> bool:
+        """Are rows of it kept that are fewer than it computed? Else it keeps all: of a prompt, which is drawn from."""
+        return self.completion.status is Status.DECODE or self.late
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +210,7 @@ class Runner:
                 + [(self._drafting.chain(other), one.rows, other) for one in ready for other in one.siblings],
                 logits,
             )
-            drafted = {_seq(one.completion): one.kept for one in results if one.completion.status is Status.DECODE}
+            drafted = {_seq(one.completion): one.kept for one in results if one.drafted}
             counts = {_seq(one.completion): one.tokens for one in scheduled} | drafted
             return Kept(chains, ready, results, counts, self._memory.commit(counts), hidden, reads, found)
         except BaseException:
@@ -263,6 +270,8 @@ class Runner:
 
     def _judged(self, completion: Completion, verified: Verified) -> Result:
         """What a completion takes of its tokens."""
+        if not verified.drawn:
+            return Result(completion, verified, 0, late=True)
         error = verified.drawn[-1].error
         tokens = [one.token_id for one in verified.drawn if one.error is None]
         takes = completion.takes(tokens, self._context) if tokens else 0
@@ -274,17 +283,18 @@ class Runner:
         """Record what memory has, fork the prompts that are computed, and append the drawn tokens."""
         for one in scheduled:
             seq = _seq(one.completion)
-            drafts = kept.chains[one.completion].tokens[: kept.rows[seq] - 1] if one.drafts else ()
+            drafts = kept.chains[one.completion].tokens[: max(0, kept.rows[seq] - 1)] if one.drafts else ()
             self._keep(one.completion, kept.rows[seq], kept.claims.get(seq), drafts)
         failed = kept.reads.deliver(kept.found) if kept.reads is not None else ()
         self._pass_on(scheduled, kept)  # before forks, which begin with what drafters know of the prompt
         for completion, error in failed:
             self._end(completion, error)
+        late = [one.completion for one in kept.results if one.late]
         for one in kept.ready:
-            if one.completion.status is Status.PREFILL:
+            if one.completion.status is Status.PREFILL and one.completion not in late:
                 self._fork(one.completion, one.siblings)
         # Another completion of its request may have failed just now.
-        going = [one for one in kept.results if one.completion.status is Status.DECODE]
+        going = [one for one in kept.results if one.completion.status is Status.DECODE and not one.late]
         outcomes.extend((one, self._accept(one)) for one in going)
 
     def _pass_on(self, scheduled: Sequence[Scheduled], kept: Kept) -> None:
@@ -297,7 +307,8 @@ class Runner:
             count, request, text = kept.rows[_seq(completion)], completion.request, completion.tokens
             start, hidden = completion.computed - count, kept.hidden[row : row + count]
             new, namespace = [*text[start : start + count], *kept.chains[completion].tokens][:count], request.space
-            news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
+            if count:
+                news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
             row += tokens + drafts
         self._drafting.committed(news)
 

@@ -36,6 +36,7 @@ from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.layout import Layout
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
+MASK_SECONDS = 0.01  # of waiting for a mask where there is nothing else to compute
 SCORED = 128  # rows of prompts, at most, of which a step has the logits
 PASSED = 8  # waiting completions that are ready and do not fit, at most, which others pass in a step
 FIRST_CHUNK = 64  # tokens of prompts beside running streams, before any step was measured,
@@ -275,7 +276,10 @@ class Scheduler:
         for completion in self._ranked(one for one in self.running if one.status is Status.PREFILL):
             self._extend(completion, step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
-            stuck += self.running
+            late = [one for one in self.running if one.late]
+            stuck += [one for one in self.running if one not in late]
+            if late and not stuck:
+                late[0].await_mask(MASK_SECONDS)  # there is nothing else to compute
         return [self._shortened(one) for one in step.scheduled], stuck
 
     def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
@@ -315,9 +319,9 @@ class Scheduler:
                 stuck.append(completion)
 
     def _add(self, completion: Completion, step: _Step, most: int) -> bool:
-        """Schedule up to `most` tokens of `completion`, as many as fit, unless it is preempted. False if it runs alone
-        and no cell is free."""
-        while completion in self.running:
+        """Schedule up to `most` tokens of `completion`, as many as fit, unless it is late or preempted. False if it runs
+        alone and no cell is free."""
+        while completion in self.running and not completion.late:
             self.current = completion
             if not (wanted := self._wanted(completion, step, most)):
                 return True  # in a later step

@@ -61,11 +61,13 @@ SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything c
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token of one row. With an `error` there is none, and `token_id` is -1."""
+    """The token of one row. With an `error`, or if the mask of its constraint was `late`, there is none, and
+    `token_id` is -1."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     error: NoToken | None = None
+    late: bool = False
 
 
 def draw(
@@ -199,6 +201,8 @@ def _logprobs(raw: Tensor, tokens: Tensor, samplers: Sequence[Sampler], wanting:
 def _drawn(row: list[float], sampler: Sampler, pos: int) -> Drawn:
     """Read a row of the table: token, best score, then log-probabilities if any row asked for them."""
     token, best, *rest = row
+    if sampler.late:
+        return Drawn(-1, late=True)
     if not math.isfinite(best):
         return Drawn(-1, error=_no_token(best, sampler, pos))
     asked = sampler.params.logprobs

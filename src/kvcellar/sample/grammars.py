@@ -1,33 +1,40 @@
 """grammars: compiles the constraints of requests for one tokenizer, within limits on time and memory. No torch.
 
-A constraint is compiled on the thread that submits the request, before anything runs, and refused there if it cannot be
-honoured: the library says which keyword it does not know, and none is ignored.
+A constraint is compiled while the thread that submits the request waits, before anything runs, and refused there if it
+cannot be honoured: the library says which keyword it does not know, and none is ignored.
 
 The library reads the tokenizer with the interpreter lock held, for half a second and more where the vocabulary is
 large, so this is done when the model is loaded (`prepare`), not beside its streams.
 
 Always true:
-  * at most `COMPILING` constraints are compiled at once, and at most `WAITING` wait for that;
-  * `_compiled` has at most `KEPT` grammars, the last used last; they are copied, and never consume a token.
+  * `_compiled` has at most `KEPT` grammars, the last used last; they are copied, and never consume a token;
+  * a grammar is used again in the namespace that it was compiled for, and nowhere else: the time that it takes would
+    tell what others use;
+  * what is compiled is at most `MAX_LEVELS` deep.
 """
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
-from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.errors import BadRequest
+from kvcellar.sample.compiling import Compiling
 from kvcellar.sample.constraint import PARAM, Constraint
-from kvcellar.sample.matcher import WORD_BITS, Matcher, one_line
+from kvcellar.sample.depth import of_lark, of_schema
+from kvcellar.sample.mask_threads import MOST, MaskThreads
+from kvcellar.sample.matcher import WORD_BITS, Grammar, Matcher, one_line
 
-COMPILING, WAITING, KEPT = 2, 64, 32
+KEPT = 32
+# Of rules, groups and references on one path (`depth`). The library takes up to 4.3 KiB of stack for each: 9 MiB of the
+# 64 that a thread which compiles has (`tests/sample/test_depth.py` measures a quarter of that).
+MAX_LEVELS = 2048
 MAX_STATES = 50_000  # of a lexer: 1 to 2 kB each, for each completion
 MAX_ROW = 10_000  # items of a parser in one place: an object of 2,000 properties has four for each
 MAX_GBNF_BYTES, MAX_GBNF_RULES = 2**16, 400  # converting one takes up to rules times its length
@@ -60,64 +67,58 @@ class Grammars:
         self._end_ids = sorted(end_ids)
         self._tokenizer: LLTokenizer | None = None
         self._ends = self._loose = frozenset[int]()  # tokens that end a completion; those that may be text, too
-        self._compiled: OrderedDict[Constraint, Matcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, Constraint], Matcher] = OrderedDict()
         self._lock = threading.Lock()  # of what is compiled
         self._reading = threading.Lock()
-        self._turns, self._waiting = threading.Semaphore(COMPILING), 0
+        self._compiling, self._threads = Compiling(), MaskThreads()
+        self._executor: LLExecutor | None = None  # made for the first constraint: it has threads
 
-    def matcher(self, constraint: Constraint) -> Matcher:
-        """The state of a completion that has no token yet. Raises `BadRequest` for what cannot be honoured, and
-        `Overloaded`. Takes seconds at worst."""
-        if (found := self._found(constraint)) is not None:
-            return found
-        with self._turn():
-            if (found := self._found(constraint)) is not None:  # another thread has compiled it meanwhile
-                return found
-            made = self._compile(constraint)
-        with self._lock:
-            self._compiled[constraint] = made
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-            return made.copy()
+    def matcher(self, constraint: Constraint, *, owner: str = "", namespace: str = "") -> Matcher:
+        """The state of a completion that has no token yet, for a request of this namespace. Raises `BadRequest` for
+        what cannot be honoured, and `Overloaded`; what an `owner` has compiled takes no other's turn. Takes seconds at
+        worst."""
+        made = self._found(constraint, namespace)
+        if made is None:
+
+            def compiled() -> Matcher:
+                return self._found(constraint, namespace) or self._compile(constraint)  # meanwhile, by another thread
+
+            made = self._compiling.run(owner, constraint.param, compiled)
+            with self._lock:
+                self._compiled[namespace, constraint] = made
+                while len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+        return made.copy(owner)
 
     def prepare(self) -> None:
         """Read the tokenizer. Where there is none that can be used, the first constraint is refused with the reason."""
         with suppress(BadRequest):
             self._read(PARAM)
 
-    def _found(self, constraint: Constraint) -> Matcher | None:
+    def _found(self, constraint: Constraint, namespace: str) -> Matcher | None:
         with self._lock:
-            if (found := self._compiled.get(constraint)) is None:
-                return None
-            self._compiled.move_to_end(constraint)
-            return found.copy()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        with self._lock:
-            if self._waiting >= COMPILING + WAITING:
-                raise Overloaded("too many requests wait for their grammars to be compiled; try again later")
-            self._waiting += 1
-        try:
-            with self._turns:
-                yield
-        finally:
-            with self._lock:
-                self._waiting -= 1
+            if (found := self._compiled.get((namespace, constraint))) is not None:
+                self._compiled.move_to_end((namespace, constraint))
+            return found
 
     def _compile(self, constraint: Constraint) -> Matcher:
         if constraint.around:  # it has to be one alone: `answer` is no name in it, and reasoning is no beginning of it
             self._compile(replace(constraint, around=""))
+        source = as_read(constraint)
+        _check_depth(constraint, source)
         tokenizer = self._read(constraint.param)
         limits = LLParserLimits(max_lexer_states=MAX_STATES, max_items_in_row=MAX_ROW, verbose_errors=False)
-        found = LLMatcher(tokenizer, as_read(constraint), log_level=0, limits=limits)
+        found = LLMatcher(tokenizer, source, log_level=0, limits=limits)
         if found.is_error():
             raise _refused(constraint, one_line(found.get_error()))
-        first = Matcher(found.deep_copy(), self._ends, self._loose)
-        first.fill((), np.empty(-(-self._vocab_size // WORD_BITS), np.int32))
-        if first.error is not None:  # a circle of references is met only here
-            raise _refused(constraint, f"no answer can begin: {first.error}")
-        return Matcher(found, self._ends, self._loose)
+        words = -(-self._vocab_size // WORD_BITS)
+        with self._reading:
+            self._executor = executor = self._executor or LLExecutor(MOST)
+        made = Matcher(Grammar(found, tokenizer, self._ends, self._loose, words, self._threads, executor))
+        made.first()
+        if made.error is not None:  # a circle of references is met only here
+            raise _refused(constraint, f"no answer can begin: {made.error}")
+        return made
 
     def _read(self, param: str) -> LLTokenizer:
         with self._reading:
@@ -145,15 +146,32 @@ class Grammars:
     def check(self) -> None:
         """Assert what is always true."""
         with self._lock:
-            assert 0 <= self._waiting <= COMPILING + WAITING
             assert len(self._compiled) <= KEPT
             assert all(matcher.at_start for matcher in self._compiled.values())
+        self._compiling.check()
+        self._threads.check()
 
 
 def _refused(constraint: Constraint, reason: str) -> BadRequest:
     beside = " beside reasoning and calls of tools" if constraint.around else ""  # alone, it was compiled before
     what = f"{constraint.param}: this {constraint.kind} cannot be honoured{beside}"
     return BadRequest(f"{what}: {reason}", constraint.param)
+
+
+def _check_depth(constraint: Constraint, source: str) -> None:
+    """Raise `BadRequest` for a source, as the library reads it, which it would follow too deep."""
+    try:
+        parts = json.loads(source)["grammars"] if source.lstrip().startswith("{") else [{"lark_grammar": source}]
+        levels = sum(of_lark(lark) for one in parts if (lark := one.get("lark_grammar")))
+        levels += sum(of_schema(schema) for one in parts if (schema := one.get("json_schema")))
+    except ValueError as error:
+        raise _refused(constraint, one_line(str(error))) from None
+    if levels > MAX_LEVELS:
+        raise _refused(
+            constraint,
+            f"its rules or references lead up to {levels} levels into each other, and {MAX_LEVELS} are allowed; make "
+            f"it flatter",
+        )
 
 
 def as_read(constraint: Constraint) -> str:

@@ -72,6 +72,7 @@ class Sampler:
         constraint in `params`, at its start."""
         self.params, self.matcher = params, matcher
         self._drafts: tuple[int, ...] = ()  # which `matcher` has not accepted: it is shared with `after`
+        self.late = False  # the last mask was not known in time
         self.seed, self.index, self.vocab_size = seed, index, vocab_size
         self.produced = 0
         self.greedy = params.temperature < GREEDY_BELOW
@@ -126,7 +127,7 @@ class Sampler:
 
     def accept(self, token: int) -> None:
         """Append `token` to the completion."""
-        if self.matcher is not None:
+        if self.matcher is not None and token not in self.end_ids:  # nothing comes behind an end
             self.matcher.accept(token)
         self._count(token)
 
@@ -180,9 +181,9 @@ class Sampler:
         return self.matcher is None or self.matcher.allows(self._drafts, token)
 
     def fill_mask(self, mask: "NDArray[np.int32]") -> None:
-        """Write what the constraint allows next, a bit for each token of the vocabulary."""
+        """Write what the constraint allows next, a bit for each token of the vocabulary: none if it is `late`."""
         assert self.matcher is not None, "this completion has no constraint"
-        self.matcher.fill(self._drafts, mask)
+        self.late = not self.matcher.fill(self._drafts, mask)
 
     def biases(self) -> tuple["array[int]", "array[float]"]:
         """The tokens whose scores are biased in the next draw, each once, and the biases."""

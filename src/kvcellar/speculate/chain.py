@@ -150,6 +150,8 @@ class Verified:
     """The tokens of a completion in a round, in order: drafts that were accepted, and then one that was not a draft,
     unless an accepted draft ends the completion. The last one may be an error in place of a token.
 
+    A row whose mask is late ends it; `drawn` may be empty then.
+
     As in plain decoding the last token is not in memory: of the rows [current, drafts], the first `len(drawn)` are
     kept. `accepted` drafts are tokens of the text, one that ends it included; of the others, only the next was tried.
     """
@@ -164,7 +166,7 @@ def verify(chains: Sequence[Chain], logits: Tensor) -> list[Verified]:
     samplers = [sampler for chain in chains for sampler in chain.samplers]
     if len(samplers) == len(chains):  # plain decoding
         drawn = draw(logits, samplers, [chain.pos for chain in chains])
-        return [Verified((one,), 0, 0) for one in drawn]
+        return [Verified(() if one.late else (one,), 0, 0) for one in drawn]
     positions = [chain.pos + row for chain in chains for row in range(chain.rows)]
     drafts = [draft for chain in chains for draft in (*chain.drafts, None)]
     parts = [slice(start, start + PART) for start in range(0, len(samplers), PART)]
@@ -181,6 +183,8 @@ def judge(chain: Chain, drawn: Sequence[Drawn]) -> Verified:
     """`drawn` has the token of each row."""
     tokens = chain.tokens
     for row, one in enumerate(drawn):
+        if one.late:
+            return Verified(tuple(drawn[:row]), row, row)
         accepted = row < len(tokens) and one.error is None and one.token_id == tokens[row]
         ended = one.error is None and chain.samplers[row].ends_with(one.token_id)
         if ended or not accepted:

@@ -344,7 +344,9 @@ class Scheduler:
         """Schedule more tokens of a prompt with what is left of the step, without taking anything from others."""
         self.current = completion
         done = step.tokens_of(completion)
-        if step.left and (wanted := self._wanted(completion, step, done + step.left) - done) > 0:
+        if completion.late or not step.left:
+            return
+        if (wanted := self._wanted(completion, step, done + step.left) - done) > 0:
             room = self._make_free(step.rows + wanted, drafts=True) - step.rows
             if room >= 1:
                 step.add(completion, min(room, wanted))

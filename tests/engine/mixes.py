@@ -211,13 +211,17 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
         step = scratch(built.guest, measures=measured_once(built.guest), deepest=deepest, **limits)
         needs = Needs.of(built.guest, built.intake.context, step, shifts=True)
 
+        def of_all(longest: int, most: int, sequences: int) -> int:
+            """For any number of tokens what it is for these, which decides whether they fit: few are measured."""
+            return step(longest if most == tokens else min(tokens, built.intake.context), tokens, sequences)
+
         def enough(budget: int) -> bool:
             try:
                 found = resolve_capacity(
                     needs.demands(),
                     budget=budget,
                     because="",
-                    scratch=step,
+                    scratch=of_all if built.guest.shape.groups else step,
                     max_sequences=given.max_sequences,
                     bytes_per_row=needs.bytes_per_row,
                     **limits,

@@ -7,7 +7,6 @@ always. In one process of tests moreover
 """
 
 import copy
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 

@@ -239,8 +239,7 @@ class Play:
 
     def _cached(self, namespace: str, prompt: Text, cached: int) -> None:
         """No more came from memory than there can be: another text that begins alike."""
-        known = [text for text in self.seen.get(namespace, ())]
-        most = max((common_prefix(text, prompt) for text in known), default=0)
+        most = max((common_prefix(text, prompt) for text in self.seen.get(namespace, ())), default=0)
         assert cached <= min(most, len(prompt) - 1), f"{cached} tokens of {prompt} are from another namespace"
 
     # -- sessions ---------------------------------------------------------------------------------------------------
@@ -293,8 +292,8 @@ def without_warnings() -> Iterator[None]:
 
 
 def play(seed: int, where: Path, saved: Callable[[str], Path]) -> Counter[str]:
-    """Play the game of a seed, with files in the directory `where`; `saved` gives the directory of a model. Returns what
-    happened. Raises `AssertionError` with the line that plays it again."""
+    """Play the game of a seed, with files in the directory `where`; `saved` gives the directory of a model. Returns
+    what happened. Raises `AssertionError` with the line that plays it again."""
     game = Game.of(seed)
     try:
         network = saved(game.name) if game.stored else ARCHS[game.name].build()

@@ -123,7 +123,9 @@ class Clock:
         def tick(event: Event) -> None:
             nonlocal told
             own(event)
-            told = most if isinstance(event, Done | Failed) else told + (isinstance(event, Delta) and len(event.token_ids))
+            told = (
+                most if isinstance(event, Done | Failed) else told + (isinstance(event, Delta) and len(event.token_ids))
+            )
             for number, (ask, ear) in enumerate(zip(self.asks, self.ears, strict=True)):
                 if ask.at <= told and number not in self._tickets:
                     self._tickets[number] = self._submit(ask, ear)

@@ -21,7 +21,7 @@ EVERY_DAY, ALL = 20, 1000  # games
 
 
 def seeds(config: pytest.Config) -> range:
-    """`KVCELLAR_GAMES` is how many games there are with `--long`, or the first one and the one after the last: `7:9`."""
+    """`KVCELLAR_GAMES` is how many there are with `--long`; or the first one and the one after the last: `7:9`."""
     if not config.getoption("--long"):
         return range(EVERY_DAY)
     start, _, end = os.environ.get("KVCELLAR_GAMES", str(ALL)).rpartition(":")
@@ -113,14 +113,14 @@ MUTANTS: list[tuple[Mutant, Callable[[Game], bool], int]] = [  # in which games,
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "may_find", "enough"), MUTANTS)
 def test_games_find_what_is_broken(
-    mutant: Mutant, may_find: Callable[[Game], bool], enough: int, tmp_path: Path, saved, monkeypatch
+    mutant: Mutant, may_find: Callable[[Game], bool], enough: int, tmp_path: Path, saved, monkeypatch, record_property
 ) -> None:
     for number, seed in enumerate(islice((seed for seed in count() if may_find(Game.of(seed))), enough), start=1):
         with monkeypatch.context() as patch:
             mutant(patch)
             found = failure(seed, tmp_path / f"{seed} broken", saved)
         if found is not None and failure(seed, tmp_path / f"{seed}", saved) is None:
-            print(f"{mutant.__name__}: {number} games, the last with seed {seed}: {found}")
+            record_property("found", f"{number} games, the last with seed {seed}: {found}")
             return
     pytest.fail(f"{enough} games did not find it")
 

@@ -17,8 +17,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests import recordings
-
 # Before anything imports torch or transformers: they read these once.
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -32,6 +30,7 @@ os.environ.update(
 RECORD = ("auto", "off")
 RECORDED = ("engine", "serve", "cli")  # what users run
 TESTS = Path(__file__).parent
+_SHARING = pytest.StashKey[Any]()
 
 hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile(
@@ -51,7 +50,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("long" if config.getoption("--long") else "ci")
     sys.addaudithook(_watch)
-    recordings.share(config)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -59,11 +57,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """`record` of the engines of a test and of its fixtures."""
     from kvcellar.engine.settings import Settings
 
-    Settings.__init__.__kwdefaults__["record"] = item.config.getoption("--record") or _record_in(item.path)
+    sharing, recorded = item.config.stash.get(_SHARING, None), _in_recorded(item.path)
+    Settings.__init__.__kwdefaults__["record"] = item.config.getoption("--record") or ("auto" if recorded else "off")
+    if recorded:
+        from tests.recordings import Sharing  # imports torch
+
+        item.config.stash.setdefault(_SHARING, Sharing()).start()
+    elif sharing is not None:
+        sharing.stop()
 
 
-def _record_in(path: Path) -> str:
-    return "auto" if path.is_relative_to(TESTS) and path.relative_to(TESTS).parts[0] in RECORDED else "off"
+def _in_recorded(path: Path) -> bool:
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).parts[0] in RECORDED
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -8,47 +8,52 @@ always. In one process of tests moreover
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from kvcellar.kernels.recorded_kernel import StepKernel
-    from kvcellar.models.guest import Guest
-    from kvcellar.models.recording.recording import Recording
+from kvcellar.engine import recorded
+from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.models.guest import Guest
+from kvcellar.models.recording import record
+from kvcellar.models.recording.recording import Recording
+from kvcellar.models.recording.saved import NoDigest, digest_of
 
 PLACES = ("CXX", "HOME", "XDG_CACHE_HOME")  # variables that say which compiled loop is loaded
 
 
-def share(config: pytest.Config) -> None:
-    """Until the end of the run."""
-    from kvcellar.engine import recorded
-    from kvcellar.kernels.recorded_kernel import StepKernel
-    from kvcellar.models.recording import record
-    from kvcellar.models.recording.saved import NoDigest, digest_of
+class Sharing:
+    """Between `start` and `stop` engines of this process share what was compared."""
 
-    kernels: dict[tuple[str, ...], StepKernel] = {}
-    right: set[tuple[object, ...]] = set()
-    compare = record.compare
+    def __init__(self) -> None:
+        self._patch: pytest.MonkeyPatch | None = None
+        self._kernels: dict[tuple[str, ...], StepKernel] = {}
+        self._right: set[tuple[object, ...]] = set()
+        self._compare = record.compare
 
-    def shared(environment: Mapping[str, str]) -> "StepKernel":
+    def start(self) -> None:
+        if self._patch is None:
+            self._patch = pytest.MonkeyPatch()
+            self._patch.setattr(recorded, "StepKernel", self._kernel)
+            self._patch.setattr(record, "compare", self._compare_once)
+
+    def stop(self) -> None:
+        if self._patch is not None:
+            self._patch.undo()
+            self._patch = None
+
+    def _kernel(self, environment: Mapping[str, str]) -> StepKernel:
         place = tuple(environment.get(name, "") for name in PLACES)
-        if place not in kernels:
-            kernels[place] = StepKernel(environment)
-        return copy.copy(kernels[place])  # which has its own clock
+        if place not in self._kernels:
+            self._kernels[place] = StepKernel(environment)
+        return copy.copy(self._kernels[place])  # which counts its own seconds
 
-    def compare_once(guest: "Guest", recording: "Recording") -> None:
+    def _compare_once(self, guest: Guest, recording: Recording) -> None:
         found, backends = recording.captured, sorted(type(one).__name__ for one in guest.backends.values())
         try:
             program = digest_of(guest), recording.executor.name, found.decoding is None, *found.opaque, *backends
         except NoDigest:
-            compare(guest, recording)
+            self._compare(guest, recording)
             return
-        if program not in right:
-            compare(guest, recording)
-            right.add(program)
-
-    patched = pytest.MonkeyPatch()
-    patched.setattr(recorded, "StepKernel", shared)
-    patched.setattr(record, "compare", compare_once)
-    config.add_cleanup(patched.undo)
+        if program not in self._right:
+            self._compare(guest, recording)
+            self._right.add(program)

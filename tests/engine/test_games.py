@@ -1,5 +1,6 @@
 """Random engines answer as plain transformers do, and games of them find what is broken."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from itertools import count, islice
@@ -113,14 +114,15 @@ MUTANTS: list[tuple[Mutant, Callable[[Game], bool], int]] = [  # in which games,
 @pytest.mark.slow
 @pytest.mark.parametrize(("mutant", "may_find", "enough"), MUTANTS)
 def test_games_find_what_is_broken(
-    mutant: Mutant, may_find: Callable[[Game], bool], enough: int, tmp_path: Path, saved, monkeypatch, record_property
+    mutant: Mutant, may_find: Callable[[Game], bool], enough: int, tmp_path: Path, saved, monkeypatch, caplog
 ) -> None:
+    caplog.set_level(logging.INFO, __name__)
     for number, seed in enumerate(islice((seed for seed in count() if may_find(Game.of(seed))), enough), start=1):
         with monkeypatch.context() as patch:
             mutant(patch)
             found = failure(seed, tmp_path / f"{seed} broken", saved)
         if found is not None and failure(seed, tmp_path / f"{seed}", saved) is None:
-            record_property("found", f"{number} games, the last with seed {seed}: {found}")
+            logging.getLogger(__name__).info("%d games, the last with seed %d: %s", number, seed, found)
             return
     pytest.fail(f"{enough} games did not find it")
 

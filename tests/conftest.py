@@ -2,8 +2,8 @@
 
 `pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50.
 
-`pytest --record auto` lets engines run recorded steps, as those of users do, unless a test says `record=` itself. By
-default they do not: testing and binding a recording takes most of the time of an engine of a tiny network.
+Engines of the tests in the folders `RECORDED` run recorded steps, as those of users do, unless a test says `record=`
+itself; those of other tests run their modules. `pytest --record auto`, or `off`, says it for all.
 """
 
 import os
@@ -11,6 +11,7 @@ import random
 import sys
 from collections.abc import Iterator
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -27,6 +28,9 @@ os.environ.update(
 )
 
 RECORD = ("auto", "off")
+RECORDED = ("engine", "serve", "cli")  # what users run
+TESTS = Path(__file__).parent
+_SHARING = pytest.StashKey[Any]()
 
 hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile(
@@ -40,28 +44,36 @@ hypothesis.settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the slow tests too, with many more examples")
-    parser.addoption(
-        "--record", choices=RECORD, default="off", help="`record` of engines of which a test does not say it"
-    )
+    parser.addoption("--record", choices=RECORD, help="`record` of engines of which a test does not say it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("long" if config.getoption("--long") else "ci")
     sys.addaudithook(_watch)
-    _let_engines_record(config)
 
 
-def _let_engines_record(config: pytest.Config) -> None:
-    """Until the end of the run, `--record` is the default of settings."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`record` of the engines of a test and of its fixtures."""
     from kvcellar.engine.settings import Settings
 
-    patched = pytest.MonkeyPatch()
-    patched.setitem(Settings.__init__.__kwdefaults__, "record", config.getoption("--record"))
-    config.add_cleanup(patched.undo)
+    sharing, recorded = item.config.stash.get(_SHARING, None), _in_recorded(item.path)
+    Settings.__init__.__kwdefaults__["record"] = item.config.getoption("--record") or ("auto" if recorded else "off")
+    if recorded:
+        from tests.recordings import Sharing  # imports torch
+
+        item.config.stash.setdefault(_SHARING, Sharing()).start()
+    elif sharing is not None:
+        sharing.stop()
+
+
+def _in_recorded(path: Path) -> bool:
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).parts[0] in RECORDED
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"engines of tests: record={config.getoption('--record')}, unless a test says it"
+    chosen = config.getoption("--record") or f"auto in {', '.join(RECORDED)}, else off"
+    return f"engines of tests: record={chosen}, unless a test says it"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

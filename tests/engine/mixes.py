@@ -8,9 +8,8 @@ import random
 import threading
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,8 +19,9 @@ from transformers import PreTrainedModel
 from kvcellar import Engine
 from kvcellar.engine.allocate import Needs
 from kvcellar.engine.capacity import resolve_capacity
-from kvcellar.engine.measures import Measures, digest, flags, measures_of, model, shape
+from kvcellar.engine.measures import Measures, digest, flags, model, shape
 from kvcellar.engine.reserve import scratch
+from kvcellar.engine.result import Ticket
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
 from kvcellar.models.guest import Guest
@@ -34,11 +34,15 @@ FIRST, LAST = 3, 100  # tokens of the zoo that are not special
 
 @dataclass(frozen=True)
 class Ask:
-    """A request to come, when the clock has told so many tokens."""
+    """A request to come, when the clock has told so many tokens. It is cancelled when the clock has told `cancel` ones,
+    if it has not ended before. `turns` follow in one conversation: each when the answer before it is complete."""
 
     at: int
     prompt: tuple[int, ...]
     sampling: dict[str, Any]
+    namespace: str = ""
+    cancel: int | None = None
+    turns: tuple[tuple[int, ...], ...] = ()
 
 
 class Ear:
@@ -101,32 +105,56 @@ class Ear:
 
 @dataclass
 class Clock:
-    """A request that submits others while it runs."""
+    """A request that submits others while it runs, and cancels them."""
 
     engine: Engine
     asks: Sequence[Ask]
     ears: list[Ear] = field(default_factory=list)
+    followed: list[tuple[Ask, Ear]] = field(default_factory=list)  # later turns of conversations
+    _tickets: dict[int, Ticket] = field(default_factory=dict)
 
     def run(self) -> list[Ear]:
         """Everybody's ear, when all is over."""
         self.ears = [Ear() for _ in self.asks]
         own = Ear()
         told = 0
+        most = max(max(ask.at, ask.cancel or 0) for ask in self.asks)
 
         def tick(event: Event) -> None:
             nonlocal told
             own(event)
-            told += 1
-            for ask, ear in zip(self.asks, self.ears, strict=True):
-                if ask.at == told:
-                    self.engine.submit(ask.prompt, SamplingParams(**ask.sampling), deliver=ear)
+            told = (
+                most if isinstance(event, Done | Failed) else told + (isinstance(event, Delta) and len(event.token_ids))
+            )
+            for number, (ask, ear) in enumerate(zip(self.asks, self.ears, strict=True)):
+                if ask.at <= told and number not in self._tickets:
+                    self._tickets[number] = self._submit(ask, ear)
+                if ask.cancel is not None and ask.cancel <= told and not ear.over:
+                    self._tickets[number].cancel()
 
-        most = max(ask.at for ask in self.asks)
         self.engine.submit([FIRST], SamplingParams(max_tokens=most, temperature=0.0, ignore_eos=True), deliver=tick)
         own.wait()
+        assert own.error is None, own.error
+        assert len(self._tickets) == len(self.asks), "a request was refused"
         for ear in self.ears:
             ear.wait()
+        for _, ear in self.followed:  # which grows meanwhile
+            ear.wait()
         return self.ears
+
+    def _submit(self, ask: Ask, ear: Ear) -> Ticket:
+        def deliver(event: Event) -> None:
+            if isinstance(event, Done) and ask.turns and ear.reasons.get(0) != "cancelled":
+                following = (*ask.prompt, *ear.ids(), *ask.turns[0])
+                self._follow(replace(ask, prompt=following, turns=ask.turns[1:]))
+            ear(event)
+
+        params = SamplingParams(**ask.sampling)
+        return self.engine.submit(ask.prompt, params, deliver=deliver, namespace=ask.namespace)
+
+    def _follow(self, ask: Ask) -> None:
+        self.followed.append((ask, Ear()))
+        self._submit(*self.followed[-1])
 
 
 def tokens(draw: random.Random, count: int) -> tuple[int, ...]:
@@ -157,10 +185,8 @@ def measures(inputs: str) -> Measures:
     return Measures(None, inputs)
 
 
-def measured_once(guest: Guest, path: Path | None = None, **how: Any) -> Measures:
-    """As `measures_of`, but what the steps of a network of the zoo take is measured once in a process of tests."""
-    if path is not None:
-        return measures_of(guest, path, **how)
+def measured_once(guest: Guest, *_: Any, **how: Any) -> Measures:
+    """In place of `measures_of`: what the steps of a network of the zoo take is measured once in a process of tests."""
     facts = {"model": model(guest), "shape": shape(guest), "flags": flags(), "recorded": guest.recording is not None}
     return measures(digest(facts))
 
@@ -183,8 +209,13 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
     with made(network, **{"cache_bytes": 2**29, **settings}) as engine:
         built, given = engine._built, engine._built.settings
         limits = {"context": built.intake.context, "step_tokens": given.step_tokens}
-        step = scratch(built.guest, measures=measured_once(built.guest), **limits)
+        deepest = built.drafts.deepest if built.drafts is not None else 0
+        step = scratch(built.guest, measures=measured_once(built.guest), deepest=deepest, **limits)
         needs = Needs.of(built.guest, built.intake.context, step, shifts=True)
+
+        def of_all(longest: int, most: int, sequences: int) -> int:
+            """For any number of tokens what it is for these, which decides whether they fit: few are measured."""
+            return step(longest if most == tokens else min(tokens, built.intake.context), tokens, sequences)
 
         def enough(budget: int) -> bool:
             try:
@@ -192,7 +223,7 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
                     needs.demands(),
                     budget=budget,
                     because="",
-                    scratch=step,
+                    scratch=of_all if built.guest.shape.groups else step,
                     max_sequences=given.max_sequences,
                     bytes_per_row=needs.bytes_per_row,
                     **limits,

@@ -75,7 +75,14 @@ def _tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
     programs = [captured.program] if decoding is None else [captured.program, decoding]
     around = Hooks(guest.model), inlined(guest.model, programs)
     recording = Recording(captured, execute(captured.program), decoder, *around)
-    hidden = "hidden" in captured.program.outputs
+    compare(guest, recording)
+    recording.steps = 0
+    return recording
+
+
+def compare(guest: Guest, recording: Recording) -> None:
+    """Raise `NotRecordable` unless a recording has the results of the modules of its guest."""
+    hidden = "hidden" in recording.captured.program.outputs
     ours, theirs = results_of(guest, recording, hidden=hidden), results_of(guest, None, hidden=hidden)
     wrong = [(a.float() - b.float()).abs().max() for a, b in zip(ours, theirs, strict=True) if not torch.equal(a, b)]
     if wrong:
@@ -85,8 +92,6 @@ def _tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:
         )
     if recording.by_modules:
         raise NotRecordable(f"modules have to run its steps: {', '.join(recording.by_modules)}")
-    recording.steps = 0
-    return recording
 
 
 @torch.inference_mode()

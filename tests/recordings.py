@@ -1,0 +1,59 @@
+"""What tests share of recordings, so that engines which record, as those of users do, cost them little.
+
+A program is captured once, for all processes and runs of tests: it is kept in the cache directory of the user, as
+always. In one process of tests moreover
+  * a recording is compared with its modules once for all networks with one program: these differ in their weights;
+  * operators of the compiled loop are compared with torch's once.
+"""
+
+import copy
+from collections.abc import Mapping
+
+import pytest
+
+from kvcellar.engine import recorded
+from kvcellar.kernels.recorded_kernel import StepKernel
+from kvcellar.models.guest import Guest
+from kvcellar.models.recording import record
+from kvcellar.models.recording.recording import Recording
+from kvcellar.models.recording.saved import NoDigest, digest_of
+
+PLACES = ("CXX", "HOME", "XDG_CACHE_HOME")  # variables that say which compiled loop is loaded
+
+
+class Sharing:
+    """Between `start` and `stop` engines of this process share what was compared."""
+
+    def __init__(self) -> None:
+        self._patch: pytest.MonkeyPatch | None = None
+        self._kernels: dict[tuple[str, ...], StepKernel] = {}
+        self._right: set[tuple[object, ...]] = set()
+        self._compare = record.compare
+
+    def start(self) -> None:
+        if self._patch is None:
+            self._patch = pytest.MonkeyPatch()
+            self._patch.setattr(recorded, "StepKernel", self._kernel)
+            self._patch.setattr(record, "compare", self._compare_once)
+
+    def stop(self) -> None:
+        if self._patch is not None:
+            self._patch.undo()
+            self._patch = None
+
+    def _kernel(self, environment: Mapping[str, str]) -> StepKernel:
+        place = tuple(environment.get(name, "") for name in PLACES)
+        if place not in self._kernels:
+            self._kernels[place] = StepKernel(environment)
+        return copy.copy(self._kernels[place])  # which counts its own seconds
+
+    def _compare_once(self, guest: Guest, recording: Recording) -> None:
+        found, backends = recording.captured, sorted(type(one).__name__ for one in guest.backends.values())
+        try:
+            program = digest_of(guest), recording.executor.name, found.decoding is None, *found.opaque, *backends
+        except NoDigest:
+            self._compare(guest, recording)
+            return
+        if program not in self._right:
+            self._compare(guest, recording)
+            self._right.add(program)

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvcellar.engine")
 
 LEAST_SCORED = 8  # rows
-SCORES_BESIDE = 1 << 21  # scores of prompts that a step computes in which others decode: about 20 ms of a CPU
+SCORES_BESIDE = 1 << 20  # scores of prompts that a step computes in which others decode: about 10 ms of a CPU
 TORCH = os.getpid()  # the process that imported torch
 
 

@@ -80,6 +80,8 @@ class Losses:
     def of(self, namespace: str, key: bytes, pos: int) -> tuple[int, Loss] | None:
         """How many tokens of a key from `pos` on were lost, at least, and the loss that has most of them; the tokens
         before `pos` are there. None if none is known to be."""
+        if not self._known:
+            return None
         view, most = memoryview(key), len(key) // TOKEN
         state = digest_begun(namespace)
         state.update(view[: pos * TOKEN])

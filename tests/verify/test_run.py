@@ -5,6 +5,7 @@ That it fails when something is broken is shown where its exit code is: `tests/c
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch

@@ -52,11 +52,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The choice has ended. `stop_string` is the stop string that ended it, if one did."""
+    """The choice has ended. `stop_string` is the stop string that ended it, if one did. `scored`: whether
+    log-probabilities were requested, which a choice without tokens has in no delta."""
 
     choice: int
     reason: FinishReason
     stop_string: str | None = None
+    scored: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,3 +81,9 @@ def test_models_share_an_engine_if_weights_draft_and_its_settings_are_the_same(t
     assert len(set(keys.values())) == 4
     found = library.resolve("plain")
     assert engine_key(found, draft=None) == keys["plain"] != engine_key(found, draft="ngram")
+
+
+def test_the_embedded_model_can_be_a_draft(source: Path) -> None:
+    plain = hosting._of_files(str(source), options(), CACHES).weights
+    drafted = hosting._of_files(str(source), options(draft="embedded"), CACHES).weights
+    assert drafted - plain == hosting._of_files(None, options(), CACHES).weights > 0

@@ -190,6 +190,18 @@ def test_every_token_has_its_logprob_and_the_best_beside_it(top):
                 assert value == pytest.approx(float(row[token]), abs=2e-3)
 
 
+def test_an_answer_that_ends_with_its_first_token_has_no_logprobs_where_they_were_requested():
+    with small_engine("llama") as engine:
+        first = engine.generate([5, 6, 7], max_tokens=1, temperature=0.0, ignore_eos=True).token_ids
+        asked = {"max_tokens": 9, "temperature": 0.0, "stop_token_ids": list(first)}
+        for wanted, expected in ((2, ()), (None, None)):
+            result = engine.generate([5, 6, 7], logprobs=wanted, **asked)
+            assert (result.token_ids, result.logprobs, result.finish_reason) == ((), expected, "stop")
+            stream = engine.stream([5, 6, 7], logprobs=wanted, **asked)
+            assert list(stream) == []
+            assert stream.result.logprobs == expected
+
+
 @given(TEXTS, st.booleans())
 @settings(max_examples=20)
 def test_logprobs_lie_with_their_tokens_whatever_is_held_back(spoken, text, bytewise):

@@ -33,6 +33,8 @@ def read(text: str | bytes) -> list[tuple[str, str]]:
         ("PARAMETER a  b c\nFROM x", [("a", "b c"), ("model", "x")]),
         ('FROM x\nPARAMETER stop "### U: "', [("model", "x"), ("stop", "### U: ")]),
         ('FROM x\nPARAMETER stop """a\n"""', [("model", "x"), ("stop", "a\n")]),
+        ('FROM x\nPARAMETER stop "\n\n"\nSYSTEM y', [("model", "x"), ("stop", "\n\n"), ("system", "y")]),
+        ('FROM x\nPARAMETER stop "\\n\\n"', [("model", "x"), ("stop", "\\n\\n")]),
         ("FROM x\nMESSAGE user a: b", [("model", "x"), ("message", "user: a: b")]),
         ('FROM x\nMESSAGE system """\na\n"""\n\t', [("model", "x"), ("message", "system: \na\n")]),
         ('FROM x\nSYSTEM """a "b" c"""', [("model", "x"), ("system", 'a "b" c')]),
@@ -219,3 +221,10 @@ def test_names_of_parameters_are_letters():
     assert set("".join(one.name for one in commands({"context": 1, "max_tokens": 2}))) <= set(
         string.ascii_letters + "_"
     )
+
+
+def test_a_backslash_in_a_stop_string_is_kept_as_in_ollama_and_noted() -> None:
+    found, notes = parameters([Command("stop", r"\n\n"), Command("stop", "\n"), Command("stop", "a\\b")])
+    assert found == {"stop": [r"\n\n", "\n", "a\\b"]}
+    assert len(notes) == 1
+    assert r"PARAMETER stop \n\n has a backslash, which is kept as it is: a Modelfile has no escapes" in notes[0]

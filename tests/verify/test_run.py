@@ -5,6 +5,7 @@ That it fails when something is broken is shown where its exit code is: `tests/c
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,3 +228,11 @@ def test_a_report_is_json() -> None:
     decoded = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert decoded["holds"] is True
     assert [check["name"] for check in decoded["checks"]] == NAMES
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3-moe"])
+def test_parameters_are_those_of_the_files_whatever_layers_became_at_load(name: str, tmp_path: Path) -> None:
+    """Tied ones count once; those that were packed are in no parameter of the network any more."""
+    model = ARCHS[name].build()
+    model.save_pretrained(tmp_path)
+    assert verify(tmp_path, tokens=8, quality=False).parameters == sum(one.numel() for one in model.parameters())

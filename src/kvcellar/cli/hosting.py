@@ -163,7 +163,7 @@ def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, cach
 
 def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
     """A directory, a name in the local Hugging Face cache, or the embedded model."""
-    name, path = ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
+    name, path = _place(model)
     weights = bytes_in_memory(path, dtype=made.options["dtype"]) + _beside(made)
     least, most = caches.of(weights)
 
@@ -173,11 +173,16 @@ def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
     return Servable(name, str(path), weights, most, least, load, directory=path)
 
 
+def _place(model: str | None) -> tuple[str, Path]:
+    """Name and directory."""
+    return ("embedded", embedded.path()) if model in (None, "embedded") else find(model)
+
+
 def _beside(made: Engines) -> int:
     """Bytes of what the command line adds to the next of its models: a draft, and adapters to the first one."""
     draft, size = made.options["draft"], 0
     if draft is not None and draft not in NO_FILES:
-        size += bytes_in_memory(find(located(draft))[1], dtype=made.options["dtype"])
+        size += bytes_in_memory(_place(located(draft))[1], dtype=made.options["dtype"])
     adapters = made.options.get("adapters") or {} if not made.of_command else {}
     files = [file for paths in adapters.values() for path in paths for file in Path(path).glob("*.safetensors")]
     return size + sum(adapter_bytes(file.stat().st_size) for file in files)

@@ -378,7 +378,8 @@ class Completion:
         self.become(Status.DONE)
         self.request.outcome = reason
         self._emit(self.output.flush())
-        self.request.emit(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met))
+        scored = self.request.params.logprobs is not None
+        self.request.emit(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met, scored))
         if all(completion.status is Status.DONE for completion in self.request.completions):
             self.request.conclude()
 

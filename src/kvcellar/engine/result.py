@@ -158,13 +158,12 @@ class Collector:
 
     def _answer(self, index: int) -> Answer:
         deltas, end = self._deltas[index], self._finished[index]
-        logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
         return Answer(
             index,
             "".join(delta.text for delta in deltas),
             tuple(token for delta in deltas for token in delta.token_ids),
             end.reason,
-            tuple(entry for entries in logprobs for entry in entries) if logprobs else None,
+            tuple(entry for delta in deltas for entry in delta.logprobs or ()) if end.scored else None,
             end.stop_string,
         )
 

@@ -7,8 +7,8 @@
     lines\"\"\"
 
 A keyword in any case, blanks, and a value until the end of the line. A value that begins with quotes (" or \"\"\") ends
-at the same quotes at the end of a line. FROM has the name "model", a parameter its own name, MESSAGE the value
-"role: text".
+at the same quotes at the end of a line, and may have several lines; there are no escapes, so "\\n" is a backslash and
+an n. FROM has the name "model", a parameter its own name, MESSAGE the value "role: text".
 """
 
 import codecs

@@ -39,6 +39,7 @@ _OFF: dict[str, tuple[str, ...]] = {  # what would change the text, and the valu
 }
 _WHOLE = re.compile(r"[+-]?\d{1,20}", re.ASCII)
 _REAL = re.compile(r"[+-]?(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|inf)", re.ASCII | re.IGNORECASE)
+_ESCAPE = re.compile(r"\\[nrt]")
 _TRUE, _FALSE = ("1", "t", "true"), ("0", "f", "false")
 
 
@@ -90,6 +91,11 @@ def parameters(commands: Iterable[Command]) -> tuple[dict[str, Any], list[str]]:
         if name not in _READ:
             raise command.error(f"there is no parameter {shown(command.name)}; there are {', '.join(sorted(NAMES))}")
         value = _value(command, name)
+        if name == "stop" and _ESCAPE.search(value):
+            notes.append(
+                f"PARAMETER stop {value} has a backslash, which is kept as it is: a Modelfile has no escapes. "
+                f"Write a new line as one, between quotes"
+            )
         if name == "draft_depth":
             value = max(value, 0)
         if name == "max_tokens" and value in (-1, -2):

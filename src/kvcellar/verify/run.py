@@ -80,7 +80,7 @@ class Report:
 
     name: str
     architecture: str
-    parameters: int
+    parameters: int  # of the network that was loaded; of a `Guest`, those that are in no layer of our own
     dtype: str
     device: str
     mode: str
@@ -130,18 +130,20 @@ def verify(
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
     settings = settings or Settings()
     if isinstance(model, Guest):
-        return _report(type(model.model).__name__, model, settings, tokens, seed, quality, watch)
+        parameters = sum(parameter.numel() for parameter in model.model.parameters())
+        return _report(type(model.model).__name__, model, parameters, settings, tokens, seed, quality, watch)
     torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
     loaded = load(located(model), dtype=settings.dtype, device=settings.device, weights=settings.weights)
     if settings.pack and loaded.model.device.type == "cpu":
         pack_model(loaded.model)
     guest = build_guest(loaded.model, named(settings.attention))
-    return _report(loaded.name, guest, settings, tokens, seed, quality, watch)
+    return _report(loaded.name, guest, loaded.parameters, settings, tokens, seed, quality, watch)
 
 
 def _report(
     name: str,
     guest: Guest,
+    parameters: int,
     settings: Settings,
     tokens: int,
     seed: int,
@@ -151,7 +153,6 @@ def _report(
     if any(plane.storage is not None for group in guest.shape.groups for plane in group.planes):
         raise BadRequest("quantised K/V give other logits; verify the guest without them")
     layers = kinds(guest)
-    parameters = sum(parameter.numel() for parameter in guest.model.parameters())
     report = Report(
         name=name,
         architecture=type(guest.model).__name__,

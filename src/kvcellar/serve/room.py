@@ -1,7 +1,7 @@
 """room: which connections are open, and which one is closed when there are too many.
 
-A connection is admitted once a request on it had the key that its path needs; until then it is a stranger. Whoever has
-no key can open any number of connections and send nothing on them, so strangers are the first to be closed.
+A connection is admitted once a request on it had the key that its path needs; until then it is a stranger. A client
+without a key can open any number of connections and send nothing on them, so strangers are the first to be closed.
 
 Always true, at a limit of `n` connections:
   * at most `n` are open, and one with a running request of a key is never closed for another;

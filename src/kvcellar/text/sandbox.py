@@ -33,7 +33,6 @@ from jinja2.runtime import Context, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
-from markupsafe import Markup
 
 from kvcellar.text.meter import ITEM, PER_BIT, Caps, Meter, container, items_of, text_bytes
 
@@ -380,7 +379,7 @@ def _to_the_power(_meter: Meter, left: Any, right: Any) -> int:
 
 def _added(meter: Meter, left: Any, right: Any) -> int:
     """Beside a text that counts as safe, another one is escaped."""
-    safe = isinstance(left, Markup) or isinstance(right, Markup)
+    safe = any(isinstance(side, str) and type(side) is not str for side in (left, right))  # jinja2's `Markup`
     return sum(_escaped(meter, side, []) if safe else meter.weight(side) for side in (left, right))
 
 

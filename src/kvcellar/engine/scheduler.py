@@ -319,8 +319,8 @@ class Scheduler:
                 stuck.append(completion)
 
     def _add(self, completion: Completion, step: _Step, most: int) -> bool:
-        """Schedule up to `most` tokens of `completion`, as many as fit, unless it is late or preempted. False if it runs
-        alone and no cell is free."""
+        """Schedule up to `most` tokens of `completion`, as many as fit, unless it is late or preempted. False if it
+        runs alone and no cell is free."""
         while completion in self.running and not completion.late:
             self.current = completion
             if not (wanted := self._wanted(completion, step, most)):

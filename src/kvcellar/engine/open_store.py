@@ -85,8 +85,8 @@ def open_store(
     latents: bool = False,
 ) -> Store | None:
     """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
-    engine runs without: it can be lost at any later time, too. `opened` closes them, unless it lets go of them. Raises
-    `BadRequest` for settings that cannot be met.
+    engine runs without: it can be lost at any later time, too. `opened` closes them, unless its callbacks are dropped.
+    Raises `BadRequest` for settings that cannot be met.
 
     `share` is the part of the tiers' bytes that is not for the memory of drafts. `latents`: the model attends to them
     as they are stored, which gives later layers other bits than expanding them."""

@@ -7,7 +7,8 @@ Always true:
   * no more is read of an object than its description says, and one byte, and no description is longer than `codec`
     allows;
   * without a cipher, what this process has stored is read only as it was stored. What others have stored is checked for
-    damage only: whoever can write to the store decides its content. A cipher authenticates both.
+    damage only: every client that can write to the store
+    decides its content. A cipher authenticates both.
 """
 
 import logging

@@ -28,7 +28,7 @@ os.environ.update(
 )
 
 RECORD = ("auto", "off")
-RECORDED = ("engine", "serve", "cli")  # what users run
+RECORDED = ("cli",)  # what users run
 TESTS = Path(__file__).parent
 _SHARING = pytest.StashKey[Any]()
 

@@ -92,10 +92,11 @@ class Mix:
     wanted: list[Any] = field(default_factory=list[Any])
 
     def play(self) -> list[Ear]:
-        """The prefix cache has what two requests left; then all the others arrive together."""
-        for prompt in ([7] * 9, list(range(20, 31))):
+        """The prefix cache has what two requests left, of which one had two outputs; then all the others arrive
+        together."""
+        for prompt, n in (([7] * 9, 2), (list(range(20, 31)), 1)):
             first = Ear()
-            self.engine.submit(prompt, SamplingParams(max_tokens=3, **GREEDY), deliver=first)
+            self.engine.submit(prompt, SamplingParams(max_tokens=3, n=n, **GREEDY), deliver=first)
             first.wait()
         ears = [Ear() for _ in range(9)]
         with held(self.engine):
@@ -190,7 +191,15 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
 }  # fmt: skip
 
 
-RARE = {"shift", "drop", "_frees", "exclusive", "drop_checkpoint", "evict_checkpoint"}  # not in every mix of requests
+RARE = {
+    "shift",
+    "drop",
+    "preempt_last",
+    "_frees",
+    "exclusive",
+    "drop_checkpoint",
+    "evict_checkpoint",
+}  # not in every mix of requests
 
 
 def each(methods: dict[str, list[str]]) -> Any:

@@ -74,8 +74,8 @@ def error_of(path: str, body: dict[str, Any]) -> tuple[str | None, str | None]:
         return (error if list(body) == ["error"] and isinstance(error, str) else None), None
     if not isinstance(error, dict):
         return None, None
-    anthropic = path.startswith("/v1/messages")
-    expected = {"type", "message"} if anthropic else {"message", "type", "param", "code"}
+    anthropic, health = path.startswith("/v1/messages"), path.startswith("/health")
+    expected = {"type", "message"} if anthropic else {"message", "type", "code"} | (set() if health else {"param"})
     right = set(error) == expected and (set(body) == ({"type", "error"} if anthropic else {"error"}))
     return (error["message"] if right else None), error.get("param")
 

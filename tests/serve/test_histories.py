@@ -93,7 +93,6 @@ WRONG = [
     ([USER, RESULT], "messages"),
     ([{**USER, "tool_calls": [CALL]}], "messages"),
     ([USER, {**ANSWER, "audio": {"id": "audio_1"}}], "messages[1].audio"),
-    ([USER, {**ANSWER, "prefix": True}], "messages[1].prefix"),
 ]
 
 

@@ -251,7 +251,9 @@ def test_a_token_begins_where_its_character_does(http, text, stop, stream):
 def test_every_likely_token_has_a_name_of_its_own(http, engine, monkeypatch):
     """Of those that have one text, one is named by it: the token itself, else the most likely."""
     monkeypatch.setattr("tests.serve.fake_engine._logprobs", _halves)
-    monkeypatch.setattr(type(engine), "decode", lambda self, ids: "x" * len(ids) if ids[0] < 100 else _decoded(ids))
+    monkeypatch.setattr(
+        type(engine), "decode", lambda self, ids, **how: "x" * len(ids) if ids[0] < 100 else _decoded(ids)
+    )
     with engine.scripted(output=bytes([98, 200, 97])):
         logprobs = http.post(COMPLETIONS, json=completion("a", logprobs=4)).json()["choices"][0]["logprobs"]
     for token, score, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):

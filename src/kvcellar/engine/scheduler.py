@@ -222,6 +222,7 @@ class Scheduler:
         self._chunks = chunks
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
+        self._ready = 0  # waiting ones that lacked a sequence, or a place in the step, when the last one was scheduled
         self.preemptions = 0
         self.current: Completion | None = None
 
@@ -254,8 +255,8 @@ class Scheduler:
             self.enqueue(completion)
 
     def spare(self) -> int:
-        """How many sequences are left where all that wait run, too."""
-        return max(0, self._max_sequences - len(self.running) - len(self.waiting))
+        """How many sequences are left beside those for waiting completions that lack nothing else."""
+        return max(0, self._max_sequences - len(self.running) - self._ready)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -437,6 +438,7 @@ class Scheduler:
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit waiting completions, in order of rank."""
+        self._ready = 0
         if not self.waiting:
             return
         ahead: list[Completion] = []  # running ones that rank before
@@ -451,9 +453,11 @@ class Scheduler:
                 continue
             looks = len(ahead) < self._max_sequences and refused < PASSED
             fits = looks and self._fits(completion, step, ahead)
-            if self._manager.reads_back(completion, enters=fits) or not looks:
+            if self._manager.reads_back(completion, enters=fits):
                 continue
-            if fits and step.left > 0 and self._admit(completion, step, ahead):
+            if not looks or (fits and step.left <= 0):
+                self._ready += refused < PASSED
+            elif fits and self._admit(completion, step, ahead):
                 ahead.append(completion)
                 prompts = [one for one in self.running if one.status is Status.PREFILL]
             else:

@@ -32,7 +32,7 @@ def replies(params: SamplingParams | None = None) -> Replies:
 
 def options(**wanted: bool) -> Any:
     names = ("tokens_as_ids", "token_ids", "include_usage", "continuous_usage", "recall")
-    return SimpleNamespace(prompt_logprobs=None, **dict.fromkeys(names, False) | wanted)
+    return SimpleNamespace(prompt_logprobs=None, model="m", **dict.fromkeys(names, False) | wanted)
 
 
 def part(of: Replies, piece: Content | Reasoning, index: int = 0) -> ReplyPart:

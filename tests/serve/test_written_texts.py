@@ -26,7 +26,9 @@ PIECES = st.lists(st.builds(Content, TEXTS) | st.builds(Reasoning, TEXTS), min_s
 
 
 def replies(params: SamplingParams | None = None) -> Replies:
-    prepared: Any = SimpleNamespace(reader=PlainReader, choices=2, params=params or SamplingParams(), prompt_tokens=[1])
+    prepared: Any = SimpleNamespace(
+        reader=PlainReader, choices=2, params=params or SamplingParams(), prompt_tokens=[1], prompts=()
+    )
     return Replies(prepared)
 
 

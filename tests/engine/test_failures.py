@@ -312,8 +312,9 @@ def test_a_cancel_ends_a_request_at_any_moment(moment):
 
         def cancels_while_reading():
             turn()
-            if engine._loop.scheduler.running:
-                turns.append(engine._loop.scheduler.running)
+            if not engine._loop.scheduler.running:
+                return
+            turns.append(engine._loop.scheduler.running)
             if moment == "while reading" and len(turns) == 3:
                 assert turns[-1][0].computed == 12
                 ticket[0].cancel()

@@ -39,7 +39,7 @@ def test_a_panic_of_the_tokenizer_is_an_exception() -> None:
         lambda: vocabulary._plain("abc"),
         lambda: vocabulary.decode([token]),
     ):
-        with pytest.raises((NativePanic, TokenizerFailed), match="the tokenizer (has panicked|of the model failed)"):
+        with pytest.raises((NativePanic, TokenizerFailed), match=r"the tokenizer (has panicked|of the model failed)"):
             what()
 
 

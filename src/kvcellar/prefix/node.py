@@ -11,7 +11,7 @@ from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import ADAPTED, adapter_of, with_adapter
 
 TOKEN = 8  # bytes of a token in a key
-BLOCK = 512  # tokens that are compared at once
+BLOCK = 512  # tokens that are compared first
 EVERYONE = "\0"  # the namespace of what requests of all namespaces find
 
 
@@ -319,11 +319,11 @@ def common_prefix(a: Iterable[int], b: Iterable[int]) -> int:
 
 
 def common(edge: bytes, key: bytes) -> int:
-    """How many tokens two keys begin with together. Costs these tokens, and copies no more than `BLOCK` of them."""
-    low, most = 0, min(len(edge), len(key)) // TOKEN
-    while low < most and edge.startswith(key[low * TOKEN : (low + BLOCK) * TOKEN], low * TOKEN):
-        low += BLOCK
-    low, high = min(low, most), min(low + BLOCK, most)
+    """How many tokens two keys begin with together. Compares and copies about these, in a logarithm of steps."""
+    low, size, most = 0, BLOCK, min(len(edge), len(key)) // TOKEN
+    while low < most and edge.startswith(key[low * TOKEN : (low + size) * TOKEN], low * TOKEN):
+        low, size = low + size, 2 * size
+    low, high = min(low, most), min(low + size, most)
     while low < high:
         middle = (low + high + 1) // 2
         if edge.startswith(key[low * TOKEN : middle * TOKEN], low * TOKEN):

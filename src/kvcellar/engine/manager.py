@@ -238,9 +238,7 @@ class SequenceManager:
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
         """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
         that are of less value, and are left out otherwise."""
-        feeds = tuple(map(self._feed, scheduled))
-        recurrent = self.memory.rows.capacity is not None
-        return with_rows(feeds, self.memory, self.prefixes, self.evict) if recurrent else feeds
+        return with_rows(list(map(self._feed, scheduled)), self.memory, self.prefixes, self.evict)
 
     def _feed(self, scheduled: Scheduled) -> Feed:
         completion, seq = scheduled.completion, scheduled.completion.seq

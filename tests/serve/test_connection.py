@@ -259,7 +259,7 @@ def test_a_huge_body_that_does_not_arrive_does_not_keep_the_connection(short_lim
     ("head", "status"),
     [
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 10_000 + b"\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 101 + b"\r\n", 431),
+        (b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * 101 + b"\r\n", 431),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: " + b"x" * 2**20 + b"\r\n\r\n", 431),
         (b"GET /" + b"x" * 2**20 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 431),
         (b"GET /" + b"x" * 2**20, 431),

@@ -106,7 +106,8 @@ class Intake:
 
     def chat(self, namespace: str, prompt: Sequence[int]) -> Known | None:
         """What is known of the chat whose prompt this is."""
-        return None if self.codec.replays is None else self.codec.replays.known(namespace, prompt)
+        replays = self.codec.replays
+        return replays.known(namespace, prompt) if replays is not None and replays.used else None
 
     def borders(self, prompt: Sequence[int], chat: Known | None) -> tuple[int, ...]:
         """Where messages of a chat begin in a prompt: the first ones, where a system prompt ends, and the last ones. If

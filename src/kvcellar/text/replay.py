@@ -110,9 +110,8 @@ class Replays:
         return ids
 
     def known(self, namespace: str, prompt: Sequence[int]) -> Known | None:
-        """What is known of a prompt; None if it was not that of a chat. Costs O(tokens)."""
-        if not self.used:
-            return None
+        """What is known of a prompt; None if it was not that of a chat. Costs O(tokens). To be called once chats were
+        rendered (`used`)."""
         key = prompt_key(namespace, prompt)
         with self._taken_in():
             turn = self._turns.of_prompt(key)

@@ -23,7 +23,7 @@ def test_rows_that_the_store_reads_are_given_up_for_a_step() -> None:
         stopped.append(1)
         return True
 
-    manager.store = SimpleNamespace(stop_reading=stop_reading, restores=None, pump=lambda budget: False)
+    manager.store = SimpleNamespace(stop_reading=stop_reading, restores=None, pump=lambda budget, **how: False)
     while manager.prefixes.evict_row():
         pass
     free = memory.rows.free or 0

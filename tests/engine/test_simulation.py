@@ -113,7 +113,7 @@ def test_with_a_store_no_step_lacks_memory_and_nothing_waits_for_nothing(part: i
         game.play()
         assert game.world.store is not None
         restored += game.world.store.restores.restored
-    assert restored > 500, "the games read something back"
+    assert restored > 100, "the games read something back"
 
 
 class Scripted(HostTier):

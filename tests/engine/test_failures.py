@@ -11,7 +11,7 @@ import torch
 
 from kvcellar import BadRequest, EngineClosed, EngineFailed
 from kvcellar.engine.request import Completion
-from kvcellar.errors import NoToken, WrongStage
+from kvcellar.errors import CacheFull, NoToken, WrongStage
 from kvcellar.events import Delta, Finished
 from kvcellar.sample.params import SamplingParams
 from kvcellar.speculate import chain
@@ -299,6 +299,27 @@ def test_who_asked_something_just_before_the_end_gets_an_answer():
         asker.join(240)
         closer.join(240)
         assert answers == ["heard"]
+
+
+def test_a_step_that_finds_too_little_memory_ends_no_request_and_loses_nothing_of_the_cache(engine, monkeypatch):
+    """It should not happen, as memory for a step is reserved. Then the step is scheduled again."""
+    prompts = [list(range(5, 40)), list(range(50, 80)), list(range(5, 30))]
+    wanted = [engine.generate(prompt, max_tokens=8, temperature=0.0, ignore_eos=True).token_ids for prompt in prompts]
+    memory, calls = engine._built.memory, []
+    begin = memory.begin
+
+    def short(batch, **how):
+        calls.append(len(batch.feeds))
+        if len(calls) in (2, 3, 7):
+            raise CacheFull(next(iter(memory.free())), 99, 0)
+        return begin(batch, **how)
+
+    monkeypatch.setattr(memory, "begin", short)
+    found = submitted(engine, *prompts)
+    assert [ear.error for ear in found] == [None] * 3
+    assert [ear.answers() for ear in found] == [[(tokens, "length")] for tokens in wanted]
+    assert engine.generate(prompts[0], max_tokens=1, temperature=0.0).usage.cached_tokens == len(prompts[0]) - 1
+    assert len(calls) > 7
 
 
 # -- cancelling -------------------------------------------------------------------------------------------------------

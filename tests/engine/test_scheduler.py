@@ -1,12 +1,18 @@
 """The scheduler's laws, for requests that nobody wrote: who may be served, who must be, and that everybody is."""
 
+from collections import Counter
 from dataclasses import replace
 from random import Random
+from typing import Any, cast
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.engine import manager
+from kvcellar.engine.scheduler import LEAST_CHUNK, Chunks, Scheduled
+from kvcellar.prefix.node import common
 from tests.engine.world import Ask, World
 
 CONTEXT = 60
@@ -93,3 +99,80 @@ def test_drafts_that_are_accepted_save_steps_and_no_more_than_a_budget_are_there
     assert not plain.drafted
     assert drafted.drafted > drafted.accepted > 20
     assert plain.turns - drafted.turns > 10
+
+
+# -- chunks of prompts ------------------------------------------------------------------------------------------------
+
+
+def played(gap: float, decoding: float, each: float) -> tuple[int, float]:
+    """The tokens of a chunk, and the seconds of a step with it, on a machine of that speed, once it is known."""
+    chunks = Chunks(gap)
+    decodes = [Scheduled(cast(Any, object()), 1)]
+    for _ in range(20):
+        chunks.stepped(decodes, 0, decoding)
+        tokens = chunks.tokens()
+        chunks.stepped([*decodes, Scheduled(cast(Any, object()), tokens)], tokens, decoding + tokens * each)
+    return chunks.tokens(), decoding + chunks.tokens() * each
+
+
+@given(st.floats(0.02, 1.0), st.floats(0.0001, 0.5), st.floats(1e-6, 0.01))
+def test_a_step_beside_streams_takes_less_than_their_gap_or_little_more_than_decoding(gap, decoding, each):
+    tokens, seconds = played(gap, decoding, each)
+    assert tokens == LEAST_CHUNK or seconds <= max(gap, 1.3 * decoding)
+    assert tokens * each >= min(0.2 * decoding, 0.5 * gap), "prompts go on, too"
+
+
+# -- who waits for whom -----------------------------------------------------------------------------------------------
+
+
+def turns_of(world: World, asks: list[Ask]) -> dict[int, int]:
+    """The turn in which each request was over."""
+    over: dict[int, int] = {}
+
+    def look() -> None:
+        for number, heard in world.heard.items():
+            if heard.over:
+                over.setdefault(number, world.turns)
+
+    world.play(asks, look)
+    look()
+    return over
+
+
+def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one_before_it():
+    world = World({"causal": Causal()}, {"causal": 4000}, step_tokens=32)
+    over = turns_of(world, [Ask(at=0, prompt=2000, max_tokens=1), Ask(at=3, prompt=12, max_tokens=1)])
+    assert over[1] <= 6 < over[0]
+
+
+@pytest.mark.parametrize("owner", ["", "another"])
+def test_a_request_does_not_wait_for_the_many_outputs_of_one_before_it(owner):
+    world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=4, step_tokens=32)
+    asks = [Ask(at=0, prompt=5, max_tokens=200, n=16), Ask(at=9, prompt=5, max_tokens=1, owner=owner)]
+    over = turns_of(world, asks)
+    assert over[1] <= 12 < over[0]
+
+
+def test_outputs_begin_while_another_request_has_sequences():
+    world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=4, step_tokens=32)
+    over = turns_of(world, [Ask(at=0, prompt=5, max_tokens=500), Ask(at=1, prompt=5, max_tokens=5, n=12)])
+    assert over[1] < 60 < over[0]
+
+
+def test_owners_have_sequences_by_their_weights():
+    world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=6, step_tokens=64)
+    kinds = [("light", 1.0), ("heavy", 2.0)]
+    asks = [Ask(at=0, prompt=4, max_tokens=40, owner=name, weight=weight) for name, weight in kinds for _ in range(30)]
+    seen: list[Counter[str]] = []
+    world.play(asks, lambda: seen.append(Counter(one.request.retention.owner for one in world.scheduler.running)))
+    assert Counter((of["light"], of["heavy"]) for of in seen[5:100]).most_common(1)[0][0] == (2, 4)
+
+
+def test_waiting_for_a_shared_prompt_compares_it_once(monkeypatch):
+    """Not in each of the steps in which the prompt is computed."""
+    compared: list[int] = []
+    monkeypatch.setattr(manager, "common", lambda a, b: compared.append(1) or common(a, b))
+    world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=8, step_tokens=16)
+    world.play([Ask(at=0, prompt=900, max_tokens=1, family=1) for _ in range(20)])
+    assert world.turns > 50
+    assert len(compared) <= 20 * 19 // 2

@@ -41,6 +41,7 @@ SCORED = 128  # rows of prompts, at most, of which a step has the logits
 PASSED = 8  # waiting completions that are ready and do not fit, at most, which others pass in a step
 FIRST_CHUNK = 64  # tokens of prompts beside running streams, before any step was measured,
 LEAST_CHUNK = 16  # and the fewest, however long they take
+LEAST_SHARE = 0.25  # of the time that decoding takes is for prompts, at least
 STEP_SHARE = 0.7  # of the seconds between two tokens of a stream: the rest is for what is done between steps
 RECENT = 0.5  # the weight of the last step in what is measured
 
@@ -132,7 +133,8 @@ class Scheduled(NamedTuple):
 
 class Chunks:
     """How many tokens of prompts a step computes beside running streams, so that these have a token every `gap`
-    seconds, by what the steps before have taken."""
+    seconds, by what the steps before have taken. Where decoding alone takes nearly as long, prompts have a part of its
+    time more: `LEAST_SHARE`."""
 
     def __init__(self, gap: float) -> None:
         self.seconds = STEP_SHARE * gap
@@ -142,7 +144,8 @@ class Chunks:
     def tokens(self) -> int:
         if self._each is None:
             return FIRST_CHUNK
-        return max(LEAST_CHUNK, int((self.seconds - self._decoding) / self._each))
+        seconds = max(self.seconds - self._decoding, LEAST_SHARE * self._decoding)
+        return max(LEAST_CHUNK, int(seconds / self._each))
 
     def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
         """A step has taken so many seconds, `prompts` of whose tokens were of prompts."""

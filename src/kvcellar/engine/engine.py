@@ -105,7 +105,8 @@ class Engine:
     def close(self) -> None:
         """End the engine. Requests that are not done raise `EngineClosed`. Idempotent."""
         self._closing()
-        self._loop.close()
+        if self._loop.close():
+            self._built.intake.codec.rest()
 
     @property
     def healthy(self) -> bool:

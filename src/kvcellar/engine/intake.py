@@ -270,6 +270,11 @@ class TextCodec:
             return self.replays.encode(rendered, namespace, limit=limit)
         return rendered.encode(tokenizer, limit=limit)
 
+    def rest(self) -> None:
+        """End the threads of the tokenizer, unless they are at work. The next text starts others."""
+        if self._tokenizer is not None:
+            self._tokenizer.limit.rest()
+
     def output(self, stops: Stops, prompt: Sequence[int], reading: ReplyReading | None = None) -> Output:
         """The text of one completion, which continues that of the prompt."""
         if self._tokenizer is None:

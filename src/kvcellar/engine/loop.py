@@ -130,10 +130,11 @@ class Loop:
         if self._device.current:
             raise WrongStage("an event's receiver runs on the engine's thread and must not wait for the engine")
 
-    def close(self) -> None:
-        """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork."""
+    def close(self) -> bool:
+        """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork, where it
+        returns False."""
         if self._process != os.getpid():
-            return
+            return False
         if not self._device.current:
             self.ending.wait()
         with suppress(EngineClosed):
@@ -141,6 +142,7 @@ class Loop:
         if not self._device.current:
             self._device.wait_for(self)
             self.ending.close()
+        return True
 
     def submit(self, request: Request, completion: Completion) -> None:
         def take_in() -> None:

@@ -284,7 +284,7 @@ class _Lane:
 
     def __init__(self, width: int) -> None:
         self._width, self._taken, self._stuck = width, 0, 0
-        self._started: int = 0  # threads
+        self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         weakref.finalize(self, self._end, self._jobs, width)
@@ -295,11 +295,22 @@ class _Lane:
             self._changed.wait_for(lambda: self._taken < self._width or self._stuck == self._width, seconds)
             if self._taken == self._width:
                 return False
-            if self._taken == self._started:
-                threading.Thread(target=self._work, args=(self._jobs,), name="kvcellar-tokenize", daemon=True).start()
-                self._started += 1
+            if self._taken == len(self._threads):
+                made = threading.Thread(target=self._work, args=(self._jobs,), name="kvcellar-tokenize", daemon=True)
+                made.start()
+                self._threads.append(made)
             self._taken += 1
             return True
+
+    def rest(self) -> None:
+        """End the threads, and wait for that, unless they are at work. The next text starts others."""
+        with self._changed:
+            if self._taken:
+                return
+            ended, self._threads = self._threads, []
+            self._end(self._jobs, len(ended))
+            for thread in ended:
+                thread.join()
 
     def push(self, run: Callable[[], None]) -> None:
         self._jobs.put(run)
@@ -334,6 +345,11 @@ class TokenizingLimit:
         """`most`: bytes of the longest text, in UTF-8."""
         self.most, self.bytes = most, bytes_for(most)
         self._long, self._short = _Lane(1), _Lane(SHORTS)
+
+    def rest(self) -> None:
+        """End the threads, unless they are at work."""
+        self._long.rest()
+        self._short.rest()
 
     @contextmanager
     def result(self, size: int, param: str, work: Callable[[], T], patience: float = PATIENCE) -> Generator[T]:

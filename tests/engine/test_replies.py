@@ -197,6 +197,7 @@ def test_a_constraint_begins_where_the_reasoning_ends_that_the_prompt_has_opened
 
 def matcher_takes(matcher, tokens):
     for token in tokens:
+        matcher.wait(60.0)
         if not matcher.allows((), token):
             return False
         matcher.accept(token)

@@ -38,7 +38,7 @@ def test_samples_that_outlive_the_context_depend_on_their_seed_alone():
     asks = mix("shift", count=6, longest=30, shift=True, max_tokens=90, ignore_eos=True, temperature=1.0, seed=3)
     answers = []
     for tokens in (4000, ENOUGH):
-        settings = {"context": CONTEXT, "max_sequences": 5}
+        settings = {"context": CONTEXT, "max_sequences": 20}
         with small_engine("llama", cache_bytes=bytes_for("llama", tokens, **settings), **settings) as engine:
             answers.append([ear.answers() for ear in Clock(engine, asks).run()])
             assert (engine.stats().preemptions > 0) == (tokens == ENOUGH)

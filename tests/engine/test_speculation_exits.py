@@ -104,7 +104,7 @@ def test_a_mix_with_preemptions_and_shifts_is_as_without_drafts(mix: Mix) -> Non
     ears = played(mix)
     assert [ear.answers() for ear in ears] == mix.wanted
     assert sum(drafter.rounds) > 0
-    assert sum(report(ear).accepted for ear in ears) > 20
+    assert sum(report(ear).accepted for ear in ears) > 10
     assert mix.engine.stats().preemptions > before
     assert_at_rest(mix.engine)
 
@@ -290,7 +290,7 @@ def test_context_shifts_come_at_the_same_tokens(large: Engine) -> None:
 
 
 def test_sampled_choices_with_a_seed_and_log_probabilities(large: Engine) -> None:
-    how = {"temperature": 0.9, "seed": 3, "n": 3, "max_tokens": 14, "logprobs": 2, "ignore_eos": True}
+    how = {"temperature": 0.9, "seed": 3, "n": 2, "max_tokens": 14, "logprobs": 2, "ignore_eos": True}
     ears, _ = plainly(large, **how)
     found = assert_ends_alike(large, told(PROMPTS, ears), **how)
     assert sum(report(ear).accepted for ear in found[0][0]) > 20

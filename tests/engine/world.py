@@ -277,6 +277,10 @@ class World:
         kept = {id(share.completion): share.tokens + self._right(share.drafts) for share in shares}
         claims = self.memory.commit({share.completion.seq: kept[id(share.completion)] for share in shares})  # type: ignore[misc]
         ended: list[tuple[Completion, FinishReason]] = []
+        made: dict[int, Sequence[Completion]] = {}
+        for completion, tokens, _ in shares:
+            if tokens == completion.uncomputed and completion.status is Status.PREFILL:
+                made[id(completion)] = self.loop.siblings(completion, sum(map(len, made.values())))
         for share in shares:
             completion, tokens = share.completion, kept[id(share.completion)]
             assert completion.seq is not None
@@ -285,7 +289,8 @@ class World:
                 self._write(completion, tokens, ended)
             self.manager.keep(completion, tokens, claims.get(completion.seq))
             if complete and not decoding:
-                for writer in self._writers(completion):
+                self.loop.fork(completion, made[id(completion)])
+                for writer in (completion, *made[id(completion)]):
                     self._write(writer, 1, ended)
         for completion, reason in ended:
             self.loop.end(completion, reason)
@@ -347,11 +352,6 @@ class World:
         scheduler._preempt = without(scheduler._preempt, "preempted")  # type: ignore[method-assign]
         manager.unpin = without(manager.unpin, "unpinned")  # type: ignore[method-assign]
         manager.evict = without(manager.evict, "a restore was given up")  # type: ignore[method-assign]
-
-    def _writers(self, completion: Completion) -> list[Completion]:
-        made = self.loop.siblings(completion)
-        self.loop.fork(completion, made)
-        return [completion, *made]
 
     def _siblings(self, completion: Completion, most: int) -> list[Completion]:
         request = completion.request

@@ -376,9 +376,10 @@ class Loop:
 
         self._guard("sharing the prompt among its completions", request, act)
 
-    def siblings(self, completion: Completion) -> Sequence[Completion]:
-        """The next outputs of a request whose prompt is computed, as many as there are sequences for."""
-        return self._siblings(completion, self.scheduler.spare())
+    def siblings(self, completion: Completion, others: int) -> Sequence[Completion]:
+        """The next outputs of a request whose prompt is computed, as many as there are sequences for beside so many
+        `others` that the same step starts."""
+        return self._siblings(completion, max(0, self.scheduler.spare() - others))
 
     def _cancel(self, request: Request) -> None:
         def end() -> None:

@@ -38,7 +38,7 @@ log = logging.getLogger("kvcellar.engine")
 
 RECENT = 240  # steps that are remembered
 
-Siblings = Callable[[Completion], Sequence[Completion]]
+Siblings = Callable[[Completion, int], Sequence[Completion]]
 Fork = Callable[[Completion, Sequence[Completion]], None]
 End = Callable[[Completion, FinishReason | Exception], None]
 
@@ -111,10 +111,10 @@ Outcome = tuple[Result, FinishReason | Exception | None]  # why the completion e
 
 
 class Runner:
-    """Runs steps of `guest` on `memory`. At the end of a prompt, `siblings` makes the other completions of the request
-    and `fork` gives them the prompt's cells. `end` is called with every completion that ends. `feeds` are those of a
-    step, for which memory is made free; `keep` is called with what each completion has of a step that was kept: rows,
-    claim and drafts."""
+    """Runs steps of `guest` on `memory`. At the end of a prompt, `siblings` makes the other completions of the request,
+    beside so many that the step starts already, and `fork` gives them the prompt's cells. `end` is called with every
+    completion that ends. `feeds` are those of a step, for which memory is made free; `keep` is called with what each
+    completion has of a step that was kept: rows, claim and drafts."""
 
     def __init__(
         self,
@@ -229,10 +229,11 @@ class Runner:
 
     def _ready(self, scheduled: Sequence[Scheduled]) -> list[Ready]:
         found: list[Ready] = []
-        row = 0
+        row = started = 0
         for completion, tokens, drafts in scheduled:
             if tokens == completion.uncomputed:
-                siblings = self._siblings(completion) if completion.status is Status.PREFILL else ()
+                siblings = self._siblings(completion, started) if completion.status is Status.PREFILL else ()
+                started += len(siblings)
                 draws = 1 + drafts if completion.draws else 0
                 found.append(Ready(range(row, row + draws), completion, siblings))
                 row += draws

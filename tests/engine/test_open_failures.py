@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -133,17 +133,24 @@ def files() -> list[str]:
     return sorted(found)
 
 
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("kvcellar")}
+class Open(NamedTuple):
+    """What is open in the process, of other tests too."""
+
+    files: list[str]
+    threads: set[threading.Thread]
+
+    @classmethod
+    def now(cls) -> "Open":
+        return cls(files(), {thread for thread in threading.enumerate() if thread.name.startswith("kvcellar")})
 
 
-def assert_nothing_is_open(before: list[str], store: Path, where: object) -> None:
-    for thread in threads():
+def assert_nothing_is_open(before: Open, store: Path, where: object) -> None:
+    for thread in Open.now().threads - before.threads:
         thread.join(60)  # it has been told to end
-    assert not threads(), where
-    if files() != before:
+        assert not thread.is_alive(), (where, thread.name)
+    if files() != before.files:
         gc.collect()
-        assert files() == before, where
+        assert files() == before.files, where
     assert not list((store / "processes").iterdir()), where
 
 
@@ -164,7 +171,7 @@ def test_a_failure_at_any_line_of_a_step_leaves_nothing_open(opens, directory, s
         assert engine._built.draft_memory.store is not None
     del engine
     assert lines
-    before = files()
+    before = Open.now()
     for at, kind in zip(lines, cycle(KINDS)):
         left = [at]
 
@@ -187,7 +194,7 @@ def test_a_failure_at_any_line_of_a_step_leaves_nothing_open(opens, directory, s
 @pytest.mark.parametrize("wrong", [{"store_remote": "redis://host:port"}, {"store_remote": "nothing://x"}])
 def test_a_setting_that_is_refused_leaves_the_store_free(opens, directory, wrong) -> None:
     opens().close()
-    before = files()
+    before = Open.now()
     with pytest.raises(BadRequest, match="store_remote"):
         opens(**wrong)
     assert_nothing_is_open(before, directory / "store", wrong)

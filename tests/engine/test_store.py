@@ -2,6 +2,7 @@
 the store has acknowledged."""
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,9 @@ import pytest
 
 from kvcellar import BadRequest, Engine
 from kvcellar.engine import restore_plan
+from kvcellar.engine import store as store_file
 from kvcellar.engine.restore_plan import Planner
-from kvcellar.engine.store import LATE, MOST_UNREAD, SLICE, Store
+from kvcellar.engine.store import LATE, MOST_BEHIND, SLICE, Store
 from kvcellar.prefix.node import key_of
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.tiered import store_of
@@ -213,12 +215,31 @@ def test_a_tier_that_is_down_costs_bounded_memory(saved, tmp_path, monkeypatch) 
         store = engine._loop.manager.store
         monkeypatch.setattr(type(store.transfers.tiers[0]), "down", True)
         engine._loop.call(lambda: [store.keep("", key_of(range(at, at + 1000))) for at in range(1000)])
-        assert MOST_UNREAD - 1000 < store.unread <= MOST_UNREAD
-        assert store.failures == {"the tiers are too slow": 1000 - MOST_UNREAD // 1000}
+        assert MOST_BEHIND - 1000 < store.behind <= MOST_BEHIND
+        assert store.failures == {"the tiers are too slow": 1000 - MOST_BEHIND // 1000}
         engine._loop.call(store.stop)
         engine._loop.call(lambda: setattr(store, "_closed", False))
-        engine._loop.call(lambda: store.keep("", key_of(range(2 * MOST_UNREAD))))
-        assert store.unread == 2 * MOST_UNREAD, "one sequence may be longer"
+        engine._loop.call(lambda: store.keep("", key_of(range(2 * MOST_BEHIND))))
+        assert store.behind == 2 * MOST_BEHIND, "one sequence may be longer"
+
+
+def test_what_a_kill_loses_beside_a_slow_tier_is_bounded_in_tokens(saved, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(store_file, "MOST_BEHIND", 200)
+    with opened(saved["llama"], tmp_path / "store") as engine:
+        store, goes_on = store_of(engine), threading.Event()
+        disk = store.transfers.tiers[0]
+        put = disk.put
+        monkeypatch.setattr(disk, "put", lambda *given: goes_on.wait(60) and put(*given))
+        prompts = [tokens(random.Random(number), 60) for number in range(8)]
+        for prompt in prompts:
+            engine.generate(prompt, **GREEDY)
+            assert engine._loop.call(lambda: store.behind) <= 200
+        assert not store._wanted, "all that waits was read, and is being written"
+        assert store.failures == {"the tiers are too slow": 5}
+        goes_on.set()
+        acknowledged(engine)
+        assert store.behind == 0
+        assert store.written == sum(len(prompt) + 5 for prompt in prompts[:3])
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2", "gemma3"])
@@ -228,7 +249,7 @@ def test_after_each_step_all_is_read_that_the_budget_allows(saved, name, monkeyp
     with opened(saved[name], None, cache_bytes=60_000_000, host_bytes=50_000_000) as engine:
         store, pump = store_of(engine), engine._loop._pump
         monkeypatch.setattr(store, "_clock", lambda: 0.0)
-        monkeypatch.setattr(engine._loop, "_pump", lambda: (pump(), left.append(store.unread))[0])
+        monkeypatch.setattr(engine._loop, "_pump", lambda: (pump(), left.append(len(store._wanted)))[0])
         draw = random.Random(name)
         streams = [engine.stream(tokens(draw, 130), **GREEDY) for _ in range(24)]
         assert all(len(list(stream)) for stream in streams)

@@ -10,8 +10,9 @@ there.
 
 Always true:
   * a snapshot is written after the one that it continues;
-  * at most `MOST_UNREAD` tokens wait to be read out of memory, or one sequence; and none for longer than `LATE` seconds
-    after the next step, while there is staging memory: only a tier that is too slow makes them wait;
+  * at most `MOST_BEHIND` tokens wait to be read out of memory or are being written, or those of one sequence; and none
+    wait for longer than `LATE` seconds after the next step, while there is staging memory: only a tier that is too slow
+    makes them wait;
   * memory for what is written is reserved before it is read out (see `transfers`).
 """
 
@@ -52,7 +53,7 @@ BUSY = 4 << 20  # bytes that are read out of memory between two steps of running
 SLICE = 0.01  # in so many seconds at most,
 LATE = 2.0  # but for what has waited longer
 MOST_OTHERS = 1024  # snapshots of other identities that are looked at to say that they cannot be used
-MOST_UNREAD = 1 << 18  # tokens that wait to be read: a tier that is slow or down costs no more memory
+MOST_BEHIND = 1 << 18  # tokens that are not stored yet: those that a kill loses
 STAGING_PAUSE = 0.005  # seconds between two looks for free staging memory, at the end
 WAIT = 2.0  # seconds for unwritten snapshots at the end
 
@@ -113,7 +114,7 @@ class Store:
         self._open: _Open | None = None
         self._segment = SEGMENT
         self._least = 1  # bytes of staging memory without which the next snapshot is not begun
-        self._on_way: set[bytes] = set()  # snapshots that are being written
+        self._on_way: dict[bytes, int] = {}  # tokens of the snapshots that are being written
         self._expiring: set[bytes] = set()  # snapshots that have a TTL, or had one
         self._early: dict[bytes | None, list[Transfer]] = {}  # that were written before the one that they continue
         self._closed = False
@@ -193,15 +194,16 @@ class Store:
         wanted = _Writing(namespace, key, retention, at, parent, self._clock())
         if wanted.unread < LEAST or self._closed:
             return
-        if self._wanted and self.unread + wanted.unread > MOST_UNREAD:
+        if (behind := self.behind) and behind + wanted.unread > MOST_BEHIND:
             self._not_written("the tiers are too slow")
             return
         self._wanted.append(wanted)
 
     @property
-    def unread(self) -> int:
-        """Tokens that wait to be read out of memory. Costs the sequences that wait."""
-        return sum(one.unread for one in self._wanted)
+    def behind(self) -> int:
+        """Tokens that wait to be read out of memory or are being written. Costs the number of sequences and snapshots
+        that they are of."""
+        return sum(one.unread for one in self._wanted) + sum(self._on_way.values())
 
     def pump(self, budget: int = BUSY, seconds: float = SLICE) -> bool:
         """Read up to about `budget` bytes out of memory, in so many seconds, and all that has waited for `LATE` seconds
@@ -292,7 +294,7 @@ class Store:
         snapshot, writing = opened.transfer.snapshot, opened.writing
         opened.reading.close()
         self._open = None
-        self._on_way.add(snapshot.key)
+        self._on_way[snapshot.key] = len(snapshot.span)
         if writing.retention.expires is not None:
             self._expiring.add(snapshot.key)
         writing.at, writing.parent = snapshot.span.end, snapshot.key
@@ -311,7 +313,7 @@ class Store:
             if snapshot.parent in self._on_way:
                 self._early.setdefault(snapshot.parent, []).append(ended)
                 continue
-            self._on_way.discard(snapshot.key)
+            self._on_way.pop(snapshot.key, None)
             rest += self._early.pop(snapshot.key, ())
             if ended.outcome is Outcome.STORED and self.locations.of(snapshot.key):  # or it was evicted meanwhile
                 if self.catalogue.add(snapshot, positions(snapshot.record)):
@@ -419,7 +421,7 @@ class Store:
         self.catalogue.check()
         self.restores.check()
         self.locations.check()
-        assert self._early.keys() <= self._on_way
+        assert self._early.keys() <= self._on_way.keys()
         self.transfers.check()
         assert self._open is None or self._open.writing is self._wanted[0]
 

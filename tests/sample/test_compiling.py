@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvcellar import BadRequest, Overloaded
+from kvcellar.errors import NativePanic
 from kvcellar.sample import compiling as module
 from kvcellar.sample.compiling import AT_ONCE, LATE, WAITING, Compiling
 
@@ -115,6 +117,15 @@ def test_errors_of_the_work_are_raised_to_its_caller_and_leave_no_turn_taken() -
     for _ in range(3 * AT_ONCE):
         with pytest.raises(KeyError, match="of the work"):
             made.run("a", "schema", fails)
+    made.check()
+
+
+def test_a_panic_of_the_work_is_an_exception_without_its_text() -> None:
+    broken = Tokenizer(models.BPE({"a": 0}, []))
+    broken.pre_tokenizer = pre_tokenizers.FixedLength(0)
+    made = Compiling()
+    with pytest.raises(NativePanic, match=r"^the compiler of grammars has panicked$"):
+        made.run("a", "schema", lambda: broken.encode("a"))
     made.check()
 
 

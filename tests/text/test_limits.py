@@ -303,7 +303,7 @@ def test_what_a_tokenizer_raises_is_an_error_of_its_own_and_no_thread_is_lost() 
 
     vocabulary = TextTokenizer(Watched(byte_level(), encode_batch_fast=fails))  # type: ignore[arg-type]
     for _ in range(3 * SHORTS):
-        with pytest.raises(TokenizerFailed, match="the tokenizer of the model failed: at 3"):
+        with pytest.raises(TokenizerFailed, match=r"the tokenizer of the model failed with Boom$"):
             vocabulary.encode("a")
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TypeVar
 
-from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.errors import BadRequest, Overloaded, panics_of
 
 T = TypeVar("T")
 
@@ -50,7 +50,9 @@ class Compiling:
 
         def act() -> None:
             try:
-                future.set_result(work())
+                with panics_of("the compiler of grammars"):
+                    found = work()
+                future.set_result(found)
             except BaseException as error:  # noqa: BLE001 - raised by `result` below
                 future.set_exception(error)
             self._leave(call)

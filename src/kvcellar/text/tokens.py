@@ -34,7 +34,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from tokenizers import Encoding, Tokenizer, models
 
-from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed, panics_of
+from kvcellar.errors import BadRequest, NativePanic, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed, panics_of
 
 TOKENIZER = "the tokenizer"
 RELEASE_ABOVE = 4096  # ids; fewer are decoded within milliseconds, without releasing the interpreter lock
@@ -252,8 +252,9 @@ class _Job(Generic[T]):
 
     def run(self) -> None:
         try:
-            self._found.append(self._work())
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller; a panic is no Exception
+            with panics_of(TOKENIZER):
+                self._found.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             self._error = error
         self._ended.set()
         self.leave()
@@ -262,9 +263,13 @@ class _Job(Generic[T]):
         return self._ended.wait(seconds)
 
     def result(self) -> T:
-        """Raises `TokenizerFailed`."""
-        if self._error is not None:
-            raise TokenizerFailed(f"the tokenizer of the model failed: {self._error}") from self._error
+        """Raises `NativePanic` and `TokenizerFailed`."""
+        if isinstance(self._error, NativePanic):
+            raise self._error
+        if self._error is not None:  # its own text may quote a prompt
+            raise TokenizerFailed(
+                f"the tokenizer of the model failed with {type(self._error).__name__}"
+            ) from self._error
         return self._found[0]
 
     def leave(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from kvcellar.errors import BadRequest, ModelRefused, Overloaded, TokenizerFailed, shown
+from kvcellar.errors import BadRequest, ModelRefused, NativePanic, Overloaded, TokenizerFailed, shown
 from kvcellar.text.tokens import TextTokenizer, flattened, steps_of
 
 PATIENCE = 5.0  # seconds for all texts together; tokenizers need a hundredth
@@ -40,9 +40,10 @@ def try_tokenizer(tokenizer: TextTokenizer, source: Tokenizer) -> None:
                 f"its tokenizer is not used: it takes more than {PATIENCE:g} seconds for short texts, such as "
                 f"{len(text)} characters of {shown(text[:8])}. A regular expression in tokenizer.json backtracks"
             ) from None
-        except TokenizerFailed as error:
-            if not isinstance(error.__cause__, Exception):  # a panic
-                raise ModelRefused(f"its tokenizer is not used: it fails on {shown(text)}: {error}") from error
+        except NativePanic as error:
+            raise ModelRefused(f"its tokenizer is not used: it fails on {shown(text)}: {error.__cause__}") from error
+        except TokenizerFailed:
+            pass  # it has no token for such a text
 
 
 def _texts(expressions: Iterable[str]) -> Iterator[str]:

@@ -36,6 +36,7 @@ from kvcellar.bench.run import (
     THREADS,
     TURNS,
     TWO_MODELS,
+    WAITS,
     run,
     run_profile,
 )
@@ -88,6 +89,7 @@ ALONE = (
         STRUCTURED,
         SERVE_LOAD,
         GAPS,
+        WAITS,
         OTHER_KINDS,
     ),
     LINEAR,
@@ -139,6 +141,15 @@ def test_gaps_are_measured_beside_each_of_what_others_do(capsys: pytest.CaptureF
         assert 0 <= gap["cpu_ms"]
         assert 0 < gap["gap_ms"] <= 1e3 * gap["seconds"] + 1e4
         assert gap["tokens"] >= 1
+
+
+@pytest.mark.slow
+def test_waits_are_measured_for_both_keys(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, only=WAITS)
+    assert len(table) == len(last["waits"]) == 2
+    for found in last["waits"]:
+        assert 0 < found["half"] <= found["longest"]
+        assert found["failed"] == 0
 
 
 def test_attention_is_timed_for_each_case(capsys: pytest.CaptureFixture[str]):

@@ -23,6 +23,7 @@ from kvcellar.bench import (
     start,
     structured,
     two_models,
+    waits,
 )
 from kvcellar.bench.bookkeeping import bookkeeping
 from kvcellar.bench.compared import run_kinds
@@ -53,11 +54,11 @@ TURNS, REVERTIBLE, START, FRAGMENTED = "turns", "revertible", "start", "fragment
 RESTART, REPLAY, PREFIX = "restart", "replay", "prefix"
 SPECULATE, DRAFTS, TWO_MODELS, LINEAR = "speculate", "drafts", "two-models", "linear"
 OTHER_KINDS, ATTENTION, THREADS, STRUCTURED = "kinds", "attention", "threads", "structured"
-SERVE_LOAD, GAPS = "serve-load", "gaps"
+SERVE_LOAD, GAPS, WAITS = "serve-load", "gaps", "waits"
 NAMES = (
     *(*WORKLOADS, BOOKKEEPING, TURNS, REVERTIBLE, PREFIX),
     *(START, FRAGMENTED, RESTART, REPLAY, SPECULATE, DRAFTS, TWO_MODELS, LINEAR, OTHER_KINDS, ATTENTION),
-    *(THREADS, STRUCTURED, SERVE_LOAD, GAPS, *KINDS),
+    *(THREADS, STRUCTURED, SERVE_LOAD, GAPS, WAITS, *KINDS),
 )
 PROFILES: Mapping[str, Callable[[Scale], Prompts]] = MappingProxyType(
     {
@@ -83,9 +84,9 @@ def run(
 
     `quick` uses tiny sizes, to test the bench: its numbers mean nothing. `only` is one of `NAMES`. `start`,
     `restart`, `replay`, `fragmented`, `speculate`, `drafts`, `two-models`, `linear`, `kinds` (or one of them),
-    `attention`, `structured`, `serve-load`, `gaps` and `threads` are measured only if named, because they take longer
-    or run processes. `beside` is another system whose cache is counted on the traces of `replay`. `record` is a setting
-    of the engines of `RECORDING`.
+    `attention`, `structured`, `serve-load`, `gaps`, `waits` and `threads` are measured only if named, because they take
+    longer or run processes. `beside` is another system whose cache is counted on the traces of `replay`. `record` is a
+    setting of the engines of `RECORDING`.
     """
     if only not in (None, *NAMES):
         raise BadRequest(f"there is no workload {only!r}; there are {', '.join(NAMES)}", "only")
@@ -111,6 +112,7 @@ def run(
         STRUCTURED: partial(run_structured, quick=quick),
         SERVE_LOAD: partial(run_serve_load, quick=quick),
         GAPS: partial(run_gaps, quick=quick, threads=threads),
+        WAITS: partial(run_waits, quick=quick),
         OTHER_KINDS: by_kind,
         **{name: partial(by_kind, only=name) for name in KINDS},
     }
@@ -215,6 +217,16 @@ def run_gaps(*, quick: bool = False, threads: int = 1) -> None:
     about = report.about(parameters=0, threads=threads, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "gaps": {name: gap._asdict() for name, gap in found.items()}}), flush=True)
+
+
+def run_waits(*, quick: bool = False) -> None:
+    """Print what short requests wait for beside others, for each key, and the same as one line of JSON."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = waits.measure(waits.SMALLEST if quick else waits.Extent(), Path(directory))
+    _print([waits.line(one) for one in found])
+    about = report.about(parameters=0, threads=1, quick=quick)
+    del about["parameters"]
+    print(json.dumps({**about, "waits": [one._asdict() for one in found]}), flush=True)
 
 
 def run_attention(*, quick: bool = False, threads: int = 1) -> None:

@@ -164,7 +164,7 @@ class LoadedEngine(Engine):
 
 def serve_load(extent: Extent, directory: Path) -> Found:
     write(extent.size, directory)
-    _write_tokenizer(extent.size.vocabulary, directory)
+    write_tokenizer(extent.size.vocabulary, directory)
     settings = ServeSettings(port=0, max_connections=extent.connections + 8)
     with LoadedEngine(
         directory,
@@ -300,7 +300,7 @@ def _clients(extent: Extent, port: int, model: str) -> Clients:
     return Clients(**json.loads(ran.stdout.splitlines()[-1]))
 
 
-def _write_tokenizer(vocabulary: int, directory: Path) -> None:
+def write_tokenizer(vocabulary: int, directory: Path) -> None:
     """A tokenizer whose every token is a word, so that each delivery has text."""
     made = Tokenizer(models.BPE({f"Ġw{index}": index for index in range(vocabulary)}, []))
     made.decoder = decoders.ByteLevel()

@@ -43,7 +43,7 @@ def informed(turns: list[Turn], system: int, cells: int) -> int:
     return computed
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_users_who_come_back_at_random_compute_little_more_than_where_it_is_known_who_can(seed) -> None:
     turns = list(TRACES["users"](Writer(seed, 0.25)))
     found = replay("users", "full", share=0.1, scale=0.25, seed=seed)

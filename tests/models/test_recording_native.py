@@ -47,7 +47,9 @@ def without_traces_of_torch(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=["bfloat16", "float32"]
 )
-@pytest.mark.parametrize("name", FLAT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if at % 2 else ()) for at, name in enumerate(FLAT)]
+)
 def test_a_forward_in_fixed_memory_equals_the_modules(name: str, dtype: torch.dtype, kernel: StepKernel) -> None:
     """So does the text that is decoded, and in float32 the forward operator by operator, on torch. By default some
     run in float32 (`test_matrix.py`, `test_recording.py`), in which the passes and the operators are the same."""

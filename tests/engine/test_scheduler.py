@@ -3,7 +3,6 @@
 from collections import Counter
 from dataclasses import replace
 from random import Random
-from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.engine import manager
-from kvcellar.engine.scheduler import LEAST_CHUNK, Chunks, Scheduled
+from kvcellar.engine.scheduler import LEAST_CHUNK, Chunks
 from kvcellar.prefix.node import common
 from tests.engine.world import Ask, World
 
@@ -104,14 +103,16 @@ def test_drafts_that_are_accepted_save_steps_and_no_more_than_a_budget_are_there
 # -- chunks of prompts ------------------------------------------------------------------------------------------------
 
 
-def played(gap: float, decoding: float, each: float) -> tuple[int, float]:
-    """The tokens of a chunk, and the seconds of a step with it, on a machine of that speed, once it is known."""
+def played(gap: float, decoding: float, each: float, *, rows: int = 1, alone: bool = True) -> tuple[int, float]:
+    """The tokens of a chunk, and the seconds of a step with it, on a machine of that speed, once it is known. `alone`:
+    there are steps that decode only."""
     chunks = Chunks(gap)
-    decodes = [Scheduled(cast(Any, object()), 1)]
-    for _ in range(20):
-        chunks.stepped(decodes, 0, decoding)
+    chunks.stepped(50, 50, 50 * each)  # the first prompt
+    for _ in range(40):
+        if alone:
+            chunks.stepped(rows, 0, decoding)
         tokens = chunks.tokens()
-        chunks.stepped([*decodes, Scheduled(cast(Any, object()), tokens)], tokens, decoding + tokens * each)
+        chunks.stepped(rows + tokens, tokens, decoding + tokens * each)
     return chunks.tokens(), decoding + chunks.tokens() * each
 
 
@@ -120,6 +121,14 @@ def test_a_step_beside_streams_takes_less_than_their_gap_or_little_more_than_dec
     tokens, seconds = played(gap, decoding, each)
     assert tokens == LEAST_CHUNK or seconds <= max(gap, 1.3 * decoding)
     assert tokens * each >= min(0.2 * decoding, 0.5 * gap), "prompts go on, too"
+
+
+@given(st.integers(1, 64), st.floats(1e-4, 0.01), st.floats(1e-5, 0.01))
+def test_where_every_step_has_prompts_decoding_is_told_apart_from_them(rows, row, each):
+    """As in a server whose streams never pause: the parts for prompts were a hundredth of what they could be."""
+    tokens, seconds = played(0.1, rows * row, each, rows=rows, alone=False)
+    assert tokens == LEAST_CHUNK or seconds <= max(0.1, 1.5 * rows * row)
+    assert tokens * each >= min(0.1 * rows * row, 0.03)
 
 
 # -- who waits for whom -----------------------------------------------------------------------------------------------

@@ -134,12 +134,17 @@ class Scheduled(NamedTuple):
 class Chunks:
     """How many tokens of prompts a step computes beside running streams, so that these have a token every `gap`
     seconds, by what the steps before have taken. Where decoding alone takes nearly as long, prompts have a part of its
-    time more: `LEAST_SHARE`."""
+    time more: `LEAST_SHARE`.
+
+    A step is taken to last `_decoding` seconds for its rows in decode, and `_each` for each token of a prompt. What it
+    lasts more or less corrects both. Where about as many rows are in decode as before it tells what prompts take; else
+    it tells, what prompts take being known, what decoding takes now.
+    """
 
     def __init__(self, gap: float) -> None:
         self.seconds = STEP_SHARE * gap
-        self._decoding = 0.0  # seconds of a step without prompts
-        self._each: float | None = None  # seconds of one token of a prompt
+        self._rows, self._decoding = 0, 0.0
+        self._each: float | None = None
 
     def tokens(self) -> int:
         if self._each is None:
@@ -147,14 +152,20 @@ class Chunks:
         seconds = max(self.seconds - self._decoding, LEAST_SHARE * self._decoding)
         return max(LEAST_CHUNK, int(seconds / self._each))
 
-    def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
-        """A step has taken so many seconds, `prompts` of whose tokens were of prompts."""
-        if not prompts:
-            self._decoding += RECENT * (seconds - self._decoding)
-        elif prompts >= LEAST_CHUNK:
-            rest = max(seconds - (self._decoding if prompts < sum(one.rows for one in scheduled) else 0.0), 0.0)
-            each = max(rest / prompts, 1e-9)
-            self._each = each if self._each is None else self._each + RECENT * (each - self._each)
+    def stepped(self, rows: int, prompts: int, seconds: float) -> None:
+        """A step of so many rows, `prompts` of which were tokens of prompts, has taken so many seconds."""
+        decoding = rows - prompts
+        alike = abs(decoding - self._rows) <= self._rows / 4
+        if prompts >= LEAST_CHUNK and (alike or not decoding):
+            each = max(0.0, seconds - (self._decoding if decoding else 0.0)) / prompts
+            known = each if self._each is None else self._each
+            self._each = max(1e-9, known / 2, known + RECENT * (each - known))
+        if decoding:
+            if self._each is None and prompts >= LEAST_CHUNK:
+                self._each = seconds / rows
+            rest = max(0.0, seconds - prompts * (self._each or 0.0))
+            self._decoding = self._decoding + RECENT * (rest - self._decoding) if alike else rest
+            self._rows = decoding
 
 
 class _Step:
@@ -289,7 +300,7 @@ class Scheduler:
     def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
         """A step has taken so many seconds; `prompts` of its tokens were of prompts."""
         if self._chunks is not None:
-            self._chunks.stepped(scheduled, prompts, seconds)
+            self._chunks.stepped(sum(one.rows for one in scheduled), prompts, seconds)
 
     def _shortened(self, one: Scheduled) -> Scheduled:
         """Where a waiting completion diverges was not known when the prompt that it waits for was scheduled."""

@@ -52,7 +52,8 @@ from kvcellar.sample.masks import forbid_unmatched
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 
-MOST_WEIGHTS = 2**24  # that are computed at once: 128 MiB, and twice as much for what they are computed from
+MOST_WEIGHTS = 2**24  # that are computed at once: 128 MiB, and twice as much for what they are computed from;
+MOST_CACHED = 2**19  # on a CPU: they and what they are computed from stay in its caches
 MAX_VOCAB = 2**22  # sums of weights stay under 2**63, and a score with its id fits one int64
 ENTROPY_OF = 100  # candidates of top-h, as in transformers
 EQUALS, MOST_RANKED = 32, 8192  # more than are wanted, and the most, that are found by their scores alone
@@ -88,7 +89,7 @@ def draw(
     scores = edit(raw, samplers)
     best, tokens = scores.max(1)  # [R]; the lowest id among equals; NaN wins
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
-    most = max(1, MOST_WEIGHTS // raw.shape[1])
+    most = max(1, (MOST_CACHED if raw.device.type == "cpu" else MOST_WEIGHTS) // raw.shape[1])
     for part in (sampled[start : start + most] for start in range(0, len(sampled), most)):
         at = _rows(part, len(samplers), raw.device)
         some = [(samplers[row], positions[row], drafts[row] if drafts else None) for row in part]

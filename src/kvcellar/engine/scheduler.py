@@ -43,7 +43,8 @@ FIRST_CHUNK = 64  # tokens of prompts beside running streams, before any step wa
 LEAST_CHUNK = 16  # and the fewest, however long they take
 LEAST_SHARE = 0.25  # of the time that decoding takes is for prompts, at least
 STEP_SHARE = 0.7  # of the seconds between two tokens of a stream: the rest is for what is done between steps
-RECENT = 0.5  # the weight of the last step in what is measured
+FADING = 0.9
+ROUGHLY = 16  # times that a token of a prompt may take less than the mean of all rows
 
 Draft = Callable[[Sequence[Completion], int], Sequence[int]]
 
@@ -134,38 +135,49 @@ class Scheduled(NamedTuple):
 class Chunks:
     """How many tokens of prompts a step computes beside running streams, so that these have a token every `gap`
     seconds, by what the steps before have taken. Where decoding alone takes nearly as long, prompts have a part of its
-    time more: `LEAST_SHARE`.
+    time more: `LEAST_SHARE`. And where it takes longer, streams are late anyway: what it takes longer, prompts have,
+    too, as far as they are as many.
 
-    A step is taken to last `_decoding` seconds for its rows in decode, and `_each` for each token of a prompt. What it
-    lasts more or less corrects both. Where about as many rows are in decode as before it tells what prompts take; else
-    it tells, what prompts take being known, what decoding takes now.
+    What a token of a prompt takes is the slope of the seconds of steps over their tokens of prompts, among steps in
+    which about as many rows decode: least squares, in which a step counts by `FADING` less than the one after it. The
+    chunks of steps differ, so that there is a slope. It is never above the mean of all rows, as rows in decode draw
+    tokens, too.
     """
 
     def __init__(self, gap: float) -> None:
         self.seconds = STEP_SHARE * gap
-        self._rows, self._decoding = 0, 0.0
+        self._rows = -1  # in decode
+        self._prompts, self._took = 0.0, 0.0  # means of the steps with about so many
+        self._spread, self._both = 0.0, 0.0  # variance of the tokens of prompts, and covariance with the seconds
         self._each: float | None = None
+        self._half = False
 
-    def tokens(self) -> int:
+    def tokens(self, prompts: int, rows: int) -> int:
+        """Beside so many rows in decode, where so many prompts are computed or wait."""
         if self._each is None:
             return FIRST_CHUNK
-        seconds = max(self.seconds - self._decoding, LEAST_SHARE * self._decoding)
-        return max(LEAST_CHUNK, int(seconds / self._each))
+        decoding = max(0.0, self._took - self._each * self._prompts)
+        late = min(1.0, prompts / max(1, rows)) * (decoding - self.seconds)
+        chunk = int(max(self.seconds - decoding, LEAST_SHARE * decoding, late) / self._each)
+        self._half = not self._half
+        return max(LEAST_CHUNK, chunk // 2) if self._half else max(2 * LEAST_CHUNK, chunk)
 
     def stepped(self, rows: int, prompts: int, seconds: float) -> None:
         """A step of so many rows, `prompts` of which were tokens of prompts, has taken so many seconds."""
         decoding = rows - prompts
-        alike = abs(decoding - self._rows) <= self._rows / 4
-        if prompts >= LEAST_CHUNK and (alike or not decoding):
-            each = max(0.0, seconds - (self._decoding if decoding else 0.0)) / prompts
-            known = each if self._each is None else self._each
-            self._each = max(1e-9, known / 2, known + RECENT * (each - known))
-        if decoding:
-            if self._each is None and prompts >= LEAST_CHUNK:
-                self._each = seconds / rows
-            rest = max(0.0, seconds - prompts * (self._each or 0.0))
-            self._decoding = self._decoding + RECENT * (rest - self._decoding) if alike else rest
-            self._rows = decoding
+        if self._rows < 0 or abs(decoding - self._rows) > self._rows / 4:
+            self._rows, self._prompts, self._took = decoding, float(prompts), seconds
+        else:
+            more, longer = prompts - self._prompts, seconds - self._took
+            self._prompts += (1 - FADING) * more
+            self._took += (1 - FADING) * longer
+            self._spread = FADING * (self._spread + (1 - FADING) * more * more)
+            self._both = FADING * (self._both + (1 - FADING) * more * longer)
+        mean = self._took / (self._prompts + decoding)
+        if self._spread > 0:
+            self._each = min(max(self._both / self._spread, mean / ROUGHLY, 1e-9), max(mean, 1e-9))
+        elif prompts >= LEAST_CHUNK:
+            self._each = max(mean, 1e-9)
 
 
 class _Step:
@@ -284,7 +296,9 @@ class Scheduler:
                 stuck.append(completion)
         self._add_drafts(step)
         if self._chunks is not None and step.rows:
-            step.left = min(step.left, self._chunks.tokens())
+            decoding = step.rows
+            prompts = len(self.running) - len(step.scheduled) + min(len(self.waiting), self._max_sequences)
+            step.left = min(step.left, self._chunks.tokens(prompts, decoding))
         self._add_prompts(step, stuck)
         if not stuck:
             self._admit_waiting(step)

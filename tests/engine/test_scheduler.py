@@ -62,7 +62,7 @@ def least(world: World, ask: Ask) -> int:
     return min(ask.max_tokens, most)
 
 
-@settings(max_examples=max(100, settings.default.max_examples))
+@settings(max_examples=max(100, settings().max_examples))
 @given(worlds())
 def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(made):
     world, asks = made

@@ -176,7 +176,7 @@ def serve_load(extent: Extent, directory: Path) -> Found:
         cache_bytes=extent.cache_bytes,
     ) as engine:
         server, cpu = Server(engine, settings), list[int]()
-        with _frozen(), _serving(server) as loop:
+        with frozen(), _serving(server) as loop:
             engine.watch = Watch(extent.streams, lambda: _on_loop(loop, lambda: cpu.append(time.thread_time_ns())))
             clients = _clients(extent, server.port, engine.model.name)
         return found(extent, engine.watch, cpu, clients.arrivals, clients.health)
@@ -243,7 +243,7 @@ def lines(one: Found) -> Iterator[str]:
 
 
 @contextmanager
-def _frozen() -> Iterator[None]:
+def frozen() -> Iterator[None]:
     """As `kvcellar serve` does: what torch and transformers have made is not looked at by collections."""
     gc.collect()
     gc.freeze()

@@ -138,17 +138,19 @@ class Chunks:
     time more: `LEAST_SHARE`. And where it takes longer, streams are late anyway: what it takes longer, prompts have,
     too, as far as they are as many.
 
-    What a token of a prompt takes is the slope of the seconds of steps over their tokens of prompts, among steps in
-    which about as many rows decode: least squares, in which a step counts by `FADING` less than the one after it. The
-    chunks of steps differ, so that there is a slope. It is never above the mean of all rows, as rows in decode draw
-    tokens, too.
+    What a token of a prompt takes is what a step takes longer than the one before it, in which about as many rows
+    decode, by the tokens that it has more: the slope of least squares, in which a step counts by `FADING` less than the
+    one after it. Chunks are whole and half in turn, so that there is a slope; one of all the seconds would be wrong
+    where steps get longer one after the other, as those of a long prompt do. It is never above the mean of all rows, as
+    rows in decode draw tokens, too.
     """
 
     def __init__(self, gap: float) -> None:
         self.seconds = STEP_SHARE * gap
         self._rows = -1  # in decode
-        self._prompts, self._took = 0.0, 0.0  # means of the steps with about so many
-        self._spread, self._both = 0.0, 0.0  # variance of the tokens of prompts, and covariance with the seconds
+        self._last = 0, 0.0  # tokens of prompts and seconds of the last step,
+        self._prompts, self._took = 0.0, 0.0  # and their means over the steps in which about so many rows decoded
+        self._squares, self._products = 0.0, 0.0  # of how much more each was than before it
         self._each: float | None = None
         self._half = False
 
@@ -168,14 +170,15 @@ class Chunks:
         if self._rows < 0 or abs(decoding - self._rows) > self._rows / 4:
             self._rows, self._prompts, self._took = decoding, float(prompts), seconds
         else:
-            more, longer = prompts - self._prompts, seconds - self._took
-            self._prompts += (1 - FADING) * more
-            self._took += (1 - FADING) * longer
-            self._spread = FADING * (self._spread + (1 - FADING) * more * more)
-            self._both = FADING * (self._both + (1 - FADING) * more * longer)
+            more, longer = prompts - self._last[0], seconds - self._last[1]
+            self._squares = FADING * self._squares + more * more
+            self._products = FADING * self._products + more * longer
+            self._prompts += (1 - FADING) * (prompts - self._prompts)
+            self._took += (1 - FADING) * (seconds - self._took)
+        self._last = prompts, seconds
         mean = self._took / (self._prompts + decoding)
-        if self._spread > 0:
-            self._each = min(max(self._both / self._spread, mean / ROUGHLY, 1e-9), max(mean, 1e-9))
+        if self._squares > 0:
+            self._each = min(max(self._products / self._squares, mean / ROUGHLY, 1e-9), max(mean, 1e-9))
         elif prompts >= LEAST_CHUNK:
             self._each = max(mean, 1e-9)
 

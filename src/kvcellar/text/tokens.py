@@ -252,8 +252,7 @@ class _Job(Generic[T]):
 
     def run(self) -> None:
         try:
-            with panics_of(TOKENIZER):
-                self._found.append(self._work())
+            self._found.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             self._error = error
         self._ended.set()

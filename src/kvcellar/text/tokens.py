@@ -263,13 +263,15 @@ class _Job(Generic[T]):
 
     def result(self) -> T:
         """Raises `NativePanic` and `TokenizerFailed`."""
-        if isinstance(self._error, NativePanic):
-            raise self._error
-        if self._error is not None:  # its own text may quote a prompt
-            raise TokenizerFailed(
-                f"the tokenizer of the model failed with {type(self._error).__name__}"
-            ) from self._error
-        return self._found[0]
+        if self._error is None:
+            return self._found[0]
+        try:
+            with panics_of(TOKENIZER):
+                raise self._error
+        except NativePanic:
+            raise
+        except BaseException as error:  # its own text may quote a prompt
+            raise TokenizerFailed(f"the tokenizer of the model failed with {type(error).__name__}") from error
 
     def leave(self) -> None:
         with self._lock:

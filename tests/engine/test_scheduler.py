@@ -132,6 +132,16 @@ def test_where_every_step_has_prompts_decoding_is_told_apart_from_them(rows, row
     assert tokens * each >= min(0.1 * rows * row, 0.03)
 
 
+def test_what_a_token_of_a_prompt_takes_is_known_after_any_time_without_prompts():
+    chunks = Chunks(0.1)
+    for tokens in (40, 80, 40, 80):
+        chunks.stepped(1 + tokens, tokens, 0.01 + tokens * 0.0005)
+    before = {chunks.tokens(1, 1) for _ in range(2)}
+    for _ in range(20_000):
+        chunks.stepped(1, 0, 0.01)
+    assert max(before) / 1.2 < max(chunks.tokens(1, 1) for _ in range(2)) < 1.2 * max(before)
+
+
 # -- who waits for whom -----------------------------------------------------------------------------------------------
 
 

@@ -50,8 +50,8 @@ SMALLEST = Extent(TINY, clients=4, heavy=2, seconds=2.0)  # to test the bench
 
 
 class Found(NamedTuple):
-    """What the short requests of one key have waited for their answers, in seconds, and how many requests of either
-    kind were not answered with 200."""
+    """How many `short` requests of one key were answered, the longest of their waits and the one that half of them do
+    not exceed, in seconds; how many `heavy` ones were, and how many of both were refused or cut off."""
 
     short: int
     longest: float

@@ -167,20 +167,21 @@ class Chunks:
     def stepped(self, rows: int, prompts: int, seconds: float) -> None:
         """A step of so many rows, `prompts` of which were tokens of prompts, has taken so many seconds."""
         decoding = rows - prompts
+        more, longer = 0, 0.0
         if self._rows < 0 or abs(decoding - self._rows) > self._rows / 4:
             self._rows, self._prompts, self._took = decoding, float(prompts), seconds
         else:
             more, longer = prompts - self._last[0], seconds - self._last[1]
-            self._squares = FADING * self._squares + more * more
-            self._products = FADING * self._products + more * longer
             self._prompts += (1 - FADING) * (prompts - self._prompts)
             self._took += (1 - FADING) * (seconds - self._took)
         self._last = prompts, seconds
-        mean = self._took / (self._prompts + decoding)
-        if self._squares > 0:
-            self._each = min(max(self._products / self._squares, mean / ROUGHLY, 1e-9), max(mean, 1e-9))
-        elif prompts >= LEAST_CHUNK:
-            self._each = max(mean, 1e-9)
+        mean = max(1e-9, self._took / (self._prompts + decoding))
+        if more:  # other steps tell nothing: what is known stays, however many they are
+            self._squares = FADING * self._squares + more * more
+            self._products = FADING * self._products + more * longer
+            self._each = min(max(self._products / self._squares, mean / ROUGHLY), mean)
+        elif self._squares == 0 and prompts >= LEAST_CHUNK:
+            self._each = mean
 
 
 class _Step:
@@ -299,9 +300,8 @@ class Scheduler:
                 stuck.append(completion)
         self._add_drafts(step)
         if self._chunks is not None and step.rows:
-            decoding = step.rows
             prompts = len(self.running) - len(step.scheduled) + min(len(self.waiting), self._max_sequences)
-            step.left = min(step.left, self._chunks.tokens(prompts, decoding))
+            step.left = min(step.left, self._chunks.tokens(prompts, step.rows))
         self._add_prompts(step, stuck)
         if not stuck:
             self._admit_waiting(step)

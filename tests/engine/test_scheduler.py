@@ -142,6 +142,16 @@ def test_what_a_token_of_a_prompt_takes_is_known_after_any_time_without_prompts(
     assert max(before) / 1.2 < max(chunks.tokens(1, 1) for _ in range(2)) < 1.2 * max(before)
 
 
+def test_chunks_differ_so_that_a_slow_first_prompt_is_not_believed_for_ever():
+    """Decoding takes 0.11 s of each step, and a token of a prompt 0.2 ms: the first ones took 20 times as long."""
+    chunks, tokens = Chunks(0.1), 2 * LEAST_CHUNK
+    chunks.stepped(50, 50, 0.2)
+    for _ in range(40):
+        chunks.stepped(40 + tokens, tokens, 0.11 + tokens * 0.0002)
+        tokens = chunks.tokens(1, 40)
+    assert tokens * 0.0002 > 0.1 * 0.11
+
+
 # -- who waits for whom -----------------------------------------------------------------------------------------------
 
 

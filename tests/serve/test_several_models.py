@@ -15,6 +15,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines, hosted
+from kvcellar.collector import settled
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library
 from kvcellar.models.load import load
@@ -57,12 +58,8 @@ def library(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Libr
 @contextmanager
 def serving(tiny: Path, **options: Any) -> Iterator[tuple[Host, Server]]:
     settings = ServeSettings(port=0, admin_digests=(key_digest("operator-1"),))
-    gc.freeze()  # as the command does: collections after a model was unloaded are short
-    try:
-        with hosted((str(tiny),), **(OPTIONS | options)) as (host, *_), Server(host, settings) as server:
-            yield host, server
-    finally:
-        gc.unfreeze()
+    with settled(), hosted((str(tiny),), **(OPTIONS | options)) as (host, *_), Server(host, settings) as server:
+        yield host, server
 
 
 def completed(server: Server, model: str | None) -> str:

@@ -5,7 +5,6 @@ a few long ones grow into the freed cells. One of the two is then compacted as a
 a decoding step is measured on both, interleaved.
 """
 
-import gc
 import random
 import statistics
 import time
@@ -20,6 +19,7 @@ from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.memory import Memory
+from kvcellar.collector import settled
 from kvcellar.contracts import Backend
 from kvcellar.engine.compaction import Compaction
 from kvcellar.plan import Batch, Feed
@@ -116,13 +116,11 @@ def _grow(memory: Memory, seqs: Sequence[int], tokens: int) -> None:
 def _compact(memory: Memory) -> tuple[int, float]:
     """Cells moved, and CPU milliseconds of the longest piece."""
     compaction, longest, more = Compaction(memory.storage), 0.0, True
-    gc.collect()
-    gc.freeze()  # as `kvcellar serve` does: otherwise a collection of all objects of torch is in the longest piece
-    while more:
-        start = time.process_time()
-        more = compaction.compact_some()
-        longest = max(longest, 1000 * (time.process_time() - start))
-    gc.unfreeze()
+    with settled():
+        while more:
+            start = time.process_time()
+            more = compaction.compact_some()
+            longest = max(longest, 1000 * (time.process_time() - start))
     return compaction.moved, longest
 
 

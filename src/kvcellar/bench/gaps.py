@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvcellar.bench.network import TINY, Size, write
-from kvcellar.bench.serve_load import frozen
+from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import EngineOptions
 from kvcellar.events import Delta, Event
@@ -107,7 +107,7 @@ def measure(extent: Extent, *, threads: int = 1, names: Sequence[str] = tuple(BE
         write(extent.size, Path(directory))
         for settings, some in groupby(names, lambda name: SETTINGS.get(name, {})):
             options: EngineOptions = {"cache_bytes": CACHE_BYTES, "threads": threads, **settings}
-            with Engine(directory, **options) as engine, frozen():
+            with Engine(directory, **options) as engine, settled():
                 beside = Beside(engine, extent)
                 for name in some:
                     yield name, _gap(beside, BESIDE[name])

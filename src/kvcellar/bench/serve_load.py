@@ -12,7 +12,6 @@ Always true of `LoadedEngine`, on the engine's thread:
 """
 
 import asyncio
-import gc
 import json
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from typing import NamedTuple, Unpack
 from tokenizers import Tokenizer, decoders, models
 
 from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.result import Ticket
@@ -176,7 +176,7 @@ def serve_load(extent: Extent, directory: Path) -> Found:
         cache_bytes=extent.cache_bytes,
     ) as engine:
         server, cpu = Server(engine, settings), list[int]()
-        with frozen(), _serving(server) as loop:
+        with settled(), _serving(server) as loop:
             engine.watch = Watch(extent.streams, lambda: _on_loop(loop, lambda: cpu.append(time.thread_time_ns())))
             clients = _clients(extent, server.port, engine.model.name)
         return found(extent, engine.watch, cpu, clients.arrivals, clients.health)
@@ -240,17 +240,6 @@ def lines(one: Found) -> Iterator[str]:
 
 
 # -- the server and its clients ----------------------------------------------------------------------------------------
-
-
-@contextmanager
-def frozen() -> Iterator[None]:
-    """As `kvcellar serve` does: what torch and transformers have made is not looked at by collections."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """serve: the subcommand that serves a model over HTTP."""
 
-import gc
 import logging
 import os
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engin
 from kvcellar.cli.pinned import Line, pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
+from kvcellar.collector import settle
 from kvcellar.serve.key_ring import Keys
 from kvcellar.serve.keys import permission_warning, read_keys
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
@@ -198,8 +198,7 @@ def load(hosted: Hosting, pinned: list[Line], announce: Callable[[str], object])
     if pinned:
         host = hosted.host
         announce(pin_all(hosted.engines[0], pinned, host.default.adapter, host.startup.going_on))
-    gc.collect()
-    gc.freeze()  # excludes all objects of torch and transformers from the collections during requests
+    settle()
 
 
 def read_again(api: Path | None, admin: Path | None, metrics: Path | None) -> Keys:

@@ -1,0 +1,63 @@
+import gc
+from collections import Counter
+
+from kvcellar.collector import settle, settled
+from tests.small_process import in_small_process
+
+
+def collections(entries: int) -> Counter[int]:
+    """By generation, while so many objects are made that stay."""
+    counted = Counter[int]()
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        counted[info["generation"]] += phase == "start"
+
+    gc.callbacks.append(count)
+    try:
+        stay = [[number] for number in range(entries)]
+    finally:
+        gc.callbacks.remove(count)
+    assert len(stay) == entries
+    return counted
+
+
+def test_a_memory_that_fills_while_requests_are_served_is_not_looked_at_whole_until_it_is_large() -> None:
+    in_small_process(_fill)
+
+
+def _fill() -> None:
+    grown = 600_000
+    before, thresholds = collections(grown), gc.get_threshold()
+    assert before[2] >= 2
+    with settled():
+        assert gc.get_freeze_count() > 0
+        during = collections(grown)
+    assert during[2] == 0
+    assert during[1] >= before[1]  # the young are collected as before
+    assert gc.get_threshold() == thresholds
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_is_in_cycles_is_collected_within_a_bound_while_requests_are_served() -> None:
+    in_small_process(_cycles)
+
+
+def _cycles() -> None:
+    class Cycle:
+        alive = 0
+
+        def __init__(self) -> None:
+            self.itself = self
+            Cycle.alive += 1
+
+        def __del__(self) -> None:
+            Cycle.alive -= 1
+
+    settle()
+    most, held = 0, list[Cycle]()
+    for _ in range(1_200_000):
+        held.append(Cycle())
+        if len(held) > 50_000:  # has outlived two collections
+            held.clear()
+        most = max(most, Cycle.alive)
+    assert 50_000 < most < 1_000_000

@@ -26,7 +26,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def embedded():
-    with Engine(cache_bytes=4_000_000) as made:
+    with Engine(cache_bytes=12_000_000) as made:
         yield made
 
 

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kvcellar import BadRequest
-from kvcellar.bench.structured import _write_tokenizer
+from kvcellar.bench.structured import write_tokenizer
 from kvcellar.sample import grammars as module
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import KEPT, Grammars
@@ -180,7 +180,7 @@ def test_what_cannot_be_prepared_is_refused_at_the_first_constraint() -> None:
 def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
     """Lengths by which tokens of strings are looked at together change no mask: also near the end of a string."""
     (tmp_path / "config.json").write_text("{}")
-    _write_tokenizer(vocabulary := 3000, tmp_path)
+    write_tokenizer(vocabulary := 3000, tmp_path)
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     source: Any = SimpleNamespace(vocab_size=vocabulary, to_json=backend.to_str)
     texts = {"text": {"type": "string", "maxLength": 12}, "word": {"type": "string", "pattern": "^[a-z]{2,6}$"}}

@@ -1,4 +1,4 @@
-"""gaps: how long an innocent stream waits for its next token while other requests and readers use the same engine.
+"""gaps: how long an innocent stream waits for its next token while others use the same engine, or attack it.
 
 The network is small and has a vocabulary of 128 thousand: what is measured is what a step costs beside its forward. The
 stream is of one request; what runs beside it is a function in `BESIDE`, which returns when it is over. The settings of
@@ -6,10 +6,12 @@ the engine are the default ones, and those in `SETTINGS`.
 """
 
 import random
+import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -17,11 +19,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kvcellar.bench.network import TINY, Size, write
+from kvcellar.bench.structured import write_tokenizer
 from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import EngineOptions
+from kvcellar.errors import ConstraintFailed
 from kvcellar.events import Delta, Event
+from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingOptions
+from kvcellar.serve import Server, ServeSettings
 
 LARGE_VOCABULARY = Size(256, 4, 4, 2, 64, 512, 128_256, 16_384)
 CACHE_BYTES = 2 << 30
@@ -83,6 +89,27 @@ def _read(beside: Beside) -> None:
         beside.engine.stats()
 
 
+def _ambiguous(beside: Beside) -> None:
+    """Requests whose masks take 0.1 to 0.4 s each: 63 outputs of one, and then twelve of one output."""
+    parts = range(300 // beside.part)
+    rules = "\n".join(f"part{number}: /[a-z ]{{1,{number + 1}}}/" for number in parts)
+    ambiguous = Constraint.grammar(f'start: some\nsome: {" | ".join(f"some part{n}" for n in parts)} | ""\n{rules}')
+    for prompts, n in (1, 63), (12, 1):
+        with suppress(ConstraintFailed):  # its masks take more time than a request has for them
+            beside.generate(
+                *(beside.prompt(32) for _ in range(prompts)), n=n, max_tokens=4, ignore_eos=False, constraint=ambiguous
+            )
+
+
+def _silent(beside: Beside) -> None:
+    """512 connections to a server of the engine, which have sent a part of a request."""
+    with Server(beside.engine, ServeSettings(port=0)) as server, ExitStack() as connections:
+        for _ in range(512 // beside.part):
+            one = connections.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            one.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
+        time.sleep(beside.alone)
+
+
 BESIDE: Mapping[str, Callable[[Beside], None]] = MappingProxyType(
     {
         "alone": lambda beside: time.sleep(beside.alone),
@@ -95,6 +122,8 @@ BESIDE: Mapping[str, Callable[[Beside], None]] = MappingProxyType(
         "n of 63": lambda beside: beside.generate(beside.prompt(1000), n=63, max_tokens=16),
         "63 sharing": _share,
         "readers": _read,
+        "grammars": _ambiguous,
+        "silent clients": _silent,
         "kv events": lambda beside: beside.generate(beside.prompt(12_000)),
     }
 )
@@ -105,6 +134,7 @@ def measure(extent: Extent, *, threads: int = 1, names: Sequence[str] = tuple(BE
     """Of each of `names`. Those that follow each other with the same settings have one engine."""
     with tempfile.TemporaryDirectory() as directory:
         write(extent.size, Path(directory))
+        write_tokenizer(extent.size.vocabulary, Path(directory))
         for settings, some in groupby(names, lambda name: SETTINGS.get(name, {})):
             options: EngineOptions = {"cache_bytes": CACHE_BYTES, "threads": threads, **settings}
             with Engine(directory, **options) as engine, settled():

@@ -104,7 +104,7 @@ class Found(NamedTuple):
 def structured(extent: Extent, directory: Path) -> dict[int, Found]:
     """By sequences in a step."""
     write(extent.size, directory)
-    _write_tokenizer(extent.size.vocabulary, directory)
+    write_tokenizer(extent.size.vocabulary, directory)
     found: dict[int, Found] = {}
     with Engine(directory, cache_bytes=CACHE_BYTES, threads=1, draft="none", context=1024) as engine:
         grammars = engine._built.intake.grammars  # pyright: ignore[reportPrivateUsage]
@@ -191,7 +191,7 @@ def _masks(texts: Sequence[_Text], extent: Extent) -> float:
     return spent / extent.steps
 
 
-def _write_tokenizer(vocabulary: int, directory: Path) -> None:
+def write_tokenizer(vocabulary: int, directory: Path) -> None:
     """A byte-level tokenizer with the last id as the end of text, and the network's config with that end."""
     tokens = [*pre_tokenizers.ByteLevel.alphabet()][: vocabulary - 1]
     tokens = sorted(tokens) + list(_words(vocabulary - 1 - len(tokens)))

@@ -52,8 +52,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The choice has ended. `stop_string` is the stop string that ended it, if one did. `scored`: whether
-    log-probabilities were requested, which a choice without tokens has in no delta."""
+    """The choice has ended. One that had not begun when its request was cancelled has no event. `stop_string` is the
+    stop string that ended it, if one did. `scored`: whether log-probabilities were requested, which a choice without
+    tokens has in no delta."""
 
     choice: int
     reason: FinishReason

@@ -50,7 +50,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All completions of a request. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first."""
+    """All completions of a request, but those that had not begun when it was cancelled. `text`, `token_ids`,
+    `finish_reason` and `logprobs` are those of the first."""
 
     choices: tuple[Answer, ...]
     usage: Usage

@@ -202,7 +202,7 @@ def assert_bytes_are_those_held(engine: Engine) -> None:
     ],
 )
 def test_the_bytes_that_are_reported_are_those_that_are_held(name, kv_dtype):
-    with small_engine(name, kv_dtype=kv_dtype, cache_bytes=4_000_000, step_tokens=32) as engine:
+    with small_engine(name, kv_dtype=kv_dtype, cache_bytes=8_000_000, step_tokens=32) as engine:
         assert_bytes_are_those_held(engine)
         engine.generate([[5, 6], [7] * 20], max_tokens=5)
         assert_bytes_are_those_held(engine)

@@ -132,9 +132,10 @@ def test_whatever_is_accepted_the_texts_are_those_of_plain_decoding(engine, kind
     for of in drafted:
         done = of[-1]
         assert isinstance(done, Done)
-        if done.speculation is not None:  # beside a round's, one delta for the first token and one for text held back
+        if done.speculation is not None:  # beside a step's, one delta for the first token and one for text held back
             deltas = [event for event in of if isinstance(event, Delta)]
-            assert len(deltas) <= done.speculation.rounds + 2 * len({delta.choice for delta in deltas})
+            steps = done.usage.completion_tokens - done.speculation.accepted
+            assert len(deltas) <= steps + 2 * len({delta.choice for delta in deltas})
         if done.speculation is not None and right is not None and kind != "choices":
             # What follows the end of the text is not known.
             assert sum(tried - taken for tried, taken in pairs(done.speculation)[:right]) <= 1

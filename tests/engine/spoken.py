@@ -27,7 +27,7 @@ class Spoken:
         model = ARCHS["llama"].build(vocab_size=self.vocab, eos_token_id=self.end, num_hidden_layers=1)
         model.save_pretrained(folder)
         tokenizer.save(str(folder / "tokenizer.json"))
-        self.engine = Engine(folder, **{"threads": 1, "cache_bytes": 8_000_000, **settings})
+        self.engine = Engine(folder, **{"threads": 1, "cache_bytes": 16_000_000, **settings})
         self.engine._built.guest.forward = self._forward  # type: ignore[method-assign]
         self.script: list[int] = []
 

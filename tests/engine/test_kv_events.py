@@ -405,7 +405,7 @@ def test_a_namespace_is_an_extra_key_of_the_first_block() -> None:
 
 def test_blocks_of_the_store_have_its_medium(tmp_path) -> None:
     ARCHS["llama"].build().save_pretrained(tmp_path / "model")
-    settings = {"dtype": "float32", "cache_bytes": 8_000_000, "threads": 1, "store": str(tmp_path / "store"), **ON}
+    settings = {"dtype": "float32", "cache_bytes": 16_000_000, "threads": 1, "store": str(tmp_path / "store"), **ON}
     text = list(tokens(random.Random(1), 100))
     for again in (False, True):
         with Engine(tmp_path / "model", **settings) as engine, listening(engine) as listener:

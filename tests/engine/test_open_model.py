@@ -15,7 +15,7 @@ from kvcellar.models import embedded
 from kvcellar.verify.run import verify
 from tests.zoo import ARCHS
 
-LIMITS: Any = {"cache_bytes": 8_000_000, "context": 256, "max_sequences": 4, "threads": 1}
+LIMITS: Any = {"cache_bytes": 16_000_000, "context": 256, "max_sequences": 4, "threads": 1}
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
@@ -56,7 +56,7 @@ def created(library: Library, name: str, text: str, folder: Path) -> None:
 def test_a_library_model_has_its_own_defaults_and_the_caller_has_the_last_word(library: Library, tmp_path: Path):
     parameters = "PARAMETER temperature 0.25\nPARAMETER top_k 7\nPARAMETER stop END\nPARAMETER num_ctx 200"
     created(library, "mine", f"FROM embedded\n{parameters}\n", tmp_path)
-    with Engine("mine", cache_bytes=8_000_000, threads=1) as engine:
+    with Engine("mine", cache_bytes=16_000_000, threads=1) as engine:
         assert (engine.model.name, engine.model.context) == ("mine", 200)
         found = engine.model.default_sampling
         assert (found.temperature, found.top_k, found.stop) == (0.25, 7, ("END",))
@@ -131,7 +131,7 @@ def test_a_damaged_model_is_refused_by_name(library: Library, tmp_path: Path):
 def test_a_context_that_the_model_is_not_made_for_is_refused(library: Library, tmp_path: Path):
     created(library, "long", "FROM embedded\nPARAMETER num_ctx 9999999\n", tmp_path)
     with pytest.raises(BadRequest, match="context is 9999999; this model is"):
-        Engine("long", cache_bytes=8_000_000, threads=1)
+        Engine("long", cache_bytes=16_000_000, threads=1)
 
 
 def test_what_needs_a_tokenizer_is_refused_without_one(library: Library, tmp_path: Path):

@@ -27,7 +27,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(path: Path, store: Path | None, dtype: str, **settings: Any) -> Engine:
-    limits: Any = {"cache_bytes": 8_000_000, "context": 512, "max_sequences": 8, "threads": 1}
+    limits: Any = {"cache_bytes": 16_000_000, "context": 512, "max_sequences": 8, "threads": 1}
     return Engine(path, store=None if store is None else str(store), dtype=dtype, **limits | settings)
 
 

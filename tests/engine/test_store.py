@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine import restore_plan
 from kvcellar.engine import store as store_file
-from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.store import LATE, MOST_BEHIND, SLICE, Store
 from kvcellar.prefix.node import key_of
+from tests.engine.drafting import always_restored
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.tiered import store_of
 from tests.own_cache import own_cache
@@ -49,13 +48,17 @@ def kept(monkeypatch, cache) -> None:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch) -> None:
-    """What is stored is restored, however fast this machine computes it again, and however slowly it reads."""
-    monkeypatch.setattr(Planner, "speed", lambda self: None)
-    monkeypatch.setattr(restore_plan, "SHORTEST", restore_plan.LONGEST)
+    always_restored(monkeypatch)
 
 
 def opened(path: Path, store: Path | None, **settings) -> Engine:
-    given = {"dtype": "float32", "cache_bytes": 8_000_000, "context": 1500, "max_sequences": 8, "threads": 1} | settings
+    given = {
+        "dtype": "float32",
+        "cache_bytes": 24_000_000,
+        "context": 1500,
+        "max_sequences": 8,
+        "threads": 1,
+    } | settings
     return Engine(path, store=None if store is None else str(store), **given)
 
 

@@ -17,7 +17,7 @@ CONTEXT = 64
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine(device="cpu", cache_bytes=8_000_000, context=CONTEXT, max_sequences=4, threads=1) as engine:
+    with Engine(device="cpu", cache_bytes=16_000_000, context=CONTEXT, max_sequences=4, threads=1) as engine:
         yield engine
 
 
@@ -121,7 +121,7 @@ def test_more_prompts_than_there_is_memory_for_are_refused_until_others_end(engi
 
 
 def test_a_closed_engine_keeps_no_prompt() -> None:
-    engine = Engine(device="cpu", cache_bytes=8_000_000, context=CONTEXT, threads=1)
+    engine = Engine(device="cpu", cache_bytes=16_000_000, context=CONTEXT, threads=1)
     engine.submit([3] * 10, engine.params(max_tokens=50, ignore_eos=True), deliver=hear)
     engine.close()
     with pytest.raises(EngineClosed):

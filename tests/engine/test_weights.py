@@ -22,7 +22,7 @@ from tests.models.lora import saved as saved_adapter
 from tests.zoo import ARCHS, reference_logits
 
 GREEDY: Mapping[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
-LIMITS: Mapping[str, Any] = {"cache_bytes": 8_000_000, "max_sequences": 4, "threads": 1}
+LIMITS: Mapping[str, Any] = {"cache_bytes": 16_000_000, "max_sequences": 4, "threads": 1}
 PROMPT = [3 + i * i % 90 for i in range(60)]
 
 

@@ -39,7 +39,7 @@ def stored_engine(directory: Path, dtype: Literal["float32", "bfloat16"] = "floa
     model = directory / "model"
     if not model.exists():
         ARCHS["llama"].build().save_pretrained(model)
-    with Engine(model, dtype=dtype, cache_bytes=8_000_000, threads=1, store=str(directory / "store")) as engine:
+    with Engine(model, dtype=dtype, cache_bytes=16_000_000, threads=1, store=str(directory / "store")) as engine:
         yield engine
 
 

@@ -1,7 +1,10 @@
 import gc
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
-from kvcellar.collector import settle, settled
+from kvcellar.cli.serve import load
+from kvcellar.collector import RARE, settle, settled
 from tests.small_process import in_small_process
 
 
@@ -61,3 +64,16 @@ def _cycles() -> None:
             held.clear()
         most = max(most, Cycle.alive)
     assert 50_000 < most < 1_000_000
+
+
+def test_a_server_is_settled_once_its_models_are_loaded() -> None:
+    in_small_process(_load)
+
+
+def _load() -> None:
+    loaded: list[int] = []
+    hosted: Any = SimpleNamespace(load=lambda: loaded.append(gc.get_freeze_count()), engines=[])
+    load(hosted, [], lambda text: None)
+    assert loaded == [0]
+    assert gc.get_freeze_count() > 0
+    assert gc.get_threshold()[2] == RARE

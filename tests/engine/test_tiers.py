@@ -111,7 +111,7 @@ def test_host_memory_is_a_part_of_the_cap_on_a_cpu(saved) -> None:  # noqa: F811
         assert engine.stats().limit_bytes + 2_000_000 == alone.limit_bytes
         assert engine.stats().store.tier("host").limit_bytes == 2_000_000
     with pytest.raises(BadRequest, match="host_bytes is 8000000 of the 8000000 bytes of cache_bytes"):
-        opened(saved["llama"], None, host_bytes=8_000_000)
+        opened(saved["llama"], None, cache_bytes=8_000_000, host_bytes=8_000_000)
 
 
 def test_every_waiting_request_is_read_ahead_within_a_part_of_the_staging_memory(saved, tmp_path, monkeypatch) -> None:  # noqa: F811

@@ -28,7 +28,7 @@ os.environ.update(
 )
 
 RECORD = ("auto", "off")
-RECORDED = ("cli", "serve")  # what users run
+RECORDED = ("cli", "engine", "serve")  # what users run
 TESTS = Path(__file__).parent
 _SHARING = pytest.StashKey[Any]()
 

@@ -7,6 +7,7 @@ always. In one process of tests moreover
 """
 
 import copy
+import os
 from collections.abc import Mapping
 
 import pytest
@@ -18,15 +19,18 @@ from kvcellar.models.recording import record
 from kvcellar.models.recording.recording import Recording
 from kvcellar.models.recording.saved import NoDigest, digest_of
 
-PLACES = ("CXX", "HOME", "XDG_CACHE_HOME")  # variables that say which compiled loop is loaded
-
 
 class Sharing:
-    """Between `start` and `stop` engines of this process share what was compared."""
+    """Between `start` and `stop` engines of this process share what was compared.
+
+    Always true: no recording is taken as right whose compiled loop has not compared all its operators. Else a step that
+    is measured would compare them, and its bytes would be counted as those of a step.
+    """
 
     def __init__(self) -> None:
         self._patch: pytest.MonkeyPatch | None = None
-        self._kernels: dict[tuple[str, ...], StepKernel] = {}
+        self._kernels: dict[str, StepKernel] = {}  # by the file of the compiled loop
+        self._file = ""  # of the engine that is being opened
         self._right: set[tuple[object, ...]] = set()
         self._compare = record.compare
 
@@ -42,15 +46,15 @@ class Sharing:
             self._patch = None
 
     def _kernel(self, environment: Mapping[str, str]) -> StepKernel:
-        place = tuple(environment.get(name, "") for name in PLACES)
-        if place not in self._kernels:
-            self._kernels[place] = StepKernel(environment)
-        return copy.copy(self._kernels[place])  # which counts its own seconds
+        made = StepKernel(environment)
+        self._file = os.path.realpath(made._library._name)
+        return copy.copy(self._kernels.setdefault(self._file, made))  # a copy counts its own seconds
 
     def _compare_once(self, guest: Guest, recording: Recording) -> None:
         found, backends = recording.captured, sorted(type(one).__name__ for one in guest.backends.values())
         try:
-            program = digest_of(guest), recording.executor.name, found.decoding is None, *found.opaque, *backends
+            how = self._file, recording.executor.name, found.decoding is None
+            program = digest_of(guest), *how, *found.opaque, *backends
         except NoDigest:
             self._compare(guest, recording)
             return

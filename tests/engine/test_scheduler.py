@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.engine import manager
+from kvcellar.engine.request import Status
 from kvcellar.engine.scheduler import LEAST_CHUNK, Chunks
 from kvcellar.prefix.node import common
 from tests.engine.world import Ask, World
@@ -150,6 +152,32 @@ def test_chunks_differ_so_that_a_slow_first_prompt_is_not_believed_for_ever():
         chunks.stepped(40 + tokens, tokens, 0.11 + tokens * 0.0002)
         tokens = chunks.tokens(1, 40)
     assert tokens * 0.0002 > 0.1 * 0.11
+
+
+@pytest.mark.parametrize("drawn", [0.004, 0.03])
+@pytest.mark.parametrize(
+    "asks",
+    [
+        [Ask(at=10, prompt=100, max_tokens=40, n=31)],
+        [Ask(at=10, prompt=3, max_tokens=40)] * 31,
+        [Ask(at=10, prompt=200, max_tokens=40, family=0, n=3), *[Ask(11, 200, 40, n=4, family=0)] * 7],
+    ],
+    ids=["outputs of one request", "short prompts", "a shared prompt"],
+)
+def test_outputs_begin_in_as_many_steps_as_streams_need(asks, drawn):
+    """Drawing a token takes 4 or 30 times what a token of a prompt takes. All begin soon all the same."""
+    world = World({"full": Causal()}, {"full": 8000}, max_sequences=32, step_tokens=512, gap=0.1, drawn=drawn)
+    times, streams = [0.0], [0]
+
+    def look() -> None:
+        times.append(world.now)
+        streams.append(sum(one.status is Status.DECODE for one in world.scheduler.running))
+
+    world.play([Ask(at=0, prompt=3, max_tokens=80), *asks], look)
+    row = 0.001 + drawn
+    for (began, ended), rows in zip(pairwise(times), streams, strict=False):
+        assert not rows or ended - began <= max(0.1, 2 * rows * row) + row, f"of a step beside {rows} streams"
+    assert streams.index(32) <= 35
 
 
 # -- who waits for whom -----------------------------------------------------------------------------------------------

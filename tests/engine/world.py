@@ -23,7 +23,7 @@ from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.scheduler import PASSED, ROUND, Scheduled, Scheduler
+from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduled, Scheduler
 from kvcellar.engine.store import Store
 from kvcellar.errors import CacheFull
 from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason
@@ -132,9 +132,12 @@ class World:
         step_tokens: int = 8,
         drafts: Random | None = None,
         tier: Tier | None = None,
+        gap: float | None = None,
+        drawn: float = 0.0,
     ) -> None:
         """`drafts` says how many there are of each completion, and how many of these are accepted; None: none. `tier`:
-        of a store."""
+        of a store. `gap`: seconds between tokens of running streams. A step takes a millisecond for each row, and
+        `drawn` seconds for each output of which it draws a token."""
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
         self.now = 0.0
@@ -148,7 +151,9 @@ class World:
             max_sequences=max_sequences,
             step_tokens=step_tokens,
             draft=self._draft,
+            chunks=None if gap is None else Chunks(gap),
         )
+        self._gap, self._drawn = gap, drawn
         self.device = Device()
         self.loop = Loop(
             self.manager,
@@ -281,6 +286,8 @@ class World:
         for completion, tokens, _ in shares:
             if tokens == completion.uncomputed and completion.status is Status.PREFILL:
                 made[id(completion)] = self.loop.siblings(completion, sum(map(len, made.values())))
+        drawn = sum(share.tokens == share.completion.uncomputed for share in shares) + sum(map(len, made.values()))
+        self.now += self._drawn * drawn
         for share in shares:
             completion, tokens = share.completion, kept[id(share.completion)]
             assert completion.seq is not None
@@ -418,7 +425,8 @@ class World:
             unserved = [x for x in now if x.status is Status.DECODE and id(x) not in given]
             assert not unserved, "a completion that reads was served before one that writes"
         assert len(now) <= self.max_sequences
-        if total < self.step_tokens:
+        limited = self._gap is not None and any(one.status is Status.DECODE for one in now)
+        if total < self.step_tokens and not limited:
             self.check_bound(order)
         assert shares or stuck or not (waiting or running) or self._restoring(), "nothing happens"
 

@@ -281,7 +281,7 @@ class Loop:
 
     def _forward(self, scheduled: Sequence[Scheduled]) -> None:
         began = self._clock()
-        prompts = sum(one.tokens for one in scheduled if one.completion.status is Status.PREFILL)
+        prompts = sum(one.tokens - one.ends for one in scheduled if one.completion.status is Status.PREFILL)
         try:
             self._runner.step(scheduled)
         except CacheFull as full:

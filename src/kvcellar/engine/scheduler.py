@@ -131,12 +131,21 @@ class Scheduled(NamedTuple):
     def rows(self) -> int:
         return self.tokens + self.drafts
 
+    @property
+    def ends(self) -> bool:
+        """Is the last token of a prompt among them?"""
+        completion = self.completion
+        return completion.status is Status.PREFILL and completion.draws and self.tokens >= completion.uncomputed
+
 
 class Chunks:
     """How many tokens of prompts a step computes beside running streams, so that these have a token every `gap`
     seconds, by what the steps before have taken. Where decoding alone takes nearly as long, prompts have a part of its
     time more: `LEAST_SHARE`. And where it takes longer, streams are late anyway: what it takes longer, prompts have,
     too, as far as they are as many.
+
+    The last token of a prompt counts as a row in decode: the next token is drawn after it, and from then on it is one.
+    So what it takes is not that of a token of a prompt, but `last` times as much.
 
     What a token of a prompt takes is what a step takes longer than the one before it, in which about as many rows
     decode, by the tokens that it has more: the slope of least squares, in which a step counts by `FADING` less than the
@@ -153,6 +162,7 @@ class Chunks:
         self._squares, self._products = 0.0, 0.0  # of how much more each was than before it
         self._each: float | None = None
         self._half = False
+        self.last = 1  # tokens of prompts that take as long as a last one, when `tokens` was called
 
     def tokens(self, prompts: int, rows: int) -> int:
         """Beside so many rows in decode, where so many prompts are computed or wait."""
@@ -161,11 +171,13 @@ class Chunks:
         decoding = max(0.0, self._took - self._each * self._prompts)
         late = min(1.0, prompts / max(1, rows)) * (decoding - self.seconds)
         chunk = int(max(self.seconds - decoding, LEAST_SHARE * decoding, late) / self._each)
+        self.last = max(1, int(decoding / max(1, rows) / self._each))
         self._half = not self._half
         return max(LEAST_CHUNK, chunk // 2) if self._half else max(2 * LEAST_CHUNK, chunk)
 
     def stepped(self, rows: int, prompts: int, seconds: float) -> None:
-        """A step of so many rows, `prompts` of which were tokens of prompts, has taken so many seconds."""
+        """A step of so many rows, `prompts` of which were tokens of prompts that are not their last, has taken so many
+        seconds."""
         decoding = rows - prompts
         more, longer = 0, 0.0
         if self._rows < 0 or abs(decoding - self._rows) > self._rows / 4:
@@ -185,11 +197,12 @@ class Chunks:
 
 
 class _Step:
-    """A step that is being filled. `rows` are its tokens and drafts, `left` is what is left of its token budget."""
+    """A step that is being filled. `rows` are its tokens and drafts. `left` is what is left of its token budget, from
+    which the last token of a prompt takes `last`; so it may be less than 0."""
 
     def __init__(self, budget: int) -> None:
         self._scheduled: dict[int, Scheduled] = {}  # by identity of the completion
-        self.rows, self.drafts, self.left = 0, 0, budget
+        self.rows, self.drafts, self.left, self.last = 0, 0, budget, 1
 
     @property
     def scheduled(self) -> list[Scheduled]:
@@ -219,7 +232,7 @@ class _Step:
     def _count(self, scheduled: Scheduled, sign: int) -> None:
         self.rows += sign * scheduled.rows
         self.drafts += sign * scheduled.drafts
-        self.left -= sign * scheduled.rows
+        self.left -= sign * (scheduled.rows + (self.last - 1 if scheduled.ends else 0))
 
     def tokens_of(self, completion: Completion) -> int:
         found = self._scheduled.get(id(completion))
@@ -253,6 +266,7 @@ class Scheduler:
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
         self._ready = 0  # waiting ones that lacked a sequence, or a place in the step, when the last one was scheduled
+        self._starts = max_sequences  # outputs that may begin in the last scheduled step beside the first of a prompt
         self.preemptions = 0
         self.current: Completion | None = None
 
@@ -285,8 +299,9 @@ class Scheduler:
             self.enqueue(completion)
 
     def spare(self) -> int:
-        """How many sequences are left beside those for waiting completions that lack nothing else."""
-        return max(0, self._max_sequences - len(self.running) - self._ready)
+        """How many sequences are left beside those for waiting completions that lack nothing else, and may begin in
+        the step that was scheduled last."""
+        return max(0, min(self._max_sequences - len(self.running) - self._ready, self._starts))
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -299,9 +314,11 @@ class Scheduler:
             if step.left and not self._add(completion, step, 1):
                 stuck.append(completion)
         self._add_drafts(step)
-        if self._chunks is not None and step.rows:
+        beside = self._chunks if step.rows else None
+        if beside is not None:
             prompts = len(self.running) - len(step.scheduled) + min(len(self.waiting), self._max_sequences)
-            step.left = min(step.left, self._chunks.tokens(prompts, step.rows))
+            step.left = min(step.left, beside.tokens(prompts, step.rows))
+            step.last = beside.last
         self._add_prompts(step, stuck)
         if not stuck:
             self._admit_waiting(step)
@@ -312,10 +329,11 @@ class Scheduler:
             stuck += [one for one in self.running if one not in late]
             if late and not stuck:
                 late[0].await_mask(MASK_SECONDS)  # there is nothing else to compute
+        self._starts = max(0, step.left) // step.last if beside is not None else self._max_sequences
         return [self._shortened(one) for one in step.scheduled], stuck
 
     def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
-        """A step has taken so many seconds; `prompts` of its tokens were of prompts."""
+        """A step has taken so many seconds; `prompts` of its tokens were of prompts, and not their last."""
         if self._chunks is not None:
             self._chunks.stepped(sum(one.rows for one in scheduled), prompts, seconds)
 
@@ -347,7 +365,7 @@ class Scheduler:
         shares = {id(one): step.left - min(others, step.left // 2) for one in prompts[:1]}
         for completion in (*prompts[:1], *sorted(prompts[1:], key=lambda one: one.uncomputed)):
             self.current = completion
-            if step.left and not self._add(completion, step, shares.get(id(completion), step.left)):
+            if step.left > 0 and not self._add(completion, step, shares.get(id(completion), step.left)):
                 stuck.append(completion)
 
     def _add(self, completion: Completion, step: _Step, most: int) -> bool:
@@ -376,7 +394,7 @@ class Scheduler:
         """Schedule more tokens of a prompt with what is left of the step, without taking anything from others."""
         self.current = completion
         done = step.tokens_of(completion)
-        if completion.late or not step.left:
+        if completion.late or step.left <= 0:
             return
         if (wanted := self._wanted(completion, step, done + step.left) - done) > 0:
             room = self._make_free(step.rows + wanted, drafts=True) - step.rows

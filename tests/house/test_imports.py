@@ -41,3 +41,10 @@ def test_loads_neither_torch_nor_transformers():
 def test_running_a_prompt_loads_no_server():
     """It would take a third of the time to the first token beyond the imports of torch and transformers."""
     assert loaded(["kvcellar.cli.run", "kvcellar.engine.build"], "kvcellar.serve", "starlette", "uvicorn") == []
+
+
+def test_asking_a_server_loads_neither_an_engine_nor_what_a_server_consists_of():
+    """It would take 2 s of CPU before the first byte is sent."""
+    commands = [f"kvcellar.cli.{name}" for name in ("client", "ps", "stop", "top", "why", "cache", "list", "show")]
+    unwanted = ("kvcellar.engine", "kvcellar.serve.server", "uvicorn", "pydantic", "jinja2", "torch")
+    assert loaded([*commands, "kvcellar.serve.keys"], *unwanted) == []

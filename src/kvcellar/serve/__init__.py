@@ -1,9 +1,30 @@
-"""serve: an HTTP server with OpenAI's API for engines, with API keys and limits on what a client may send."""
+"""serve: an HTTP server with OpenAI's API for engines, with API keys and limits on what a client may send.
 
-from kvcellar.serve.app import build_app
-from kvcellar.serve.host import Host
-from kvcellar.serve.protocols import ServedEngine
-from kvcellar.serve.server import Server, run
-from kvcellar.serve.settings import ServeSettings, key_digest
+Names are imported when they are used: commands that only send requests to a server import none of it."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcellar.serve.app import build_app
+    from kvcellar.serve.host import Host
+    from kvcellar.serve.protocols import ServedEngine
+    from kvcellar.serve.server import Server, run
+    from kvcellar.serve.settings import ServeSettings, key_digest
 
 __all__ = ["Host", "ServeSettings", "ServedEngine", "Server", "build_app", "key_digest", "run"]
+
+_NAMES = {
+    "kvcellar.serve.app": ("build_app",),
+    "kvcellar.serve.host": ("Host",),
+    "kvcellar.serve.protocols": ("ServedEngine",),
+    "kvcellar.serve.server": ("Server", "run"),
+    "kvcellar.serve.settings": ("ServeSettings", "key_digest"),
+}
+
+
+def __getattr__(name: str) -> object:
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"kvcellar.serve has no public name {name!r}; it has {', '.join(__all__)}")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from starlette.types import Scope
@@ -23,8 +23,10 @@ from starlette.types import Scope
 from kvcellar.events import Delta, Done, Event, Finished
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.buckets import SECONDS, Buckets
-from kvcellar.serve.servable import Servable
 from kvcellar.serve.speculations import draft_counts
+
+if TYPE_CHECKING:  # commands that only send requests need no engine
+    from kvcellar.serve.servable import Servable
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -74,7 +76,7 @@ class RequestLog:
     conversation: str | None = None  # that it continues
     trace: Mapping[str, str] = field(default_factory=dict[str, str])  # `traceparent` and `tracestate` as sent
     prompts: int = 0
-    servable: Servable | None = None  # the model, once it is known
+    servable: "Servable | None" = None  # the model, once it is known
     recorded: bool = False  # see `records`
     done: dict[int, Done] = field(default_factory=dict[int, Done])  # by number of the prompt
     finished: Counter[str] = field(default_factory=Counter[str])  # completions, by reason

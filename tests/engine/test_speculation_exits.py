@@ -104,7 +104,8 @@ def test_a_mix_with_preemptions_and_shifts_is_as_without_drafts(mix: Mix) -> Non
     ears = played(mix)
     assert [ear.answers() for ear in ears] == mix.wanted
     assert sum(drafter.rounds) > 0
-    assert sum(report(ear).accepted for ear in ears) > 10
+    found = [ear.done.speculation for ear in ears]  # None of one that was preempted before each of its rounds
+    assert sum(one.accepted for one in found if one is not None) > 10
     assert mix.engine.stats().preemptions > before
     assert_at_rest(mix.engine)
 
@@ -339,8 +340,7 @@ def test_a_cancel_between_forward_and_commit_ends_one_request(large: Engine, kno
     def cancelling(*args: Any) -> Any:
         made = forward(*args)
         if next(calls) == at:
-            first = min(loop._requests)
-            loop.cancel(loop._requests[first])
+            loop.cancel(min(loop._requests))
         return made
 
     with mock.patch.object(large._built.guest, "forward", cancelling):

@@ -1,4 +1,4 @@
-"""events: the records that the engine delivers for a running request. Plain data: no torch, no text handling.
+"""events: the records that are delivered for a running request. Plain data: no torch, no text handling.
 
 A request that reads its prompt gets one `PromptScored` or `Embedded` first. For each choice there are any number of
 `Delta` and then one `Finished`. When all choices have finished there is one `Done`. A request that fails gets one

@@ -1,6 +1,6 @@
 """Tokens that a completion is given several at once are as if it had been given them one by one, however they are
-split: the same text, end and usage, and none is taken behind the one that ends it. Those that it is given at once are
-delivered at once."""
+split: the same text, end and usage, and nothing is delivered or counted behind the one that ends it. Those that it is
+given at once are delivered at once."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.engine.request import Completion, Request, Status, Token
 from kvcellar.events import Delta, Done, Event, TokenLogprob
+from kvcellar.messages import Submission
 from kvcellar.sample.params import SamplingParams
 
 TEXT = 'def f(x):\n    """naïve 🙂 ☕"""\n    return x + 1\n\n\ndef g(y):\n    return f(y)\n'
@@ -41,23 +42,27 @@ def drawn(engine: Engine, ends_with: int | None, logprobs: bool) -> list[Token]:
     return [(token, TokenLogprob(token, -0.5 - place) if logprobs else None) for place, token in enumerate(ids)]
 
 
-def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[Sequence[Token]]) -> tuple[Any, ...]:
-    """What a completion delivers, and what it and its sampling state are afterwards."""
+def given(
+    engine: Engine, how: dict[str, Any], context: int, batches: Sequence[Sequence[Token]]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What is delivered of a completion, and what it and its sampling state are afterwards."""
     events: list[Event] = []
-    request = Request((5, 6, 7), SamplingParams(**{"temperature": 0.0, **how}), events.append)
+    stopped: list[int] = []
+    params, ways = SamplingParams(**{"temperature": 0.0, **how}), {"stop": stopped.append, "cancel": lambda: None}
+    processor = engine._built.intake.processor((5, 6, 7), params, events.append, None, None, **ways)
+    request = Request(Submission(number=0, prompt=(5, 6, 7), params=params), processor.receive)
     completion: Completion = engine._built.intake.completion(request, seed=1)
     request.completions.append(completion)
     for stage in (Status.PREFILL, Status.DECODE):
         completion.become(stage)
-    taken = 0
     for batch in batches:
         found = completion.accept(batch, context)
-        taken += found.tokens
         assert found.reason is not None or found.tokens == len(batch)
-        if found.reason is not None:
-            completion.finish(found.reason)
+        if found.reason is not None or stopped:
+            completion.finish(found.reason or "stop")
             break
     completion.sampler.check()
+    assert stopped in ([], [0]), "the engine is told once that a text has ended"
     deltas = [event for event in events if isinstance(event, Delta)]
     assert len(deltas) <= len(batches) + 1, "several deltas for one batch, beside the text that was held back"
     return (
@@ -65,13 +70,7 @@ def given(engine: Engine, how: dict[str, Any], context: int, batches: Sequence[S
         "".join(delta.text for delta in deltas),
         [token for delta in deltas for token in delta.token_ids],
         [entry for delta in deltas for entry in delta.logprobs or ()],
-        taken,
-        completion.tokens,
-        completion.status,
-        request.usage(),
-        completion.sampler.seen_ids,
-        completion.sampler.seen_counts,
-    )
+    ), (completion.tokens, completion.status, completion.sampler.seen_ids, completion.sampler.seen_counts)
 
 
 def split(tokens: Sequence[Token], draw: Random, most: int) -> Iterator[Sequence[Token]]:
@@ -89,17 +88,24 @@ def test_however_drawn_tokens_are_split_what_is_delivered_is_that_of_one_at_a_ti
     ends_with = {"end of text": next(iter(engine._built.loaded.end_ids)), "stop token": 0}.get(kind)
     context = CONTEXT if kind == "context" else 10_000
     tokens = drawn(engine, ends_with, logprobs)
-    expected = given(engine, how, context, [[token] for token in tokens])
-    assert (expected[4] < len(tokens)) == (kind not in ("nothing", "held back")), "it ends where it should"
-    assert given(engine, how, context, [tokens]) == expected
-    for seed in range(8):
-        batches = list(split(tokens, Random(seed), most=2 + 2 * seed))
-        assert given(engine, how, context, batches) == expected
+    delivered, left = given(engine, how, context, [[token] for token in tokens])
+    assert (len(delivered[2]) + (ends_with is not None) < len(tokens)) == (kind not in ("nothing", "held back"))
+    for seed in (None, *range(8)):
+        batches = [tokens] if seed is None else list(split(tokens, Random(seed), most=2 + 2 * seed))
+        found = given(engine, how, context, batches)
+        assert found[0] == delivered
+        assert found[1] == left or kind.startswith("stop string"), "tokens behind a stop string may have been drawn"
 
 
 def test_the_token_that_ends_a_completion_is_taken_and_none_behind_it(engine) -> None:
     tokens = drawn(engine, None, logprobs=False)
-    _, _, ids, _, taken, kept, *_ = given(engine, {"max_tokens": 7}, 10_000, [tokens])
-    assert taken == 7
+    (_, _, ids, _), (kept, *_) = given(engine, {"max_tokens": 7}, 10_000, [tokens])
     assert kept == [5, 6, 7, *(token for token, _ in tokens[:7])]
     assert ids == kept[3:]
+
+
+def test_tokens_behind_a_stop_string_are_neither_delivered_nor_counted(engine) -> None:
+    tokens = drawn(engine, None, logprobs=False)
+    (ends, text, ids, _), _ = given(engine, HOW["stop string"], 10_000, [tokens])
+    assert text == TEXT[: TEXT.index("return x +")]
+    assert ends[-1].usage.completion_tokens == len(ids) < len(tokens)

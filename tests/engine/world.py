@@ -26,14 +26,14 @@ from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduled, Scheduler
 from kvcellar.engine.store import Store
 from kvcellar.errors import CacheFull
-from kvcellar.events import Delta, Done, Event, Failed, Finished, FinishReason
+from kvcellar.events import Done, Failed, FinishReason
 from kvcellar.layout import Layout
+from kvcellar.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.plan import Batch
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Plane
-from kvcellar.text.output import Output, Stops
 from kvcellar.tiers.lanes import Lane
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Tier
@@ -95,11 +95,11 @@ class NoThread:
 class Heard:
     """What one request was told. Asserts the order of events as they come."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[EngineEvent] = field(default_factory=list)
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: EngineEvent) -> None:
         assert not self.over, f"{event} came after the end"
-        if isinstance(event, Delta | Finished):
+        if isinstance(event, Drawn | Ended):
             assert event.choice not in self.reasons, f"{event} came after its choice had finished"
         self.events.append(event)
 
@@ -113,10 +113,10 @@ class Heard:
 
     @property
     def reasons(self) -> dict[int, str]:
-        return {event.choice: event.reason for event in self.events if isinstance(event, Finished)}
+        return {event.choice: event.reason for event in self.events if isinstance(event, Ended)}
 
     def tokens(self, choice: int) -> int:
-        return sum(len(e.token_ids) for e in self.events if isinstance(e, Delta) and e.choice == choice)
+        return sum(len(e.token_ids) for e in self.events if isinstance(e, Drawn) and e.choice == choice)
 
 
 class World:
@@ -209,7 +209,7 @@ class World:
                     del coming[number]
             for number, request in self.requests.items():
                 if asks[number].cancel == self.turns:
-                    self.loop.cancel(request)
+                    self.loop.cancel(request.number)
             meanwhile()
             self.now += 0.001
             self.turns += 1
@@ -222,7 +222,8 @@ class World:
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
         prompt = (first, *range(1, ask.prompt))
         retention = RetentionOptions(owner=ask.owner, weight=ask.weight)
-        request = self.requests[number] = Request(prompt, params, heard, retention=retention)
+        submission = Submission(number=self.loop.number(), prompt=prompt, params=params, retention=retention)
+        request = self.requests[number] = Request(submission, heard)
         self.loop.submit(request, self._completion(request, list(prompt), 0))
 
     def jobs(self) -> list[Lane]:
@@ -265,7 +266,7 @@ class World:
 
     def _completion(self, request: Request, tokens: list[int], choice: int) -> Completion:
         state = Sampler(request.params, seed=0, index=choice, prompt_ids=(), vocab_size=VOCABULARY, end_ids=frozenset())
-        return Completion(request, state, Output(None, Stops(())), tokens)
+        return Completion(request, state, tokens)
 
     def step(self, shares: Sequence[Scheduled]) -> None:
         """What the runner does: begin, put, commit, fork, write, end."""

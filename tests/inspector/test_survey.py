@@ -18,6 +18,7 @@ from kvcellar.engine.survey import NODES, Survey, _Walk
 from kvcellar.errors import BadRequest
 from kvcellar.inspector.snapshot import snapshot
 from kvcellar.inspector.source import Viewer
+from kvcellar.messages import Submission
 from kvcellar.prefix.tree import Tree
 from kvcellar.retention import RetentionOptions
 from tests.counted import lines
@@ -254,7 +255,7 @@ def test_last_requests_are_bounded_in_number_and_tokens():
     chance, last, seen = random.Random(1), LastRequests(), []
     for number in range(400):
         length = chance.choice([1, 10, 5000, KEPT_TOKENS // 3, KEPT_TOKENS + 1])
-        request = Request((1,) * length, SamplingParams(), lambda event: None, number=number)
+        request = Request(Submission(number=number, prompt=(1,) * length, params=SamplingParams()), lambda event: None)
         last.add(request)
         seen.append((number, length))
         last.check()

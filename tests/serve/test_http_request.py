@@ -7,7 +7,6 @@ import pytest
 
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.events import Delta, Done, Failed, Finished, Timings, Usage
-from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.http_request import HttpRequest
@@ -38,7 +37,7 @@ class Engine:
         self.deliver = []
         self.tickets = []
 
-    def submit(self, prompt, params, *, deliver, namespace, retention, breakpoints, reading):
+    def submit(self, prompt, deliver):
         if len(self.tickets) == self.taken:
             raise BadRequest("no more", "prompt")
         self.deliver.append(deliver)
@@ -55,7 +54,7 @@ def run(play, *, prompts=1, limit=100, engine=None):
 
     async def main():
         with HttpRequest(limit, Arrivals()) as request:
-            await asyncio.to_thread(request.submit, engine, [[1]] * prompts, SamplingParams())
+            await asyncio.to_thread(request.submit, [[1]] * prompts, engine.submit)
             await play(request, engine)
 
     asyncio.run(main())
@@ -216,7 +215,7 @@ def test_readers_of_long_queues_alternate():
 
     async def take(name, engine, together):
         with HttpRequest(8, Arrivals()) as request:
-            await asyncio.to_thread(request.submit, engine, [[1]], SamplingParams())
+            await asyncio.to_thread(request.submit, [[1]], engine.submit)
             for number in range(1000):
                 engine.deliver[-1](piece(number))
             engine.deliver[-1](DONE)
@@ -256,7 +255,7 @@ def test_a_prompt_being_submitted_when_the_request_ends_is_cancelled(prompts):
     async def main():
         async def send():
             with HttpRequest(100, Arrivals()) as request:
-                await asyncio.to_thread(request.submit, engine, [[1]] * prompts, SamplingParams())
+                await asyncio.to_thread(request.submit, [[1]] * prompts, engine.submit)
 
         task = asyncio.create_task(send())
         await asyncio.to_thread(entered.wait, 10)
@@ -284,7 +283,7 @@ def test_a_failure_during_submission_cancels_all_prompts():
 
     async def main():
         with HttpRequest(100, Arrivals()) as request:
-            launching = asyncio.create_task(asyncio.to_thread(request.submit, engine, [[1]] * 4, SamplingParams()))
+            launching = asyncio.create_task(asyncio.to_thread(request.submit, [[1]] * 4, engine.submit))
             await asyncio.to_thread(entered.wait, 10)
             engine.deliver[0](Failed(failure))
             await settle()
@@ -321,7 +320,7 @@ def test_a_prompt_may_be_submitted_while_the_drain_looks_at_those_before_it():
     async def main():
         engine = Slow()
         with HttpRequest(100, Arrivals()) as request:
-            submitting = asyncio.create_task(asyncio.to_thread(request.submit, engine, [[1]] * 3, SamplingParams()))
+            submitting = asyncio.create_task(asyncio.to_thread(request.submit, [[1]] * 3, engine.submit))
             while not request._tickets:
                 await asyncio.sleep(0)
             request.refuse_if_queued()

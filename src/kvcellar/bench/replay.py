@@ -23,12 +23,12 @@ from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.engine.scheduler import Scheduled
 from kvcellar.layout import Layout
+from kvcellar.messages import Submission
 from kvcellar.plan import Batch, Plan
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Plane, Recurrent, StatePlane
-from kvcellar.text.output import Output, Stops
 
 STEP_TOKENS = 512
 CHUNK = 16  # tokens of a node of the clairvoyant cache
@@ -194,9 +194,9 @@ class Replay:
 
 def _completion(prompt: Sequence[int]) -> Completion:
     params = SamplingParams(temperature=0.0)
-    request = Request(tuple(prompt), params, lambda event: None)
+    request = Request(Submission(number=0, prompt=tuple(prompt), params=params), lambda event: None)
     sampler = Sampler(request.params, seed=0, index=0, prompt_ids=(), vocab_size=1, end_ids=frozenset())
-    return Completion(request, sampler, Output(None, Stops(())), list(prompt))
+    return Completion(request, sampler, list(prompt))
 
 
 # -- others ------------------------------------------------------------------------------------------------------------

@@ -138,10 +138,6 @@ class LoadedEngine(Engine):
         params: SamplingParams,
         *,
         deliver: Callable[[Event], None],
-        session: int | None = None,
-        checkpoint_positions: Sequence[int] | None = None,
-        breakpoints: Sequence[int] = (),
-        namespace: str = "",
         **how: Unpack[SubmitOptions],
     ) -> Ticket:
         stream, watch, loop = prompt_ids[0], self.watch, self._loop
@@ -150,16 +146,7 @@ class LoadedEngine(Engine):
             watch.delivered(stream, event, loop.steps)
             deliver(event)
 
-        return super().submit(
-            prompt_ids,
-            params,
-            deliver=watched,
-            session=session,
-            checkpoint_positions=checkpoint_positions,
-            breakpoints=breakpoints,
-            namespace=namespace,
-            **how,
-        )
+        return super().submit(prompt_ids, params, deliver=watched, **how)
 
 
 def serve_load(extent: Extent, directory: Path) -> Found:

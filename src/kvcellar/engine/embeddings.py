@@ -8,10 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from kvcellar.engine.batches import together
-from kvcellar.engine.request import HowOptions
+from kvcellar.engine.request import HowOptions, SubmitOptions
 from kvcellar.engine.result import Collector, Ticket
 from kvcellar.errors import BadRequest, EngineClosed
 from kvcellar.events import Event
@@ -38,8 +38,7 @@ class Host(Protocol):
         params: SamplingParams,
         *,
         deliver: Callable[[Event], None],
-        namespace: str = "",
-        **how: Any,
+        **how: Unpack[SubmitOptions],
     ) -> Ticket: ...
 
 
@@ -134,14 +133,13 @@ class Embeddings:
         ids: Sequence[int],
         *,
         deliver: Callable[[Event], None],
-        namespace: str = "",
-        **how: Unpack[HowOptions],
+        **how: Unpack[SubmitOptions],
     ) -> Ticket:
         """As `Engine.submit`: one `Embedded`, then `Finished` and `Done`."""
         self.check()
         assert not isinstance(self._pooling, str)
-        mode = self._pooling.mode
-        return self._engine.submit(ids, PARAMS, deliver=deliver, namespace=namespace, pooling=mode, **how)
+        how["pooling"] = self._pooling.mode
+        return self._engine.submit(ids, PARAMS, deliver=deliver, **how)
 
     def vector(
         self, pooled: Sequence[float], dimensions: int | None = None, *, normalised: bool | None = None

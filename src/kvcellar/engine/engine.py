@@ -31,6 +31,7 @@ from kvcellar.engine.stats import EngineStats, model_card, stats
 from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, Overloaded, shown
 from kvcellar.events import Event, Usage
+from kvcellar.messages import Submission
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
@@ -171,10 +172,6 @@ class Engine:
         params: SamplingParams,
         *,
         deliver: Callable[[Event], None],
-        session: int | None = None,
-        checkpoint_positions: Sequence[int] | None = None,
-        breakpoints: Sequence[int] = (),
-        namespace: str = "",
         **how: Unpack[SubmitOptions],
     ) -> Ticket:
         """Submit a request, and return at once. `deliver` is called with every event, on the engine's thread; it must
@@ -187,34 +184,35 @@ class Engine:
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
-        params, deliver = arguments.parameters(params), arguments.receiver(deliver)
-        session = arguments.session_number(session)
-        namespace = arguments.namespace_name(namespace)
-        prompt = self._built.intake.prompt(prompt_ids, params)
-        chat = self._built.intake.chat(namespace, prompt)
-        positions = self._built.intake.borders(prompt, chat)
-        if checkpoint_positions is not None:
-            positions = arguments.positions(checkpoint_positions, len(prompt))
-        if breakpoints:
+        params, deliver, intake = arguments.parameters(params), arguments.receiver(deliver), self._built.intake
+        session = arguments.session_number(how.get("session"))
+        namespace = arguments.namespace_name(how.get("namespace", ""))
+        prompt = intake.prompt(prompt_ids, params)
+        chat = intake.chat(namespace, prompt)
+        positions = intake.borders(prompt, chat)
+        if (given := how.get("checkpoint_positions")) is not None:
+            positions = arguments.positions(given, len(prompt))
+        if breakpoints := how.get("breakpoints", ()):
             positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
-        kept = arguments.retention_options(how.get("retention"))
+        retention = arguments.retention_options(how.get("retention"))
         if self._loop.backlog >= self._built.settings.max_waiting:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
-        request = self._built.intake.submit(
-            prompt,
-            params,
-            deliver,
-            self._loop.submit,
-            session=session,
-            positions=positions,
+        submission = Submission(
+            number=self._loop.number(),
+            prompt=prompt,
+            params=params,
             namespace=namespace,
-            retention=kept,
+            checkpoint_positions=positions,
+            retention=retention,
             adapter=how.get("adapter"),
+            session=session,
             pooling=how.get("pooling"),
-            reply=how.get("reading"),
-            chat=chat,
+            rewrite=chat.rewrite if chat is not None else None,
         )
-        return Ticket(lambda: self._loop.cancel(request), lambda: request.admitted is not None)
+        cancel, stop = partial(self._loop.cancel, submission.number), partial(self._loop.stop, submission.number)
+        processor = intake.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, cancel=cancel)
+        request = intake.submit(submission, processor.receive, self._loop.submit)
+        return Ticket(cancel, lambda: request.admitted is not None)
 
     @overload
     def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
@@ -355,18 +353,12 @@ class Engine:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def start(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        session: int | None = None,
-        checkpoint_positions: Sequence[int] | None = None,
-        **how: Unpack[HowOptions],
+        self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
     ) -> tuple[Collector, Ticket]:
         """Submit a request whose result the caller waits for."""
         self._loop.check_caller()
         collector = Collector(params.n)
-        submit = partial(self.submit, ids, params, deliver=collector.deliver, session=session)
-        return collector, submit(checkpoint_positions=checkpoint_positions, **how)
+        return collector, self.submit(ids, params, deliver=collector.deliver, **how)
 
     def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
         return Session(self, self._loop, self._sessions, dialogue, arguments.retention_options(retention))

@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcellar.engine.arguments import namespace_name, prompt_ids
-from kvcellar.engine.prompt_reading import PoolingMode
+from kvcellar.engine.output_processor import OutputProcessor
 from kvcellar.engine.request import Completion, Request, fresh_seed
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong
 from kvcellar.events import Event
 from kvcellar.layout import Layout
-from kvcellar.retention import RetentionOptions
+from kvcellar.messages import EngineEvent, Submission
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.sample.sampler import Sampler
 from kvcellar.text.meter import caps_for
@@ -68,32 +68,20 @@ class Intake:
 
     def submit(
         self,
-        prompt: tuple[int, ...],
-        params: SamplingParams,
-        deliver: Callable[[Event], None],
+        submission: Submission,
+        deliver: Callable[[EngineEvent], None],
         take_in: Callable[[Request, Completion], None],
-        *,
-        session: int | None,
-        positions: tuple[int, ...],
-        namespace: str,
-        retention: RetentionOptions,
-        adapter: str | None,
-        pooling: PoolingMode | None,
-        reply: ReplyReading | None,
-        chat: Known | None,
     ) -> Request:
-        """Make a request of checked arguments, take the memory that it holds until it is over, and pass it to `take_in`
-        with its first completion. After an error, which is raised, it holds nothing. `chat` is what is known of the
-        prompt."""
+        """Make a request, take the memory that it holds until it is over, and pass it to `take_in` with its first
+        completion. After an error, which is raised, it holds nothing."""
+        params = submission.params
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        size, use, request = self.prompts.take(len(prompt), params.n, scores), None, None
+        size, use, request = self.prompts.take(len(submission.prompt), params.n, scores), None, None
         try:
-            if (adapter, self.adapters.default) != (None, None):
-                use = self.adapters.take(adapter)
-            rewrite = None if chat is None else chat.rewrite
-            owned = (session, positions, namespace, retention, rewrite, use, pooling, reply)
-            request = Request(prompt, params, deliver, *owned)
-            request.on_done = partial(self.ended, request, size, chat)
+            if (submission.adapter, self.adapters.default) != (None, None):
+                use = self.adapters.take(submission.adapter)
+            request = Request(submission, deliver, use)
+            request.on_done = partial(self.ended, request, size)
             take_in(request, self.completion(request, fresh_seed() if params.seed is None else params.seed))
         except BaseException:
             if request is None or request.claim():
@@ -103,6 +91,23 @@ class Intake:
                 request.unreachable = True
             raise
         return request
+
+    def processor(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        deliver: Callable[[Event], None],
+        reading: ReplyReading | None,
+        chat: Known | None,
+        *,
+        stop: Callable[[int], None],
+        cancel: Callable[[], None],
+    ) -> OutputProcessor:
+        """What makes the text of a request. `reading`: how its answers are read; `chat`: what is known of its prompt,
+        whose replies are known from then on. `stop` and `cancel` as `OutputProcessor` has them."""
+        replays, output = self.codec.replays, partial(self.codec.output, Stops(params.stop), prompt, reading)
+        replied = partial(replays.replied, chat.key) if replays is not None and chat is not None else None
+        return OutputProcessor(params, output, deliver, stop=stop, cancel=cancel, replied=replied)
 
     def chat(self, namespace: str, prompt: Sequence[int]) -> Known | None:
         """What is known of the chat whose prompt this is."""
@@ -122,7 +127,7 @@ class Intake:
         """The completion of `request` that prefills its prompt. Compiles its constraint: see `Grammars.matcher`."""
         matcher, owner = None, request.retention.owner
         if (constraint := request.params.constraint) is not None:
-            matcher = self.grammars.matcher(constraint, owner=owner, namespace=request.namespace)
+            matcher = self.grammars.matcher(constraint, owner=owner, namespace=request.submission.namespace)
         sampler = Sampler(
             request.params,
             seed=seed,
@@ -133,7 +138,7 @@ class Intake:
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
             matcher=matcher,
         )
-        return self._completion(request, sampler, request.prompt)
+        return Completion(request, sampler, list(request.prompt))
 
     def siblings(self, completion: Completion, most: int) -> list[Completion]:
         """The next outputs, up to `most`, of a request whose prompt `completion` has prefilled; none if it has drawn a
@@ -141,26 +146,16 @@ class Intake:
         request = completion.request
         first = len(request.completions)
         missing = range(first, min(request.params.n, first + most)) if not completion.sampler.produced else ()
-        return [self._completion(request, completion.sampler.fork(index), completion.tokens) for index in missing]
+        return [Completion(request, completion.sampler.fork(index), list(completion.tokens)) for index in missing]
 
-    def _completion(self, request: Request, sampler: Sampler, tokens: Sequence[int]) -> Completion:
-        output = self.codec.output(request.stops, request.prompt, request.reply)
-        return Completion(request, sampler, output, list(tokens))
-
-    def ended(self, request: Request, size: int, chat: Known | None) -> None:
-        """A request is over, whose prompt took `size` bytes: its replies are known from now on. Runs on the engine's
-        thread: costs O(new tokens), and waits for no thread that reads text."""
+    def ended(self, request: Request, size: int) -> None:
+        """A request is over, whose prompt took `size` bytes. Runs on the engine's thread."""
         self.prompts.give(size)
         if request.adapter is not None:
             self.adapters.give(request.adapter)
         for completion in request.completions:
             if completion.sampler.matcher is not None:
                 completion.sampler.matcher.close()
-        if (replays := self.codec.replays) is None or chat is None:
-            return
-        for completion in request.completions:
-            if not completion.dropped:
-                replays.replied(chat.key, completion.tokens[len(request.prompt) :])
 
     def _check_padding(self, prompt: Sequence[int]) -> None:
         """Raise `BadRequest` for a prompt that contains the padding token.

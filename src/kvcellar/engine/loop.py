@@ -70,7 +70,7 @@ class Loop:
         self._requests: dict[int, Request] = {}
         self._failures = Failures(manager, scheduler)
         self.last = LastRequests()
-        self._arrivals = count()
+        self._arrivals = count()  # numbers of requests
         self._stalled = False  # all waiting completions wait for what is read back
         self._paused = False  # the last turn returned after how many seconds to look at them again
         self._looked = False  # the last step was made because nothing was awaited any more
@@ -144,11 +144,14 @@ class Loop:
             self.ending.close()
         return True
 
+    def number(self) -> int:
+        """Of the next request to be submitted: its place in the order of arrival."""
+        return next(self._arrivals)
+
     def submit(self, request: Request, completion: Completion) -> None:
         def take_in() -> None:
             if not request.claim():
                 return
-            request.number = next(self._arrivals)
             request.completions.append(completion)
             self._requests[request.number] = request
             self.scheduler.enqueue(completion)
@@ -156,17 +159,34 @@ class Loop:
 
         self.post(lambda: self._guard("taking in the request", request, take_in))
 
-    def cancel(self, request: Request) -> None:
-        """End all its completions. No effect on a request that is done."""
+    def cancel(self, number: int) -> None:
+        """End all completions of a request. No effect on one that is done."""
+
+        def end() -> None:
+            if (request := self._requests.get(number)) is not None:
+                self._cancel(request)
+
         with suppress(EngineClosed):
-            self.post(lambda: self._cancel(request))
+            self.post(end)
+
+    def stop(self, number: int, choice: int) -> None:
+        """End one completion of a request, whose text has ended. No effect on one that is done."""
+
+        def end() -> None:
+            request = self._requests.get(number)
+            for completion in request.completions if request is not None else ():
+                if completion.sampler.index == choice and completion.status is not Status.DONE:
+                    self.end(completion, "stop")
+
+        with suppress(EngineClosed):
+            self.post(end)
 
     def end_session(self, session: int) -> None:
         """Cancel the requests of a session."""
 
         def end() -> None:
             for completion in [*self.scheduler.running, *self.scheduler.waiting]:
-                if completion.request.session == session:
+                if completion.request.submission.session == session:
                     self._cancel(completion.request)
 
         with suppress(EngineClosed):

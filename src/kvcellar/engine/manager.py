@@ -197,7 +197,7 @@ class SequenceManager:
         key = waiting.key if waiting is not None else completion.text_key
         self._publish_needed(request.space, key)
         seq = next(self._numbers)
-        marks, most = request.checkpoint_positions, completion.reusable
+        marks, most = request.submission.checkpoint_positions, completion.reusable
         prefix = self.prefixes.restore(seq, request.space, key, marks, request.retention, most=most)
         self._running[seq] = completion, prefix
         completion.seq, completion.computed = seq, prefix.restored
@@ -223,7 +223,7 @@ class SequenceManager:
             read = waiting.fetch.read_back if waiting is not None and waiting.fetch is not None else ReadBack()
             most = completion.reusable if request.prompt_reading is not None else None
             recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner, most=most)
-            if (rewrite := request.rewrite) is not None:
+            if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall
 

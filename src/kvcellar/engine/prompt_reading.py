@@ -12,12 +12,11 @@ Always true of a reading:
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Embedded, PromptScored, TokenLogprob
-
-PoolingMode = Literal["last", "mean"]
+from kvcellar.messages import PoolingMode
 
 
 class PromptLogprobs:

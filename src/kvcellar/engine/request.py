@@ -20,28 +20,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, TypedDict, cast
 
-from kvcellar.engine.prompt_reading import Pooled, PoolingMode, PromptLogprobs, PromptReading, to_read
-from kvcellar.events import (
-    Delta,
-    Done,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Recall,
-    Rewrite,
-    Speculation,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
+from kvcellar.engine.prompt_reading import Pooled, PromptLogprobs, PromptReading, to_read
+from kvcellar.events import Done, Failed, FinishReason, Recall, Speculation, Timings, TokenLogprob, Usage
+from kvcellar.messages import Drawn, Ended, EngineEvent, PoolingMode, Submission
 from kvcellar.prefix.node import key_of
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import with_adapter
 from kvcellar.spans import Span
-from kvcellar.text.output import Output, Stops
 from kvcellar.text.replies.reading import ReplyReading
 
 
@@ -55,8 +42,13 @@ class HowOptions(TypedDict, total=False):
 
 
 class SubmitOptions(HowOptions, total=False):
-    """`pooling`: the request ends with its prompt, and gives its hidden states, pooled that way."""
+    """What `Engine.submit` says of each. `pooling`: the request ends with its prompt, and gives its hidden states,
+    pooled that way."""
 
+    namespace: str
+    session: int | None
+    checkpoint_positions: Sequence[int] | None
+    breakpoints: Sequence[int]
     pooling: PoolingMode | None
 
 
@@ -104,27 +96,15 @@ NEXT = {
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One submission. `number` is its place in the order of arrival, set on the engine's thread. `session` is the
-    number of its session. `checkpoint_positions` are positions of the prompt, ascending, from which later requests may
-    resume. It shares memory with the requests of its `namespace` and its adapter only: these of its `space`.
-    `retention` is how what it uses and computes is kept, `reply` how its answers are read."""
+    """One submission. It shares memory with the requests of its namespace and its adapter only: these of its
+    `space`."""
 
-    prompt: tuple[int, ...]
-    params: SamplingParams
-    deliver: Callable[[Event], None]
-    session: int | None = None
-    checkpoint_positions: tuple[int, ...] = ()
-    namespace: str = ""
-    retention: RetentionOptions = NO_OPTIONS
-    rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
+    submission: Submission
+    deliver: Callable[[EngineEvent], None]
     adapter: AdapterUse | None = None
-    pooling: PoolingMode | None = None
-    reply: ReplyReading | None = None
     prompt_reading: PromptReading | None = field(init=False, default=None)  # None: nothing is read of it
     key: bytes = field(init=False)  # of the prompt, in the prefix tree
     space: str = field(init=False)
-    stops: Stops = field(init=False)  # shared by its completions
-    number: int = -1
     completions: list["Completion"] = field(default_factory=list["Completion"])
     cached: int = 0  # tokens of the prompt that were taken from memory at admission
     recall: Recall | None = None
@@ -149,14 +129,29 @@ class Request:
         return True
 
     def __post_init__(self) -> None:
-        self.stops = Stops(self.params.stop)
-        self.key = key_of(self.prompt)
-        if self.pooling is not None:
-            self.prompt_reading = Pooled(self.prompt, self.pooling)
+        self.key, namespace, pooling = key_of(self.prompt), self.submission.namespace, self.submission.pooling
+        if pooling is not None:
+            self.prompt_reading = Pooled(self.prompt, pooling)
         elif self.params.prompt_logprobs is not None:
             self.prompt_reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
         digest = self.adapter.digest if self.adapter is not None else ""
-        self.space = with_adapter(self.namespace, digest) if digest else self.namespace
+        self.space = with_adapter(namespace, digest) if digest else namespace
+
+    @property
+    def number(self) -> int:
+        return self.submission.number
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.submission.prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.submission.params
+
+    @property
+    def retention(self) -> RetentionOptions:
+        return self.submission.retention
 
     def depths(self) -> dict[int, int]:
         """By index of each output that was made: how many earlier ones are not over."""
@@ -166,7 +161,7 @@ class Request:
             depth += completion.status is not Status.DONE
         return found
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: EngineEvent) -> None:
         if self.done or self.unreachable:
             return
         try:
@@ -220,7 +215,6 @@ class Completion:
 
     request: Request
     sampler: Sampler
-    output: Output
     tokens: list[int]
     status: Status = Status.WAITING
     seq: int | None = None
@@ -257,7 +251,7 @@ class Completion:
     @property
     def draws(self) -> bool:
         """Does it go on behind its prompt?"""
-        return self.request.pooling is None and self.request.params.max_tokens != 0
+        return self.request.submission.pooling is None and self.request.params.max_tokens != 0
 
     @property
     def reads(self) -> bool:
@@ -321,18 +315,10 @@ class Completion:
 
     def takes(self, tokens: Sequence[int], context: int) -> int:
         """How many of the next tokens, in order, it accepts: those up to the first that ends it. Changes nothing."""
-        output = self.output.copy() if len(tokens) > 1 and self.output.may_end else None
         for count, token in enumerate(tokens[:-1], start=1):
-            if output is not None:
-                output.push(token, may_stop=self._may_stop(count))
-            met = output is not None and output.over
-            if met or self.sampler.ends_with(token) or self._full(count, context):
+            if self.sampler.ends_with(token) or self._full(count, context):
                 return count
         return len(tokens)
-
-    def _may_stop(self, count: int) -> bool:
-        """May a stop string that is complete with the next `count` tokens end it?"""
-        return self.sampler.produced + count >= self.request.params.min_tokens
 
     def _full(self, count: int, context: int) -> bool:
         """Does it end with the next `count` tokens because no more of them are allowed?"""
@@ -341,45 +327,31 @@ class Completion:
         return at_end or self.sampler.produced + count == params.max_tokens
 
     def accept(self, drawn: Sequence[Token], context: int) -> Accepted:
-        """Append drawn tokens in order, as many as it takes, and emit them as one `Delta`. `tokens` has all of these,
-        too, if that raises; those before the one at fault are emitted."""
+        """Append drawn tokens in order, as many as it takes, and emit them as one `Drawn`."""
         request = self.request
         now = time.perf_counter()
         request.first_token = request.first_token or now
         request.last_token = now
         drawn = drawn[: self.takes([token for token, _ in drawn], context)]
-        may_stop = [self._may_stop(count) for count in range(1, len(drawn) + 1)]
         ends, full = self.sampler.ends_with(drawn[-1][0]), self._full(len(drawn), context)
-        texts = drawn[:-1] if ends else drawn
         for token, _ in drawn:
             self.sampler.accept(token)
-        self.tokens += (token for token, _ in texts)
-        pushed = list[str]()
-        try:
-            for (token, _), may in zip(texts, may_stop, strict=False):
-                pushed.append(self.output.push(token, may_stop=may))
-        finally:
-            self._emit("".join(pushed), texts[: len(pushed)])
-        if ends or self.output.over:
+        kept = drawn[:-1] if ends else drawn
+        if kept:
+            ids = tuple(token for token, _ in kept)
+            self.tokens += ids
+            logprobs = tuple(logprob for _, logprob in kept if logprob is not None)
+            wanted = request.params.logprobs is not None
+            request.emit(Drawn(self.sampler.index, ids, logprobs if wanted else None, request.cached))
+        if ends:
             return Accepted(len(drawn), "stop")
         return Accepted(len(drawn), "length" if full else None)
 
-    def _emit(self, text: str, tokens: Sequence[Token] = ()) -> None:
-        pieces, reasoning = self.output.told()
-        if text or tokens or pieces:
-            logprobs = tuple(logprob for _, logprob in tokens if logprob is not None)
-            wanted = self.request.params.logprobs is not None
-            ids = tuple(token for token, _ in tokens)
-            index, shown, cached = self.sampler.index, logprobs if wanted else None, self.request.cached
-            self.request.emit(Delta(index, text, ids, shown, cached, pieces, reasoning))
-
     def finish(self, reason: FinishReason) -> None:
-        """Emit the text that was held back, and `Finished`; after the last completion of the request, `Done`."""
+        """Emit `Ended`; after the last completion of the request, `Done`."""
         self.become(Status.DONE)
         self.request.outcome = reason
-        self._emit(self.output.flush())
-        scored = self.request.params.logprobs is not None
-        self.request.emit(Finished(self.sampler.index, "stop" if self.output.met else reason, self.output.met, scored))
+        self.request.emit(Ended(self.sampler.index, reason, self.sampler.produced))
         if all(completion.status is Status.DONE for completion in self.request.completions):
             self.request.conclude()
 

@@ -322,8 +322,8 @@ class Runner:
             reason = result.completion.accept(drawn, self._context).reason if drawn else None
             return reason or result.error
         except Exception as error:
-            log.exception("a token could not be delivered")
-            return _failure("delivering a token", error)
+            log.exception("a token could not be accepted")
+            return _failure("accepting a token", error)
 
 
 def _inputs(scheduled: Sequence[Scheduled], chains: Mapping[Completion, Chain]) -> tuple[list[int], list[int]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue, Prompt
-from kvcellar.engine.request import HowOptions
+from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest
@@ -42,12 +42,7 @@ class Host(Protocol):
     def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
     def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams: ...
     def start(
-        self,
-        ids: Sequence[int],
-        params: SamplingParams,
-        session: int,
-        checkpoint_positions: Sequence[int],
-        **how: Unpack[HowOptions],
+        self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
     ) -> tuple[Collector, Ticket]: ...
 
 
@@ -142,8 +137,9 @@ class Session:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt = self._prompt(text, params)
             positions = self._dialogue.checkpoint_positions(prompt.ids)
-            how = HowOptions(retention=self._retention, adapter=self._dialogue.adapter)
-            collector, ticket = self._engine.start(prompt.ids, prompt.params, self._number, positions, **how)
+            how = SubmitOptions(retention=self._retention, adapter=self._dialogue.adapter, session=self._number)
+            how["checkpoint_positions"] = positions
+            collector, ticket = self._engine.start(prompt.ids, prompt.params, **how)
             try:
                 yield collector
                 yield from collector.deltas()

@@ -10,16 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvcellar.engine.embeddings import PARAMS
+from kvcellar.engine.request import SubmitOptions
 from kvcellar.events import Embedded as Pooled
-from kvcellar.events import Event
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.body import RequestBody
 from kvcellar.serve.embedding_fields import (
     Embedded,
@@ -37,7 +34,6 @@ from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive, sent_ke
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
-from kvcellar.serve.protocols import ServedEngine, Ticket
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.retained import allowed
 from kvcellar.serve.sending import send_json
@@ -114,11 +110,11 @@ class EmbeddingHandler:
         with ExitStack() as stack:
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
-            target = cast(ServedEngine, _Submitting(engine))
+            how = SubmitOptions(namespace=prepared.namespace, retention=prepared.retention, adapter=engine.adapter)
 
             def submit() -> None:
                 with naming_fields({"prompt": prepared.request.field}):
-                    request.submit(target, group, PARAMS, prepared.namespace, prepared.retention)
+                    request.submit(group, lambda ids, to: engine.embeddings.submit(ids, deliver=to, **how))
 
             await server.drain.run_before(server.threads.run(RequestBody(server.bodies), submit))
             while not request.finished:
@@ -126,23 +122,3 @@ class EmbeddingHandler:
                 log.count([(start + number, event) for number, event in batch])
                 found.update((number, event.vector) for number, event in batch if isinstance(event, Pooled))
         return [found[number] for number in range(len(group))]
-
-
-@dataclass(frozen=True, slots=True)
-class _Submitting:
-    """Submits prompts as an engine does, to be embedded."""
-
-    engine: NamedEngine
-
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        deliver: Callable[[Event], None],
-        namespace: str = "",
-        retention: RetentionOptions | None = None,
-        **_: Any,
-    ) -> Ticket:
-        found, adapter = self.engine.embeddings, self.engine.adapter
-        return found.submit(prompt_ids, deliver=deliver, namespace=namespace, retention=retention, adapter=adapter)

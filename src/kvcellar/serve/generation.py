@@ -15,6 +15,7 @@ from itertools import islice
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from kvcellar.engine.request import SubmitOptions
 from kvcellar.serve.api_errors import api_error, shutting_down
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import ChatRequest, Json, Prepared
@@ -96,15 +97,9 @@ class GenerationHandler:
                     log.set_prompts(prompts)
                     log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name
                     retention = allowed(prepared.retention, scope, server.settings)
-                    request.submit(
-                        engine,
-                        prompts,
-                        prepared.params,
-                        prepared.namespace,
-                        retention,
-                        breakpoints=prepared.breakpoints,
-                        reading=prepared.reading,
-                    )
+                    how = SubmitOptions(namespace=prepared.namespace, retention=retention, reading=prepared.reading)
+                    how["breakpoints"] = prepared.breakpoints
+                    request.submit(prompts, lambda ids, to: engine.submit(ids, prepared.params, deliver=to, **how))
                 return read.writer, prepared, _kept(read, turn) if body.long else 0
 
             _, (writer, prepared, kept) = await server.drain.run_before(use.run(submit))

@@ -11,21 +11,19 @@ Always true, on the event loop:
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
 from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed, Finished
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError, shutting_down
 from kvcellar.serve.arrivals import Arrivals
-from kvcellar.serve.protocols import ServedEngine, Ticket
-from kvcellar.text.replies.reading import ReplyReading
+from kvcellar.serve.protocols import Ticket
 
 Batch = list[tuple[int, Event]]  # number of the prompt, event
+Submit = Callable[[Sequence[int], Callable[[Event], None]], Ticket]  # a prompt, and what is called with its events
 
 NEVER = float("inf")
 BATCH = 64  # events returned at once; then other tasks of the event loop run
@@ -50,18 +48,8 @@ class HttpRequest:
         self._cancelled = False  # nothing is submitted any more
         self._ended = False
 
-    def submit(
-        self,
-        engine: ServedEngine,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        namespace: str = "",
-        retention: RetentionOptions = NO_OPTIONS,
-        breakpoints: Sequence[int] = (),
-        reading: ReplyReading | None = None,
-    ) -> None:
-        """Submit all prompts, which share memory with others of `namespace` only. Raises what the engine's `submit`
-        raises, which ends the request.
+    def submit(self, prompts: Sequence[Sequence[int]], submit: Submit) -> None:
+        """Submit all prompts. Raises what `submit` raises, which ends the request.
 
         Not for the event loop, because it checks long prompts. The request may end meanwhile.
         """
@@ -72,15 +60,7 @@ class HttpRequest:
         for number, prompt in enumerate(prompts):
             if self._cancelled:
                 return
-            ticket = engine.submit(
-                prompt,
-                params,
-                deliver=partial(self._receive, number),
-                namespace=namespace,
-                retention=retention,
-                breakpoints=breakpoints,
-                reading=reading,
-            )
+            ticket = submit(prompt, partial(self._receive, number))
             with self._lock:
                 self._tickets[number] = ticket
                 if not self._cancelled:

@@ -7,13 +7,12 @@ from typing import Any, Unpack
 
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.replies import ServedReplies
+from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
-from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.protocols import ServedCache, ServedEmbeddings, ServedEngine, ServedModel, Ticket
-from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.template import RenderOptions
 
 
@@ -110,20 +109,8 @@ class NamedEngine:
         params: SamplingParams,
         *,
         deliver: Callable[[Event], None],
-        namespace: str = "",
-        retention: RetentionOptions | None = None,
-        adapter: str | None = None,
-        breakpoints: Sequence[int] = (),
-        reading: ReplyReading | None = None,
+        **how: Unpack[SubmitOptions],
     ) -> Ticket:
-        use = self._variant.adapter if adapter is None else adapter
-        return self._engine.submit(
-            prompt_ids,
-            params,
-            deliver=deliver,
-            namespace=namespace,
-            retention=retention,
-            adapter=use,
-            breakpoints=breakpoints,
-            reading=reading,
-        )
+        if how.get("adapter") is None:
+            how["adapter"] = self._variant.adapter
+        return self._engine.submit(prompt_ids, params, deliver=deliver, **how)

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.replies import ServedReplies
+from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Event
-from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
-from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.template import RenderOptions
 
 if TYPE_CHECKING:
@@ -98,9 +97,7 @@ class ServedEmbeddings(Protocol):
         ids: Sequence[int],
         *,
         deliver: Callable[[Event], None],
-        namespace: str = "",
-        retention: RetentionOptions | None = None,
-        adapter: str | None = None,
+        **how: Unpack[SubmitOptions],
     ) -> Ticket:
         """One `Embedded`, then `Finished` and `Done`. Raises what `ServedEngine.submit` raises."""
         ...
@@ -167,11 +164,7 @@ class ServedEngine(Protocol):
         params: SamplingParams,
         *,
         deliver: Callable[[Event], None],
-        namespace: str = "",
-        retention: RetentionOptions | None = None,
-        adapter: str | None = None,
-        breakpoints: Sequence[int] = (),
-        reading: ReplyReading | None = None,
+        **how: Unpack[SubmitOptions],
     ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...

@@ -24,7 +24,6 @@ longest. That does not depend on how the text is divided into pushes. Always tru
 import codecs
 from array import array
 from collections.abc import Mapping, Sequence
-from copy import copy
 from enum import Enum
 from typing import Any, Protocol
 
@@ -42,13 +41,7 @@ class Output:
 
     def __init__(self, stream: "TextStream | None", stops: "Stops") -> None:
         self._stream, self._stops = stream, StopFinder(stops)
-        self._may_end = bool(stops.tables)
         self.met: str | None = None
-
-    @property
-    def may_end(self) -> bool:
-        """Can its text end the completion?"""
-        return self._may_end
 
     @property
     def over(self) -> bool:
@@ -75,20 +68,12 @@ class Output:
         final, self.met = self._stops.push(text)
         return final
 
-    def copy(self) -> "Output":
-        """Another output of the same text so far."""
-        other = copy(self)
-        other._stream = self._stream.copy() if self._stream is not None else None
-        other._stops = self._stops.copy()
-        return other
-
 
 class TextStream(Protocol):
     """Detokenizes one completion. `push` returns the text that is final; `flush` returns the rest, and is the end."""
 
     def push(self, token: int) -> str: ...
     def flush(self) -> str: ...
-    def copy(self) -> "TextStream": ...
     def check(self) -> None: ...
 
 
@@ -119,11 +104,6 @@ class ByteStream:
 
     def flush(self) -> str:
         return self._reader.decode(b"", final=True)
-
-    def copy(self) -> "ByteStream":
-        other = copy(self)
-        other._reader = _copied(self._reader, "replace")
-        return other
 
     def check(self) -> None:
         """Assert what is always true."""
@@ -207,12 +187,6 @@ class LocalStream:
         self._run.clear()
         self._bytes.clear()
 
-    def copy(self) -> "LocalStream":
-        other = copy(self)
-        other._run, other._bytes = self._run[:], self._bytes[:]
-        other._reader = _copied(self._reader, "strict")
-        return other
-
     def check(self) -> None:
         """Assert what is always true."""
         assert len(self._run) == len(self._bytes) < LONG_RUN + 3
@@ -236,20 +210,8 @@ class WholeStream:
         self._ids.clear()
         return text
 
-    def copy(self) -> "WholeStream":
-        other = copy(self)
-        other._ids = self._ids[:]
-        return other
-
     def check(self) -> None:
         """Nothing to assert."""
-
-
-def _copied(reader: codecs.IncrementalDecoder, errors: str) -> codecs.IncrementalDecoder:
-    """Another UTF-8 decoder that holds the same bytes back."""
-    other = codecs.getincrementaldecoder("utf-8")(errors)
-    other.setstate(reader.getstate())
-    return other
 
 
 class Stops:
@@ -301,11 +263,6 @@ class StopFinder:
         self._over = True
         held, self._held = self._held, ""
         return held
-
-    def copy(self) -> "StopFinder":
-        other = copy(self)
-        other._matches = [copy(match) for match in self._matches]
-        return other
 
     def check(self) -> None:
         """Assert what is always true."""

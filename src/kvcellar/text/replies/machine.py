@@ -64,11 +64,6 @@ class Machine:
         return self._thought.open if self._thought is not None and self.reasons else None
 
     @property
-    def may_end(self) -> bool:
-        """Can what is read end the answer?"""
-        return self._outline.tools is not None and not self._outline.parallel
-
-    @property
     def outside(self) -> bool:
         """Is the text that follows content?"""
         return self._mode is _Mode.CONTENT

@@ -26,10 +26,6 @@ class ReadOutput(Output):
         self._reasoning = 0  # tokens of it that were not told
 
     @property
-    def may_end(self) -> bool:
-        return self._may_end or self._machine.may_end
-
-    @property
     def over(self) -> bool:
         return self.met is not None or self._machine.over
 
@@ -55,13 +51,6 @@ class ReadOutput(Output):
         pieces = [*self._last(self._read.flush()), *self._machine.end()]
         text = self._shown(pieces, may_stop=True)
         return text if self.met is not None else text + self._withheld()
-
-    def copy(self) -> "ReadOutput":
-        other = super().copy()
-        assert isinstance(other, ReadOutput)
-        other._read, other._machine = self._read.copy(), self._machine.copy()
-        other._pieces = []
-        return other
 
     def _last(self, text: str) -> list[Piece]:
         """The pieces of the text that a stream held back."""

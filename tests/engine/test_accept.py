@@ -48,7 +48,8 @@ def given(
     """What is delivered of a completion, and what it and its sampling state are afterwards."""
     events: list[Event] = []
     stopped: list[int] = []
-    params, ways = SamplingParams(**{"temperature": 0.0, **how}), {"stop": stopped.append, "cancel": lambda: None}
+    params = SamplingParams(**{"temperature": 0.0, **how})
+    ways: Any = {"stop": lambda choice, tokens: stopped.append(choice), "fail": lambda error: None}
     processor = engine._built.intake.processor((5, 6, 7), params, events.append, None, None, **ways)
     request = Request(Submission(number=0, prompt=(5, 6, 7), params=params), processor.receive)
     completion: Completion = engine._built.intake.completion(request, seed=1)

@@ -203,6 +203,20 @@ def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one_before_it():
     assert over[1] <= 6 < over[0]
 
 
+def test_a_short_prompt_does_not_wait_for_one_of_two_long_ones_before_it():
+    world = World({"causal": Causal()}, {"causal": 5000}, step_tokens=32)
+    long = [Ask(at=0, prompt=2000, max_tokens=1), Ask(at=1, prompt=2000, max_tokens=1)]
+    over = turns_of(world, [*long, Ask(at=4, prompt=12, max_tokens=1)])
+    assert over[2] <= 8 < over[0]
+
+
+def test_all_outputs_of_a_request_begin_while_long_prompts_are_computed_beside_a_stream():
+    world = World({"causal": Causal()}, {"causal": 8000}, max_sequences=16, step_tokens=64, gap=0.1, drawn=0.004)
+    long = [Ask(at=4, prompt=2000, max_tokens=1), Ask(at=5, prompt=2000, max_tokens=1)]
+    over = turns_of(world, [Ask(at=0, prompt=3, max_tokens=400), *long, Ask(at=20, prompt=20, max_tokens=10, n=8)])
+    assert over[3] <= 50 < over[1]
+
+
 @pytest.mark.parametrize("owner", ["", "another"])
 def test_a_request_does_not_wait_for_the_many_outputs_of_one_before_it(owner):
     world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=4, step_tokens=32)

@@ -174,7 +174,7 @@ class Small:
                 world.submit(self.arrived, self.ASKS[self.arrived])
                 self.arrived += 1
             case ["cancel", at]:
-                world.loop.cancel(world.requests[int(at)])
+                world.loop.cancel(world.requests[int(at)].number)
             case ["lose"]:
                 self.tier.remove([entry.snapshot.key for entry in self.tier.entries()][:1])
             case ["fail"]:

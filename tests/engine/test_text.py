@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar import EngineFailed
 from kvcellar.engine.stats import stats as stats_of
 from kvcellar.sample.params import SamplingParams
-from kvcellar.text.output import _Table
+from kvcellar.text.output import ByteStream, _Table
 from tests.engine.mixes import Ear, assert_at_rest, judge, small_engine
 from tests.engine.spoken import Spoken
 from tests.zoo import reference_logits
@@ -94,6 +95,33 @@ def test_a_stop_string_that_memory_or_length_completes_counts(spoken):
 def test_one_stop_string_may_be_said_without_a_list(spoken):
     script = spoken.bytewise("abcd")
     assert spoken.say(script, stop="c").text == spoken.say(script, stop=["c"]).text == "ab"
+
+
+def test_the_engine_draws_no_more_when_a_text_has_ended(spoken):
+    """A stop string ends the completion in the engine, too, which remembers what was told."""
+    loop = spoken.engine._loop
+    before = loop.steps
+    result = spoken.say(spoken.bytewise("abcd" * 20), stop="cd", max_tokens=80)
+    assert (result.text, result.finish_reason) == ("ab", "stop")
+    assert loop.steps - before <= 6
+    last = next(iter(loop.last))
+    assert (last.usage, last.outcome, last.text) == (result.usage, "stop", ((spoken.first,), result.token_ids))
+
+
+def test_an_error_of_a_text_ends_its_request_and_frees_what_it_had(spoken, monkeypatch):
+    script, push = spoken.bytewise("abx" * 20), ByteStream.push
+
+    def broken(stream: ByteStream, token: int) -> str:
+        if token == script[2]:
+            raise UnicodeError("a tokenizer that cannot read its own token")
+        return push(stream, token)
+
+    monkeypatch.setattr(ByteStream, "push", broken)
+    with pytest.raises(EngineFailed, match="cannot read its own token"):
+        spoken.say(script, n=2, max_tokens=60)
+    assert next(iter(spoken.engine._loop.last)).outcome == "EngineFailed"
+    assert_at_rest(spoken.engine)
+    assert spoken.say(script[:2]).text == "ab"
 
 
 # -- ends -------------------------------------------------------------------------------------------------------------

@@ -209,10 +209,10 @@ class Engine:
             pooling=how.get("pooling"),
             rewrite=chat.rewrite if chat is not None else None,
         )
-        cancel, stop = partial(self._loop.cancel, submission.number), partial(self._loop.stop, submission.number)
-        processor = intake.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, cancel=cancel)
+        stop, fail = partial(self._loop.stop, submission.number), partial(self._loop.fail, submission.number)
+        processor = intake.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
         request = intake.submit(submission, processor.receive, self._loop.submit)
-        return Ticket(cancel, lambda: request.admitted is not None)
+        return Ticket(partial(self._loop.cancel, submission.number), lambda: request.admitted is not None)
 
     @overload
     def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]

@@ -100,14 +100,14 @@ class Intake:
         reading: ReplyReading | None,
         chat: Known | None,
         *,
-        stop: Callable[[int], None],
-        cancel: Callable[[], None],
+        stop: Callable[[int, int], None],
+        fail: Callable[[Exception], None],
     ) -> OutputProcessor:
         """What makes the text of a request. `reading`: how its answers are read; `chat`: what is known of its prompt,
-        whose replies are known from then on. `stop` and `cancel` as `OutputProcessor` has them."""
+        whose replies are known from then on. `stop` and `fail` as `OutputProcessor` has them."""
         replays, output = self.codec.replays, partial(self.codec.output, Stops(params.stop), prompt, reading)
         replied = partial(replays.replied, chat.key) if replays is not None and chat is not None else None
-        return OutputProcessor(params, output, deliver, stop=stop, cancel=cancel, replied=replied)
+        return OutputProcessor(params, output, deliver, stop=stop, fail=fail, replied=replied)
 
     def chat(self, namespace: str, prompt: Sequence[int]) -> Known | None:
         """What is known of the chat whose prompt this is."""

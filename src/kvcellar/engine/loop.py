@@ -169,14 +169,30 @@ class Loop:
         with suppress(EngineClosed):
             self.post(end)
 
-    def stop(self, number: int, choice: int) -> None:
-        """End one completion of a request, whose text has ended. No effect on one that is done."""
+    def stop(self, number: int, choice: int, tokens: int) -> None:
+        """End one completion of a request, whose text has ended with so many of its tokens. No effect on one that is
+        done, but for what is counted."""
 
         def end() -> None:
             request = self._requests.get(number)
             for completion in request.completions if request is not None else ():
-                if completion.sampler.index == choice and completion.status is not Status.DONE:
-                    self.end(completion, "stop")
+                if completion.sampler.index == choice:
+                    completion.told = tokens
+                    if completion.status is not Status.DONE:
+                        self.end(completion, "stop")
+
+        with suppress(EngineClosed):
+            self.post(end)
+
+    def fail(self, number: int, error: Exception) -> None:
+        """End a request with an error. No effect on one that is done."""
+
+        def end() -> None:
+            request = self._requests.get(number)
+            for completion in request.completions if request is not None else ():
+                if completion.status is not Status.DONE:
+                    self.end(completion, error)  # and with it the others
+                    break
 
         with suppress(EngineClosed):
             self.post(end)
@@ -399,7 +415,9 @@ class Loop:
     def siblings(self, completion: Completion, others: int) -> Sequence[Completion]:
         """The next outputs of a request whose prompt is computed, as many as there are sequences for beside so many
         `others` that the same step starts."""
-        return self._siblings(completion, max(0, self.scheduler.spare() - others))
+        made = self._siblings(completion, self.scheduler.spare(others))
+        self.scheduler.started(len(made))
+        return made
 
     def _cancel(self, request: Request) -> None:
         def end() -> None:

@@ -36,16 +36,17 @@ class OutputProcessor:
         output: Callable[[], Output],
         deliver: Callable[[Event], None],
         *,
-        stop: Callable[[int], None],
-        cancel: Callable[[], None],
+        stop: Callable[[int, int], None],
+        fail: Callable[[Exception], None],
         replied: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """`output` makes that of a choice. `stop` tells the engine that a choice has ended, `cancel` that all have:
-        both return at once. `replied` gets the tokens of each choice when the request is over."""
+        """`output` makes that of a choice. `stop` tells the engine that a choice has ended, and with how many tokens,
+        `fail` that the request has: both return at once. `replied` gets the tokens of each choice when it is over."""
         self._params, self._output, self._deliver = params, output, deliver
-        self._stop, self._cancel, self._replied = stop, cancel, replied
+        self._stop, self._fail, self._replied = stop, fail, replied
         self._choices: dict[int, _Choice] = {}
         self._cached = 0
+        self._error: Exception | None = None  # of the text
         self._over = False
 
     def receive(self, event: EngineEvent) -> None:
@@ -54,15 +55,17 @@ class OutputProcessor:
         match event:
             case _ if self._over:
                 pass
+            case Drawn() | Ended() if self._error is not None:
+                pass
             case Drawn() | Ended():
                 self._go_on(event)
-            case Done():
+            case Done() if self._error is None:
                 self._conclude()
                 count = sum(choice.count for choice in self._choices.values())
                 self._deliver(replace(event, usage=replace(event.usage, completion_tokens=count)))
-            case Failed():
+            case Done() | Failed():
                 self._conclude()
-                self._deliver(event)
+                self._deliver(event if self._error is None else Failed(self._error))
             case _:
                 self._deliver(event)
 
@@ -74,11 +77,11 @@ class OutputProcessor:
             if choice.over:
                 return
             events = self._added(choice, event) if isinstance(event, Drawn) else self._ended(choice, event)
-        except Exception as error:
+        except BaseException as error:  # a panic of a tokenizer, too
             log.exception("the text of a token could not be made")
-            events = [Failed(EngineFailed(f"making the text of a token failed with {type(error).__name__}: {error}"))]
-            self._conclude()
-            self._cancel()
+            self._error = EngineFailed(f"making the text of a token failed with {type(error).__name__}: {error}")
+            self._fail(self._error)
+            return
         for made in events:
             self._deliver(made)
 
@@ -93,7 +96,7 @@ class OutputProcessor:
         shown = logprobs[:count] if logprobs is not None else None
         events = self._delta(choice, event.choice, "".join(texts), event.token_ids[:count], shown)
         if output.over:
-            self._stop(event.choice)
+            self._stop(event.choice, choice.count)
             events += self._rest(choice, Ended(event.choice, "stop", choice.count))
         return events
 

@@ -187,7 +187,7 @@ class Request:
             on_done()
 
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), self.cached, sum(completion.sampler.produced for completion in self.completions))
+        return Usage(len(self.prompt), self.cached, sum(completion.counted for completion in self.completions))
 
     def timings(self) -> Timings:
         now = time.perf_counter()
@@ -220,6 +220,7 @@ class Completion:
     seq: int | None = None
     computed: int = 0  # tokens in memory
     dropped: int = 0  # tokens that context shifts dropped: `tokens` does not contain them
+    told: int | None = None  # drawn tokens up to the end of its text; None: all, as far as is known
     shifts: list[tuple[int, list[int]]] = field(default_factory=list[tuple[int, list[int]]])  # those in memory
 
     @property
@@ -233,6 +234,11 @@ class Completion:
         if self.dropped:
             return key_of(self.tokens)
         return self.request.key + key_of(self.tokens[len(self.request.prompt) :])
+
+    @property
+    def counted(self) -> int:
+        """Drawn tokens, without those behind the end of its text."""
+        return self.sampler.produced if self.told is None else self.told
 
     @property
     def uncomputed(self) -> int:
@@ -351,7 +357,7 @@ class Completion:
         """Emit `Ended`; after the last completion of the request, `Done`."""
         self.become(Status.DONE)
         self.request.outcome = reason
-        self.request.emit(Ended(self.sampler.index, reason, self.sampler.produced))
+        self.request.emit(Ended(self.sampler.index, reason, self.counted))
         if all(completion.status is Status.DONE for completion in self.request.completions):
             self.request.conclude()
 

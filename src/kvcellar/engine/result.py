@@ -285,7 +285,7 @@ class LastRequests:
     def add(self, request: Request) -> None:
         """A request is done. Costs the tokens of its reply."""
         first = next((one for one in request.completions if not one.dropped), None)
-        reply = tuple(first.tokens[len(request.prompt) :]) if first is not None else ()
+        reply = tuple(first.tokens[len(request.prompt) :][: first.told]) if first is not None else ()
         self._all.append(
             Ended(
                 *(request.number, time.time(), request.outcome, request.usage(), request.timings()),

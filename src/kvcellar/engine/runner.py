@@ -7,7 +7,7 @@ Always true:
   * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
     a step of its own; a completion whose own step raises ends its request. Where memory is missing, `CacheFull` is
     raised instead, and no request ends;
-  * an error while a token is emitted ends the request of its completion and no other;
+  * an error while a token is accepted ends the request of its completion and no other;
   * `recent` has the last steps that did not raise, `RECENT` at most, with rising numbers.
 """
 
@@ -270,13 +270,14 @@ class Runner:
         return [result for row in rows for result in self._draw([row], logits)]
 
     def _judged(self, completion: Completion, verified: Verified) -> Result:
-        """What a completion takes of its tokens."""
+        """What a completion takes of its tokens. An error behind some of them is met again in the next step: their text
+        may have ended the completion by then."""
         if not verified.drawn:
             return Result(completion, verified, 0, late=True)
         error = verified.drawn[-1].error
         tokens = [one.token_id for one in verified.drawn if one.error is None]
         takes = completion.takes(tokens, self._context) if tokens else 0
-        return Result(completion, verified, takes, error if takes == len(tokens) else None)
+        return Result(completion, verified, takes, None if tokens else error)
 
     # -- after the commit ---------------------------------------------------------------------------------------
 

@@ -197,12 +197,23 @@ class Chunks:
 
 
 class _Step:
-    """A step that is being filled. `rows` are its tokens and drafts. `left` is what is left of its token budget, from
-    which the last token of a prompt takes `last`; so it may be less than 0."""
+    """A step that is being filled. `rows` are its tokens and drafts. `left` is what is left of its token budget. Beside
+    streams (`limit`), the last token of a prompt takes `last` of it, and so does each other output that may begin
+    behind it; so `left` may be less than 0."""
 
     def __init__(self, budget: int) -> None:
         self._scheduled: dict[int, Scheduled] = {}  # by identity of the completion
-        self.rows, self.drafts, self.left, self.last = 0, 0, budget, 1
+        self._starts: dict[int, int] = {}  # likewise: the other outputs of its request that may begin
+        self.rows, self.drafts, self.left, self._last, self._sequences = 0, 0, budget, 0, 0
+
+    def limit(self, tokens: int, last: int, sequences: int) -> None:
+        """Beside streams there are so many tokens for prompts, and so many sequences are free."""
+        self.left, self._last, self._sequences = min(self.left, tokens), last, sequences
+
+    @property
+    def starts(self) -> int | None:
+        """How many outputs may begin, beside the first of each prompt; None: any number."""
+        return sum(self._starts.values()) if self._last else None
 
     @property
     def scheduled(self) -> list[Scheduled]:
@@ -213,11 +224,19 @@ class _Step:
         before = self._scheduled.get(id(completion))
         if before is not None:
             self._count(before, -1)
-        self._put(Scheduled(completion, tokens) if before is None else before._replace(tokens=before.tokens + tokens))
+        made = Scheduled(completion, tokens) if before is None else before._replace(tokens=before.tokens + tokens)
+        self._put(made)
+        if made.ends and self._last:
+            request = completion.request
+            missing = 0 if completion.sampler.produced else request.params.n - len(request.completions)
+            room = min(max(0, self.left) // self._last, max(0, self._sequences - sum(self._starts.values())))
+            self._starts[id(completion)] = starts = min(missing, room)
+            self.left -= starts * self._last
 
     def remove(self, completion: Completion) -> None:
         if (found := self._scheduled.pop(id(completion), None)) is not None:
             self._count(found, -1)
+            self.left += self._starts.pop(id(completion), 0) * self._last
 
     def draft(self, completion: Completion, drafts: int) -> None:
         """Give a completion that takes part so many drafts."""
@@ -232,7 +251,7 @@ class _Step:
     def _count(self, scheduled: Scheduled, sign: int) -> None:
         self.rows += sign * scheduled.rows
         self.drafts += sign * scheduled.drafts
-        self.left -= sign * (scheduled.rows + (self.last - 1 if scheduled.ends else 0))
+        self.left -= sign * (scheduled.rows + (self._last - 1 if scheduled.ends and self._last else 0))
 
     def tokens_of(self, completion: Completion) -> int:
         found = self._scheduled.get(id(completion))
@@ -266,7 +285,7 @@ class Scheduler:
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
         self._ready = 0  # waiting ones that lacked a sequence, or a place in the step, when the last one was scheduled
-        self._starts = max_sequences  # outputs that may begin in the last scheduled step beside the first of a prompt
+        self._starts = 0  # outputs that may begin in the last scheduled step beside the first of a prompt
         self.preemptions = 0
         self.current: Completion | None = None
 
@@ -298,10 +317,14 @@ class Scheduler:
                 completion.become(Status.WAITING)
             self.enqueue(completion)
 
-    def spare(self) -> int:
-        """How many sequences are left beside those for waiting completions that lack nothing else, and may begin in
-        the step that was scheduled last."""
-        return max(0, min(self._max_sequences - len(self.running) - self._ready, self._starts))
+    def spare(self, others: int) -> int:
+        """How many more outputs may begin in the step that was scheduled last, for which sequences are left beside
+        those for so many `others`, and for waiting completions that lack nothing else."""
+        return max(0, min(self._max_sequences - len(self.running) - self._ready - others, self._starts))
+
+    def started(self, outputs: int) -> None:
+        """So many outputs begin in the step, beside the first of their prompt."""
+        self._starts -= outputs
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -317,8 +340,8 @@ class Scheduler:
         beside = self._chunks if step.rows else None
         if beside is not None:
             prompts = len(self.running) - len(step.scheduled) + min(len(self.waiting), self._max_sequences)
-            step.left = min(step.left, beside.tokens(prompts, step.rows))
-            step.last = beside.last
+            tokens = beside.tokens(prompts, step.rows)
+            step.limit(tokens, beside.last, self._max_sequences - len(self.running))
         self._add_prompts(step, stuck)
         if not stuck:
             self._admit_waiting(step)
@@ -329,7 +352,7 @@ class Scheduler:
             stuck += [one for one in self.running if one not in late]
             if late and not stuck:
                 late[0].await_mask(MASK_SECONDS)  # there is nothing else to compute
-        self._starts = max(0, step.left) // step.last if beside is not None else self._max_sequences
+        self._starts = self._max_sequences if step.starts is None else step.starts
         return [self._shortened(one) for one in step.scheduled], stuck
 
     def stepped(self, scheduled: Sequence[Scheduled], prompts: int, seconds: float) -> None:
@@ -359,14 +382,18 @@ class Scheduler:
 
     def _add_prompts(self, step: _Step, stuck: list[Completion]) -> None:
         """Schedule chunks of running prompts: the one that ranks first has at least half of what is left where others
-        need the rest, and those with few tokens left come before those with many."""
+        need the rest. Of that the other running ones leave half to waiting ones, where these need it; those with few
+        tokens left come before those with many."""
         prompts = self._ranked(one for one in self.running if one.status is Status.PREFILL)
-        others = sum(one.uncomputed for one in prompts[1:]) + sum(one.uncomputed for one in self.waiting[:PASSED])
-        shares = {id(one): step.left - min(others, step.left // 2) for one in prompts[:1]}
+        waiting = sum(one.uncomputed for one in self.waiting[:PASSED])
+        others = sum(one.uncomputed for one in prompts[1:]) + waiting
+        kept = min(others, step.left // 2)
         for completion in (*prompts[:1], *sorted(prompts[1:], key=lambda one: one.uncomputed)):
             self.current = completion
-            if step.left > 0 and not self._add(completion, step, shares.get(id(completion), step.left)):
+            if step.left > kept and not self._add(completion, step, step.left - kept):
                 stuck.append(completion)
+            if completion is prompts[0]:
+                kept = min(waiting, step.left // 2)
 
     def _add(self, completion: Completion, step: _Step, most: int) -> bool:
         """Schedule up to `most` tokens of `completion`, as many as fit, unless it is late or preempted. False if it

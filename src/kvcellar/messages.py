@@ -1,7 +1,7 @@
 """messages: what an engine is told and what it tells, as frozen records. An engine knows tokens only: what has text is
 in `events`.
 
-Always true: requests are named by numbers, so that whoever has sent one needs no object of the engine to stop it.
+Always true: requests are named by numbers, so that a sender needs no object of the engine to stop one.
 """
 
 from dataclasses import dataclass

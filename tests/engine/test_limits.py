@@ -178,7 +178,9 @@ def test_padding_is_not_drawn_where_it_could_not_be_read(ends_with):
             for answer in engine.generate([5, 6, 7], ignore_eos=True, **how, **more).choices:
                 assert 1 not in answer.token_ids
                 assert (len(answer.token_ids), answer.finish_reason) == (12, "length")
-        ended = engine.generate([5, 6, 7], **how)  # where it is the end of a text it is never read, and ends the answer
+        ended = engine.generate(
+            [5, 6, 7], temperature=0, **how
+        )  # where it is the end of a text it is never read, and ends the answer
         assert (len(ended.token_ids), ended.finish_reason) == ((0, "stop") if ends_with == 1 else (12, "length"))
 
 

@@ -10,6 +10,7 @@ from kvcellar.engine.stats import stats as stats_of
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.output import ByteStream, _Table
 from tests.engine.mixes import Ear, assert_at_rest, judge, small_engine
+from tests.engine.speculating import Oracle, speculates
 from tests.engine.spoken import Spoken
 from tests.zoo import reference_logits
 
@@ -97,11 +98,15 @@ def test_one_stop_string_may_be_said_without_a_list(spoken):
     assert spoken.say(script, stop="c").text == spoken.say(script, stop=["c"]).text == "ab"
 
 
-def test_the_engine_draws_no_more_when_a_text_has_ended(spoken):
-    """A stop string ends the completion in the engine, too, which remembers what was told."""
-    loop = spoken.engine._loop
+@pytest.mark.parametrize("drafts", [0, 6])
+def test_the_engine_draws_no_more_when_a_text_has_ended(spoken, drafts):
+    """A stop string ends the completion in the engine, too, which remembers what was told, also where drafts behind the
+    stop string were accepted with it."""
+    loop, script = spoken.engine._loop, spoken.bytewise("abcd" * 20)
     before = loop.steps
-    result = spoken.say(spoken.bytewise("abcd" * 20), stop="cd", max_tokens=80)
+    speculates(spoken.engine, Oracle([(spoken.first, *script)], drafts) if drafts else None, depth=drafts)
+    result = spoken.say(script, stop="cd", max_tokens=80)
+    speculates(spoken.engine, None)
     assert (result.text, result.finish_reason) == ("ab", "stop")
     assert loop.steps - before <= 6
     last = next(iter(loop.last))

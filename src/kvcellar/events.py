@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
+PoolingMode = Literal["last", "mean"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,16 @@ class Embedded:
     """The hidden states of the prompt, pooled: [H] in float32, not normalised."""
 
     vector: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """How a model makes an embedding of hidden states. `sizes` are the numbers of dimensions that one may be cut to:
+    those that are listed, any (None), or none (empty)."""
+
+    mode: PoolingMode
+    normalised: bool
+    sizes: frozenset[int] | None = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

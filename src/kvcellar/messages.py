@@ -5,13 +5,10 @@ Always true: requests are named by numbers, so that a sender needs no object of 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
-from kvcellar.events import Done, Embedded, Failed, FinishReason, PromptScored, Rewrite, TokenLogprob
+from kvcellar.events import Done, Embedded, Failed, FinishReason, PoolingMode, PromptScored, Rewrite, TokenLogprob
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
-
-PoolingMode = Literal["last", "mean"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +25,11 @@ class Submission:
     session: int | None = None  # the number of its session
     pooling: PoolingMode | None = None  # it ends with its prompt, and gives its hidden states, pooled that way
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request begins to run: the first event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,4 +51,4 @@ class Ended:
     tokens: int
 
 
-EngineEvent = PromptScored | Embedded | Drawn | Ended | Done | Failed
+EngineEvent = Admitted | PromptScored | Embedded | Drawn | Ended | Done | Failed

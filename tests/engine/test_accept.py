@@ -50,7 +50,7 @@ def given(
     stopped: list[int] = []
     params = SamplingParams(**{"temperature": 0.0, **how})
     ways: Any = {"stop": lambda choice, tokens: stopped.append(choice), "fail": lambda error: None}
-    processor = engine._built.intake.processor((5, 6, 7), params, events.append, None, None, **ways)
+    processor = engine._requests.processor((5, 6, 7), params, events.append, None, None, **ways)
     request = Request(Submission(number=0, prompt=(5, 6, 7), params=params), processor.receive)
     completion: Completion = engine._built.intake.completion(request, seed=1)
     request.completions.append(completion)

@@ -36,7 +36,7 @@ def test_sessions_and_chats_find_all_tokens_of_their_replies(tmp_path: Path) -> 
         exact, again = engine.render(session.messages), engine.render(session.messages, replay=False)
         assert exact != again
         assert engine.decode(exact) == engine.decode(again)
-        replays = engine._built.intake.codec.replays
+        replays = engine._codec.replays
         assert replays is not None
         replays.check()
 
@@ -83,7 +83,7 @@ def test_the_engine_goes_on_while_others_hold_what_is_known_of_chats(
     plain = replay.prompt_key
     monkeypatch.setattr(replay, "prompt_key", lambda *key: (hashed.append(threading.get_ident()), plain(*key))[1])
     with chat_engine(tmp_path, "llama", record="off") as engine:
-        prompt, replays = engine.render([user("Who?")]), engine._built.intake.codec.replays
+        prompt, replays = engine.render([user("Who?")]), engine._codec.replays
         assert replays is not None
         threads, held, ended = list[int](), Event(), Semaphore(0)
 

@@ -7,7 +7,8 @@ import pytest
 from kvcellar import BadRequest, Engine, PromptTooLong
 from kvcellar.engine.prompt_rows import PromptRows
 from kvcellar.errors import ScoresNotNumbers
-from kvcellar.models.pooling import Pooling, pooling_of
+from kvcellar.events import Pooling
+from kvcellar.models.pooling import pooling_of
 from tests.engine.embedding_models import END, expected, saved, written
 from tests.engine.mixes import assert_at_rest
 
@@ -25,7 +26,7 @@ def near(found, wanted):
 def test_they_are_those_of_transformers_in_any_chunks(tmp_path, name, mode, record):
     network = saved(tmp_path / "m", name, mode=mode)
     with Engine(tmp_path / "m", step_tokens=7, record=record, **SMALL) as engine:
-        end = engine._built.intake.codec.encode(END, special=False)
+        end = engine._codec.encode(END, special=False)
         for text, found in zip(TEXTS, engine.embeddings.of(TEXTS), strict=True):
             ids = engine.encode(text)
             assert ids[-1:] == end, "the end token was not appended"

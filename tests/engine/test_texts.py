@@ -42,7 +42,7 @@ TOO_LONG = {
 def test_what_cannot_fit_is_refused_without_being_tokenized(engine, ask, monkeypatch) -> None:
     if engine.model.has_chat is False and "messages" in ask.__code__.co_names:
         pytest.skip("the model has no template")
-    words = engine._built.intake.codec._tokenizer
+    words = engine._codec._tokenizer
     monkeypatch.setattr(words, "_tokenizer", None)
     with pytest.raises(PromptTooLong) as refused:
         ask(engine)
@@ -50,7 +50,7 @@ def test_what_cannot_fit_is_refused_without_being_tokenized(engine, ask, monkeyp
 
 
 def test_a_text_of_the_longest_tokens_is_taken(engine) -> None:
-    longest = engine._built.intake.codec._tokenizer.bound.characters
+    longest = engine._codec._tokenizer.bound.characters
     blanks = (" " * longest + "\n") * (CONTEXT // 2 - 1)  # one token is for the beginning of the text, and one is drawn
     assert engine.generate(blanks, max_tokens=1).usage.prompt_tokens == CONTEXT - 1
 

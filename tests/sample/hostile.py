@@ -15,7 +15,7 @@ from kvcellar import BadRequest, Constraint
 from kvcellar.sample.compiling import STACK
 from kvcellar.sample.depth import MAX_GROUPS, of_lark, of_schema
 from kvcellar.sample.grammars import MAX_LEVELS
-from tests.sample.languages import COLUMNS, END, grammars, tokenizer
+from tests.sample.languages import COLUMNS, END, grammars, words
 
 FAR = 1990  # nearly as many properties and definitions as a schema may have
 MARGIN = 4
@@ -130,7 +130,7 @@ def _levels(name: str, source: str) -> int:
 
 def allowed() -> None:
     """The largest of each kind that is within the bound."""
-    reader = LLTokenizer(tokenizer().to_json(), n_vocab=COLUMNS, eos_token=[END], slices=[])
+    reader = LLTokenizer(words().to_str(), n_vocab=COLUMNS, eos_token=[END], slices=[])
     mask = np.zeros(-(-COLUMNS // 32), np.int32)
     for name, make in (*SCHEMAS.items(), *LARK.items()):
         source = make(_largest(name, make))

@@ -56,15 +56,19 @@ LANGUAGES = st.recursive(
 
 
 @cache
-def tokenizer() -> TextTokenizer:
+def words() -> Tokenizer:
     made = Tokenizer(models.BPE({word: index for index, word in enumerate(WORDS)}, []))
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<start>", special=True)])
-    return TextTokenizer(made, end_ids=[END])
+    return made
+
+
+def tokenizer() -> TextTokenizer:
+    return TextTokenizer(words(), end_ids=[END])
 
 
 def grammars() -> Grammars:
-    return Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=[END])
+    return Grammars(words(), "", vocab_size=COLUMNS, end_ids=[END])
 
 
 def settle(matcher: Matcher, drafts: tuple[int, ...] = ()) -> None:

@@ -4,8 +4,6 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from kvcellar.sample import grammars as module
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import KEPT, Grammars
 from kvcellar.sample.matcher import Matcher
-from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, settle, tokenizer
+from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, settle, words
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,7 @@ def test_every_kind_begins_with_what_it_says(constraint, first) -> None:
 
 def test_json_has_a_space_or_an_indented_line_between_its_parts_and_none_if_it_is_compact() -> None:
     schema = {"const": [1]}
-    made = Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=[END])
+    made = Grammars(words(), "", vocab_size=COLUMNS, end_ids=[END])
     matcher = made.matcher(Constraint.json_schema(schema, compact=True))
     assert {WORDS[token] for token in allowed(matcher)} == {"["}
     assert made.matcher(Constraint.json_schema(schema)) is not None
@@ -99,15 +97,15 @@ def test_without_a_tokenizer_or_an_end_or_with_too_few_columns_a_constraint_is_r
         Grammars(None, "it is a test", vocab_size=COLUMNS, end_ids=[END]).matcher(Constraint.json_object())
     for ends in ([], [10**6]):
         with pytest.raises(BadRequest, match="needs an end-of-text token"):
-            Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=ends).matcher(Constraint.json_object())
+            Grammars(words(), "", vocab_size=COLUMNS, end_ids=ends).matcher(Constraint.json_object())
     with pytest.raises(BadRequest, match="cannot be read in the tokens of this model: vocab size too small"):
-        Grammars(tokenizer(), "", vocab_size=5, end_ids=[2]).matcher(Constraint.json_object())
+        Grammars(words(), "", vocab_size=5, end_ids=[2]).matcher(Constraint.json_object())
 
 
 def test_an_end_that_may_be_text_is_allowed_only_where_an_answer_is_complete() -> None:
     """Here the token "c" ends answers, and is no control token."""
     end = WORDS.index("c")
-    made = Grammars(tokenizer(), "", vocab_size=COLUMNS, end_ids=[end])
+    made = Grammars(words(), "", vocab_size=COLUMNS, end_ids=[end])
     matcher = made.matcher(Constraint.regex("[ac]b?"))
     assert end not in allowed(matcher)
     matcher.accept(WORDS.index("a"))
@@ -155,11 +153,14 @@ def test_an_owner_whose_grammar_is_being_compiled_takes_no_turn_of_another(monke
 
 def test_the_tokenizer_is_read_when_it_is_prepared_and_once() -> None:
     class Read:
-        vocab_size, times = tokenizer().vocab_size, 0
+        times = 0
 
-        def to_json(self) -> str:
+        def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]:
+            return words().get_vocab(with_added_tokens)
+
+        def to_str(self) -> str:
             self.times += 1
-            return tokenizer().to_json()
+            return words().to_str()
 
     source = Read()
     made = Grammars(source, "", vocab_size=COLUMNS, end_ids=[END])
@@ -182,12 +183,11 @@ def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_tokenizer(vocabulary := 3000, tmp_path)
     backend = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    source: Any = SimpleNamespace(vocab_size=vocabulary, to_json=backend.to_str)
     texts = {"text": {"type": "string", "maxLength": 12}, "word": {"type": "string", "pattern": "^[a-z]{2,6}$"}}
     schema = Constraint.json_schema({"type": "object", "properties": texts, "required": list(texts)})
 
     def start() -> Matcher:
-        return Grammars(source, "", vocab_size=vocabulary, end_ids=[vocabulary - 1]).matcher(schema)
+        return Grammars(backend, "", vocab_size=vocabulary, end_ids=[vocabulary - 1]).matcher(schema)
 
     together = start()
     monkeypatch.setattr(module, "SLICES", [])

@@ -101,7 +101,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_a_fault_is_answered_and_the_server_goes_on(
     fault: Fault, http: httpx.Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codec, wrong = engine._built.intake.codec, list[str]()
+    codec, wrong = engine._codec, list[str]()
     assert codec._tokenizer is not None
     for case in fault.cases:
         kind = {"Content-Type": "application/json"} if case.body is not None else {}

@@ -21,8 +21,10 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.intake import PromptMemory, TextCodec
+from kvcellar.engine.intake import PromptMemory
+from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.settings import Settings
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import (
     CacheFull,
     ConversationNotSaved,
@@ -532,24 +534,20 @@ PADDING = (
 
 def test_limits_of_memory_and_queue(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {"prompt": [5] * 200}
-    built, group = real._built, real._built.memory.storage.groups[0].name
-    small = {name: (layout, 100) for name, (layout, _) in built.intake.groups.items()}
-    monkeypatch.setattr(
-        real, "_built", dataclasses.replace(built, intake=dataclasses.replace(built.intake, groups=small))
-    )
+    card, group = real._client.card, real._built.memory.storage.groups[0].name
+    small, padded = dataclasses.replace(card, cells={group: 100}), dataclasses.replace(card, padding=5)
     held = f"the prompt has 200 tokens; the memory for {group} layers allows 100. Shorten the prompt"
-    assert message_of(client.post(COMPLETIONS, json=body)) == held
-    padded = dataclasses.replace(built.intake, padding=5)
-    monkeypatch.setattr(real, "_built", dataclasses.replace(built, intake=padded))
-    assert message_of(client.post(COMPLETIONS, json=body)) == PADDING
+    for changed, message in ((small, held), (padded, PADDING)):
+        with monkeypatch.context() as patch:
+            patch.setattr(real, "_requests", RequestBuilder(changed, real._codec))
+            assert message_of(client.post(COMPLETIONS, json=body)) == message
     memory = PromptMemory(1000)
-    monkeypatch.setattr(
-        real, "_built", dataclasses.replace(built, intake=dataclasses.replace(built.intake, prompts=memory))
-    )
-    assert re.fullmatch(LARGE_PROMPT.replace("SIZE", r"\d+"), message_of(client.post(COMPLETIONS, json=body)))
-    memory.taken = 1000
-    assert message_of(client.post(COMPLETIONS, json={"prompt": [5]})) == PROMPTS_FULL
-    monkeypatch.setattr(real, "_built", built)
+    with monkeypatch.context() as patch:
+        intake = dataclasses.replace(real._built.intake, prompts=memory)
+        patch.setattr(real._client, "built", dataclasses.replace(real._built, intake=intake))
+        assert re.fullmatch(LARGE_PROMPT.replace("SIZE", r"\d+"), message_of(client.post(COMPLETIONS, json=body)))
+        memory.taken = 1000
+        assert message_of(client.post(COMPLETIONS, json={"prompt": [5]})) == PROMPTS_FULL
     monkeypatch.setattr(type(real._loop), "backlog", 10**6)
     assert message_of(client.post(COMPLETIONS, json=body)) == BUSY
 
@@ -566,8 +564,8 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
     mute = TextCodec(
         None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20, replay_bytes=0
     )
-    intake = dataclasses.replace(real._built.intake, codec=mute)
-    monkeypatch.setattr(real, "_built", dataclasses.replace(real._built, intake=intake))
+    monkeypatch.setattr(real, "_codec", mute)
+    monkeypatch.setattr(real, "_requests", RequestBuilder(real._client.card, mute))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
     assert message_of(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
     assert message_of(client.post(CHAT, json=talk(USER))) == f"messages: {NO_TEXT}"
@@ -577,7 +575,7 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
 def test_a_text_that_is_too_long_to_tokenize(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(real._built.intake.codec._tokenizer, "limit", TokenizingLimit(10))
+    monkeypatch.setattr(real._codec._tokenizer, "limit", TokenizingLimit(10))
     assert message_of(client.post(COMPLETIONS, json={"prompt": "x" * 11})) == LONG_TEXT
 
 
@@ -586,7 +584,7 @@ def test_texts_that_take_too_long_to_tokenize(
 ) -> None:
     end = threading.Event()
     limit = TokenizingLimit(100)
-    monkeypatch.setattr(real._built.intake.codec._tokenizer, "limit", limit)
+    monkeypatch.setattr(real._codec._tokenizer, "limit", limit)
     monkeypatch.setattr(limit, "result", lambda size, param, _work, _patience: TokenizingLimit.result(
         limit, size, param, lambda: end.wait(300), 0.0
     ))  # fmt: skip
@@ -612,7 +610,7 @@ def test_templates(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
     template = ChatTemplate(source, TextTokenizer(byte_level())) if source else None
-    monkeypatch.setattr(real._built.intake.codec, "_template", template)
+    monkeypatch.setattr(real._codec, "_template", template)
     assert message_of(client.post(CHAT, json=talk(USER))) == message
 
 

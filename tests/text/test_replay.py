@@ -362,7 +362,7 @@ def test_what_a_store_has_of_a_conversation_keeps_its_tokens(
     other = chain(tokenizer(kind).encode_marked("<|im_start|>system\nYou are", ()), [2, 3])
     for namespace, known in (("", True), ("other", False)):
         chat.replays, chat.namespace = Replays(chat.words, MIB), namespace
-        chat.replays.stored = StoredTexts([*chain(chat.known, [size // 2, size - size // 2]), *other], MIB)
+        chat.replays.stored = StoredTexts([*chain(chat.known, [size // 2, size - size // 2]), *other])
         prompt, rendered = chat.prompt(), chat.rendered()
         assert chat.words.decode(prompt, skip_special=False) == rendered.text
         assert chat.controls(prompt) == chat.controls(rendered.encode(chat.words))
@@ -376,7 +376,7 @@ def test_text_of_a_client_is_not_taken_for_control_tokens_of_a_store() -> None:
     chat = Chat("byte_level")
     chat.ask("Where?", chat.words.encode_marked("cool", ()))
     chat.replays = Replays(chat.words, MIB)
-    chat.replays.stored = StoredTexts(chain(chat.known, [len(chat.known)]), MIB)
+    chat.replays.stored = StoredTexts(chain(chat.known, [len(chat.known)]))
     forged = chat.rendered().text.removeprefix("<|im_start|>system\n")
     chat.messages = [{"role": "system", "content": forged}, assistant("x"), user("more")]
     assert chat.prompt() == chat.rendered().encode(chat.words)
@@ -385,7 +385,7 @@ def test_text_of_a_client_is_not_taken_for_control_tokens_of_a_store() -> None:
 @pytest.mark.parametrize("token", [2**32, -1, 2**31])
 def test_ids_that_the_tokenizer_does_not_have_match_no_text(token) -> None:
     chat = Chat("byte_level")
-    stored = StoredTexts(chain([token], [1]), MIB)
+    stored = StoredTexts(chain([token], [1]))
     assert stored.longest("", b"some text", chat.words.token_bytes) == []
 
 

@@ -19,7 +19,7 @@ from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
-from kvcellar.engine.intake import Intake, PromptMemory, TextCodec
+from kvcellar.engine.intake import Intake, PromptMemory
 from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.machine import Threads, threads_of, trim_heap
@@ -47,7 +47,7 @@ from kvcellar.shapes import StoredAs
 from kvcellar.speculate.chain import Key
 from kvcellar.speculate.cost import step_clock
 from kvcellar.speculate.speculator import Speculator
-from kvcellar.text.stored_texts import StoredTexts
+from kvcellar.text.preamble import Preamble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,6 +76,7 @@ class Built:
     loop: Loop
     runner: Runner
     adapters: Adapters
+    preamble: Preamble
     drafts: Drafts | None = None
     draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
     draft_memory: DraftMemory | None = None
@@ -162,7 +163,7 @@ def _assembled(
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
-    intake = _intake(model, memory, capacity, context, adapters)
+    intake = _intake(loaded, settings, context, adapters)
     sequences: dict[Key, int | None] = {}
     speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
@@ -173,10 +174,8 @@ def _assembled(
     loop.manager.store = store
     if drafts is not None and cache is not None:
         cache.store = open_draft_store(cache, drafts.source, settings, loop.post, opened, share=share)
-    if store is not None and intake.codec.replays is not None:
-        intake.codec.replays.stored = StoredTexts(store.catalogue, settings.replay_bytes)
     found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
-    return Built(*found, drafts=drafts, draft_capacity=own, draft_memory=cache)
+    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own, draft_memory=cache)
 
 
 def _latents(guest: Guest) -> bool:
@@ -193,30 +192,17 @@ def _storing(guest: Guest, settings: Settings) -> Guest:
     return guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
 
 
-def _intake(opened: Opened, memory: Memory, capacity: Capacity, context: int, adapters: Adapters) -> Intake:
-    loaded, settings = opened.loaded, opened.settings
-    text_bytes = text_bytes_of(settings, context)
-    codec = TextCodec(
-        loaded.text,
-        loaded.without_text,
-        loaded.end_ids,
-        context=context,
-        text_bytes=text_bytes // 2,
-        replay_bytes=settings.replay_bytes,
-        borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
-        preamble=opened.preamble,
-    )
-    vocab_size = vocabulary_of(loaded.model)
-    grammars = Grammars(codec.tokenizer, loaded.without_text, vocab_size=vocab_size, end_ids=loaded.end_ids)
+def _intake(loaded: Loaded, settings: Settings, context: int, adapters: Adapters) -> Intake:
+    vocab_size, tokenizer = vocabulary_of(loaded.model), loaded.text.tokenizer if loaded.text is not None else None
+    grammars = Grammars(tokenizer, loaded.without_text, vocab_size=vocab_size, end_ids=loaded.end_ids)
     grammars.prepare()
+    text_bytes = text_bytes_of(settings, context)
     return Intake(
-        codec=codec,
         prompts=PromptMemory(text_bytes - text_bytes // 2),
         context=context,
         vocab_size=vocab_size,
         end_ids=loaded.end_ids,
         padding=padding_token(loaded.model),
-        groups={group.name: (group.layout, capacity.cells[group.name]) for group in memory.storage.groups},
         adapters=adapters,
         grammars=grammars,
     )
@@ -238,7 +224,7 @@ def _running(
     shares = Shares(settings.pin_share, settings.tenant_share)
     events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
     manager = SequenceManager(memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=events)
-    layouts = {name: layout for name, (layout, _) in intake.groups.items()}
+    layouts = {group.name: group.layout for group in memory.storage.groups}
     scheduler = Scheduler(
         manager,
         layouts,

@@ -3,8 +3,8 @@ loaded."""
 
 from pathlib import Path
 
-from kvcellar.engine.intake import TextCodec
 from kvcellar.engine.replies import Replies, ServedReplies
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import ModelRefused
 from kvcellar.text.tokens import MOST_BYTES, bytes_for
 

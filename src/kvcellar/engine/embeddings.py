@@ -8,19 +8,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, Unpack
+from typing import Protocol, Unpack
 
 from kvcellar.engine.batches import together
+from kvcellar.engine.card import ModelCard
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.request import HowOptions, SubmitOptions
 from kvcellar.engine.result import Collector, Ticket
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, EngineClosed
 from kvcellar.events import Event
 from kvcellar.sample.params import SamplingParams
-
-if TYPE_CHECKING:
-    from kvcellar.engine.build import Built
-    from kvcellar.engine.stats import ModelCard
-    from kvcellar.models.pooling import Pooling
 
 REFUSED = "model does not do embeddings"
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -30,7 +28,7 @@ class Host(Protocol):
     """What it uses of the engine."""
 
     @property
-    def model(self) -> "ModelCard": ...
+    def model(self) -> ModelCard: ...
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]: ...
     def submit(
         self,
@@ -54,13 +52,10 @@ class Embedding:
 class Embeddings:
     """Of one engine. May be used from any thread but the engine's."""
 
-    def __init__(self, engine: Callable[[], Host | None], built: "Built") -> None:
+    def __init__(self, engine: Callable[[], Host | None], client: EngineClient, codec: TextCodec) -> None:
         """`engine` is a weak reference, because an engine that nothing refers to is closed at once."""
-        from kvcellar.models.pooling import NONE, pooling_of  # imports transformers, so not at the top
-
-        self._find, self._built = engine, built
-        path = built.loaded.path
-        self._pooling: Pooling | str = NONE if path is None else pooling_of(path)
+        self._find, self._client, self._codec = engine, client, codec
+        self._pooling = client.card.pooling
 
     @property
     def _engine(self) -> Host:
@@ -79,7 +74,7 @@ class Embeddings:
         """The embeddings of texts or token ids, in order. Blocks. `dimensions`: cut to so many, of a model that was
         trained for it. Raises `BadRequest`, `PromptTooLong`, `EngineClosed`, `EngineFailed`."""
         self.check(dimensions)
-        self._built.loop.check_caller()
+        self._client.check_caller()
         if isinstance(inputs, str):
             raise BadRequest("embeddings are made of a list of texts, or of lists of token ids", "input")
         collectors: list[Collector] = []
@@ -91,7 +86,7 @@ class Embeddings:
             return collector, ticket
 
         starts = [partial(start, self.tokens(one)) for one in inputs]
-        results = together(starts, self._built.settings.max_waiting)
+        results = together(starts, self._client.card.max_waiting)
         found = zip((one.embedded for one in collectors), results, strict=True)
         return [
             Embedding(self.vector(event.vector, dimensions), one.usage.prompt_tokens, one.usage.cached_tokens)
@@ -123,7 +118,7 @@ class Embeddings:
         if len(ids) <= most or not truncate:
             return ids
         end = len(ids)
-        while isinstance(text, str) and end and ids[end - 1] in self._built.intake.codec.special_ids:
+        while isinstance(text, str) and end and ids[end - 1] in self._codec.special_ids:
             end -= 1
         behind = ids[max(end, len(ids) - most + 1) :]
         return [*ids[: most - len(behind)], *behind]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
 from kvcellar.engine.batches import together
+from kvcellar.engine.client import ThreadClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.embeddings import Embeddings
@@ -24,14 +25,15 @@ from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import HowOptions, RequestOptions, SubmitOptions, how_of, sampling_of
+from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, settings_of
-from kvcellar.engine.stats import EngineStats, model_card, stats
+from kvcellar.engine.stats import EngineStats, stats
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.engine.variants import Variants
-from kvcellar.errors import BadRequest, Overloaded, shown
+from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
-from kvcellar.messages import Submission
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.build import Built
     from kvcellar.engine.contents import Contents
     from kvcellar.engine.device import DeviceThread
+    from kvcellar.engine.loop import Loop
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
@@ -81,20 +84,21 @@ class Engine:
                 import_needed()
                 from kvcellar.engine.build import build  # imports torch, so not at the top
 
-                self._built: Built = build(model, checked, opened, thread)
-            self._loop = self._built.loop
-            self._sessions = count(1)
-            self.model = model_card(self._built)
+                client = ThreadClient(build(model, checked, opened, thread))
+            self._client, card = client, client.card
+            self._codec, self._sessions = TextCodec.of(card), count(1)
+            self._requests = RequestBuilder(card, self._codec)
+            self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
-            self.conversations: Conversations = open_conversations(self._built.settings, self.model)
-            self.adapters: Adapters = self._built.adapters  # those that requests can name
-            self.embeddings = Embeddings(weakref.ref(self), self._built)
-            self.variants = Variants(self._built)  # models of the library on this engine
-            self.replies = Replies(self._built.intake.codec)  # how answers are read: reasoning, content, calls of tools
-            opened.callback(self._loop.close)
-            self._loop.start(self._built.runner)
+            self.conversations: Conversations = open_conversations(checked, self.model)
+            self.adapters: Adapters = client.built.adapters  # those that requests can name
+            self.embeddings = Embeddings(weakref.ref(self), client, self._codec)
+            self.variants = Variants(client.built, self._codec)  # models of the library on this engine
+            self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
+            opened.callback(client.close)
+            client.start()
             # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
-            self._closing = weakref.finalize(self, self._loop.close)
+            self._closing = weakref.finalize(self, client.close)
             opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -106,12 +110,12 @@ class Engine:
     def close(self) -> None:
         """End the engine. Requests that are not done raise `EngineClosed`. Idempotent."""
         self._closing()
-        if self._loop.close():
-            self._built.intake.codec.rest()
+        if self._client.close():
+            self._codec.rest()
 
     @property
     def healthy(self) -> bool:
-        return self._loop.alive
+        return self._client.alive
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -125,21 +129,21 @@ class Engine:
             raise BadRequest(f"text is a string, not {shown(text)}", "text")
         if special is not None and not isinstance(special, bool):
             raise BadRequest(f"special is True, False or None, not {shown(special)}", "special")
-        return self._built.intake.codec.encode(text, special=special, limit=limit)
+        return self._codec.encode(text, special=special, limit=limit)
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of token ids; with `special`, special tokens are written out. Raises `BadRequest` for ids that this
         model does not have."""
         checked = arguments.tokens(ids, self.model.vocab_size, "ids")
-        return self._built.intake.codec.decode(checked, special=special)
+        return self._codec.decode(checked, special=special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._built.intake.codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
+        return self._codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
 
     def written(self, token: int) -> str:
         """The entry of a token in the vocabulary, which is not decoded, such as "Ġthe"; "" for an id without one."""
-        return self._built.intake.codec.written(arguments.token(token, self.model.vocab_size, "ids"))
+        return self._codec.written(arguments.token(token, self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -161,8 +165,7 @@ class Engine:
         With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
         otherwise they have those that the tokenizer gives their text.
         """
-        codec = self._built.intake.codec
-        return codec.render(messages, limit=limit, namespace=namespace, replay=replay, **options)
+        return self._codec.render(messages, limit=limit, namespace=namespace, replay=replay, **options)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -184,35 +187,14 @@ class Engine:
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
-        params, deliver, intake = arguments.parameters(params), arguments.receiver(deliver), self._built.intake
-        session = arguments.session_number(how.get("session"))
-        namespace = arguments.namespace_name(how.get("namespace", ""))
-        prompt = intake.prompt(prompt_ids, params)
-        chat = intake.chat(namespace, prompt)
-        positions = intake.borders(prompt, chat)
-        if (given := how.get("checkpoint_positions")) is not None:
-            positions = arguments.positions(given, len(prompt))
-        if breakpoints := how.get("breakpoints", ()):
-            positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
-        retention = arguments.retention_options(how.get("retention"))
-        if self._loop.backlog >= self._built.settings.max_waiting:
-            raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
-        submission = Submission(
-            number=self._loop.number(),
-            prompt=prompt,
-            params=params,
-            namespace=namespace,
-            checkpoint_positions=positions,
-            retention=retention,
-            adapter=how.get("adapter"),
-            session=session,
-            pooling=how.get("pooling"),
-            rewrite=chat.rewrite if chat is not None else None,
-        )
-        stop, fail = partial(self._loop.stop, submission.number), partial(self._loop.fail, submission.number)
-        processor = intake.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
-        request = intake.submit(submission, processor.receive, self._loop.submit)
-        return Ticket(partial(self._loop.cancel, submission.number), lambda: request.admitted is not None)
+        params, deliver = arguments.parameters(params), arguments.receiver(deliver)
+        client = self._client
+        submission, chat = self._requests.submission(client.number, prompt_ids, params, how)
+        number, prompt = submission.number, submission.prompt
+        stop, fail = partial(client.stop, number), partial(client.fail, number)
+        processor = self._requests.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
+        client.submit(submission, processor.receive)
+        return Ticket(partial(client.cancel, number), lambda: processor.begun)
 
     @overload
     def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
@@ -232,15 +214,15 @@ class Engine:
             return self._wait(self._ids(prompt), params, how)
         every = [self._ids(one) for one in prompt]
         for ids in every:
-            self._built.intake.prompt(ids, params)
-        return together([partial(self.start, ids, params, **how) for ids in every], self._built.settings.max_waiting)
+            self._requests.prompt(ids, params)
+        return together([partial(self.start, ids, params, **how) for ids in every], self._client.card.max_waiting)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """The completion as it is generated, with `for` or `async for`. Leaving the iteration cancels the request."""
         params, how = self.params(**sampling_of(options)), how_of(options)
 
         def submit(deliver: Callable[[Event], None]) -> Ticket:
-            self._loop.check_caller()
+            self._client.check_caller()
             return self.submit(self._ids(prompt), params, deliver=deliver, **how)
 
         return Stream(submit, params.n)
@@ -273,7 +255,7 @@ class Engine:
             with_adapter(namespace, self.adapters.digest(adapter)),
             self.params(max_tokens=1, temperature=0.0),
         )
-        self._loop.check_caller()
+        self._client.check_caller()
         collector = Collector(1)
         submit = partial(self.submit, ids, params, deliver=collector.deliver)
         ticket = submit(namespace=namespace, retention=how, adapter=adapter)
@@ -339,29 +321,35 @@ class Engine:
 
     def capacity(self) -> str:
         """What fits into the granted bytes: a line of text with the sum, and one for each part."""
-        return str(self._built.capacity) + self.adapters.sized
+        return self._client.card.capacity + self.adapters.sized
 
     @property
     def cache_bytes(self) -> int:
         """The most bytes that it takes on its device beside weights and adapters: cells, states, and the largest step,
         those of drafts included, and on a CPU what evicted prefixes may take. At most the setting of the name."""
-        built = self._built
-        drafts = built.draft_capacity.total if built.draft_capacity is not None else 0
-        host = (built.settings.host_bytes or 0) if built.guest.device.type == "cpu" else 0
-        return built.capacity.total + drafts + host
+        return self._client.card.cache_bytes
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _built(self) -> "Built":
+        """The parts of the engine, which is on a thread of this process."""
+        return self._client.built
+
+    @property
+    def _loop(self) -> "Loop":
+        return self._client.built.loop
 
     def start(
         self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
     ) -> tuple[Collector, Ticket]:
         """Submit a request whose result the caller waits for."""
-        self._loop.check_caller()
+        self._client.check_caller()
         collector = Collector(params.n)
         return collector, self.submit(ids, params, deliver=collector.deliver, **how)
 
     def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
-        return Session(self, self._loop, self._sessions, dialogue, arguments.retention_options(retention))
+        return Session(self, self._client, self._sessions, dialogue, arguments.retention_options(retention))
 
     def _wait(self, ids: Sequence[int], params: SamplingParams, how: HowOptions) -> Result:
         collector, ticket = self.start(ids, params, **how)

@@ -26,6 +26,7 @@ from kvcellar.engine.scheduler import Reuse, Scheduled
 from kvcellar.engine.shares import USUAL, Shares
 from kvcellar.engine.store import BUSY, Store
 from kvcellar.errors import NotSupported
+from kvcellar.messages import Admitted
 from kvcellar.plan import Feed
 from kvcellar.prefix.node import TOKEN, common, key_of
 from kvcellar.prefix.why import ReadBack
@@ -226,6 +227,7 @@ class SequenceManager:
             if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall
+            request.emit(Admitted())
 
     def next_end(self, completion: Completion) -> int:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint

@@ -5,9 +5,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from kvcellar.engine.card import ModelCard
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.settings import Settings, conversation_bytes
-from kvcellar.engine.stats import ModelCard
 from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.places import NoPlace, cache
 from kvcellar.tiers.archive import DiskArchive, MemoryArchive

@@ -15,12 +15,12 @@ from kvcellar.library.manifest import Manifest
 from kvcellar.library.names import LATEST
 from kvcellar.models.generation_defaults import SAMPLING
 from kvcellar.models.load import Loaded, load
+from kvcellar.text.assets import TextAssets
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvcellar.models.text_assets import TextAssets
 
 _SETTINGS = ("context", "draft_depth")  # parameters of a model that are settings of an engine
 
@@ -74,7 +74,7 @@ def as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
     return replace(loaded, name=shown_name(found), defaults=defaults, defaults_because=because, text=text)
 
 
-def with_template(text: "TextAssets", template: str) -> "TextAssets":
+def with_template(text: TextAssets, template: str) -> TextAssets:
     """With another chat template, whose answers are not read as the checkpoint says for its own."""
     own = text.response_template if template == text.chat_template else None
     return replace(text, chat_template=template, response_template=own)

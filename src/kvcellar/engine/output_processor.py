@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from kvcellar.errors import EngineFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
-from kvcellar.messages import Drawn, Ended, EngineEvent
+from kvcellar.messages import Admitted, Drawn, Ended, EngineEvent
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.output import Output
 
@@ -48,6 +48,7 @@ class OutputProcessor:
         self._cached = 0
         self._error: Exception | None = None  # of the text
         self._over = False
+        self.begun = False  # the engine computes it, or has done so
 
     def receive(self, event: EngineEvent) -> None:
         """Deliver what follows from an event. Raises what the receiver raises; an error of the text ends the request
@@ -55,6 +56,8 @@ class OutputProcessor:
         match event:
             case _ if self._over:
                 pass
+            case Admitted():
+                self.begun = True
             case Drawn() | Ended() if self._error is not None:
                 pass
             case Drawn() | Ended():

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvcellar.errors import ScoresNotNumbers
-from kvcellar.events import Embedded, PromptScored, TokenLogprob
-from kvcellar.messages import PoolingMode
+from kvcellar.events import Embedded, PoolingMode, PromptScored, TokenLogprob
 
 
 class PromptLogprobs:

@@ -20,7 +20,7 @@ from kvcellar.text.replies.tools import Tool, Tools, checked
 from kvcellar.text.template import OpeningOptions, checked_options
 
 if TYPE_CHECKING:
-    from kvcellar.engine.intake import TextCodec
+    from kvcellar.engine.text_codec import TextCodec
 
 CHOICES = ("auto", "none", "required")
 FORMATS = ("json_schema", "json_object")  # constraints of the content; others say what the model writes as a whole

@@ -14,21 +14,19 @@ computed again after an eviction. A shift drops half of the context, so this cos
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 from kvcellar.engine.arguments import prompt_ids
+from kvcellar.engine.card import ModelCard
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue, Prompt
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.result import Collector, Result, Ticket
-from kvcellar.engine.stats import ModelCard
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
-
-if TYPE_CHECKING:
-    from kvcellar.engine.loop import Loop
 
 
 class Host(Protocol):
@@ -50,10 +48,15 @@ class Session:
     """Created by `Engine.session`. In a chat, `send` takes user messages; otherwise it takes text to continue."""
 
     def __init__(
-        self, engine: Host, loop: "Loop", numbers: Iterator[int], dialogue: Dialogue, retention: RetentionOptions
+        self,
+        engine: Host,
+        client: EngineClient,
+        numbers: Iterator[int],
+        dialogue: Dialogue,
+        retention: RetentionOptions,
     ) -> None:
         """`numbers`: session numbers; takes the next one. The session owns `dialogue`. `retention` is that of turns."""
-        self._engine, self._loop, self._numbers, self._dialogue = engine, loop, numbers, dialogue
+        self._engine, self._client, self._numbers, self._dialogue = engine, client, numbers, dialogue
         self._retention = retention
         self._number = next(numbers)
         self._busy = threading.Lock()
@@ -106,7 +109,7 @@ class Session:
         """A second session that continues from here, with the same retention. What both have in common is in memory
         once."""
         with self._alone():
-            return Session(self._engine, self._loop, self._numbers, self._dialogue.copy(), self._retention)
+            return Session(self._engine, self._client, self._numbers, self._dialogue.copy(), self._retention)
 
     def rewind(self, turns: int = 1) -> None:
         """Discard the last `turns` turns."""
@@ -125,7 +128,7 @@ class Session:
     def close(self) -> None:
         """End the session. A running turn is cancelled. Idempotent."""
         self._closed = True
-        self._loop.end_session(self._number)
+        self._client.end_session(self._number)
 
     # -- inside -------------------------------------------------------------------------------------------------
 

@@ -1,36 +1,13 @@
-"""stats: what an engine serves and how it is doing, as records."""
+"""stats: how an engine is doing, as records."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from kvcellar.engine.defaults import default_sampling
-from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
     from kvcellar.engine.prefixes import Prefixes
     from kvcellar.engine.store import Store
-
-
-@dataclass(frozen=True, slots=True)
-class ModelCard:
-    """The model that is served. `mode` is how it runs: "flat" or "solo"."""
-
-    name: str
-    path: Path | None
-    architecture: str
-    context: int
-    vocab_size: int
-    dtype: str
-    device: str
-    mode: str
-    has_text: bool
-    has_chat: bool
-    default_sampling: SamplingParams
-    special_tokens: Mapping[str, str] = field(default_factory=dict[str, str])  # by role; empty without a tokenizer
-    chat_template: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,25 +136,6 @@ class EngineStats:
     @property
     def cells_cached(self) -> int:
         return sum(group.cached for group in self.groups)
-
-
-def model_card(built: "Built") -> ModelCard:
-    guest, loaded = built.guest, built.loaded
-    return ModelCard(
-        name=loaded.name,
-        path=loaded.path,
-        architecture=type(guest.model).__name__,
-        context=built.intake.context,
-        vocab_size=built.intake.vocab_size,
-        dtype=str(guest.dtype).removeprefix("torch."),
-        device=str(guest.device),
-        mode=guest.mode,
-        has_text=built.intake.codec.has_text,
-        has_chat=built.intake.codec.has_chat,
-        default_sampling=default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name),
-        special_tokens=loaded.text.special if loaded.text is not None else {},
-        chat_template=loaded.text.chat_template if loaded.text is not None else None,
-    )
 
 
 def stats(built: "Built") -> EngineStats:

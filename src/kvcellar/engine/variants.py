@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.replies import Replies, ServedReplies
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:  # imports torch
@@ -38,8 +39,8 @@ class Variant:
 class Variants:
     """Of one engine. May be called from any thread but the engine's."""
 
-    def __init__(self, built: "Built") -> None:
-        self._built = built
+    def __init__(self, built: "Built", codec: TextCodec) -> None:
+        self._built, self._codec = built, codec
 
     def open(self, model: "LibraryModel") -> Variant:
         """A model whose weights and drafts are those of the engine. Blocks while its adapter is read and tested. Raises
@@ -50,7 +51,7 @@ class Variants:
         loaded = as_created(built.base, model)
         sampling = default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name)
         template = loaded.text.chat_template if loaded.text is not None else None
-        codec = built.intake.codec.variant(loaded.text, preamble_of(model.manifest))
+        codec = self._codec.variant(loaded.text, preamble_of(model.manifest))
         render, replies = codec.render, Replies(codec)
         if not model.adapters:
             return Variant(sampling, render, replies, adapter="", template=template)

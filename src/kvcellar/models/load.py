@@ -32,10 +32,11 @@ from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.quantize.served import Coding, Served, coding_of, given, replaced
 from kvcellar.models.shared_weights import sharing_weights
-from kvcellar.models.text_assets import TextAssets, text_assets
+from kvcellar.models.text_assets import text_assets
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
 from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.progress import report
+from kvcellar.text.assets import TextAssets
 
 log = logging.getLogger("kvcellar.models")
 

@@ -5,32 +5,22 @@ accepted; a model for which anything else is listed is not an embedding model, w
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvcellar.errors import ModelRefused
+from kvcellar.events import Pooling, PoolingMode
 from kvcellar.models.config_file import read_list, read_object
 
 MODULES, POOLING = "modules.json", "1_Pooling"
 NONE = f"its directory has no {MODULES} and no {POOLING}/config.json, which say how hidden states are pooled"
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_MODES: dict[str, Literal["last", "mean"]] = {
+_MODES: dict[str, PoolingMode] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_mean_tokens": "mean",
     "lasttoken": "last",
     "mean": "mean",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """`sizes` are the numbers of dimensions that an embedding may be cut to: those that are listed, any (None), or none
-    (empty)."""
-
-    mode: Literal["last", "mean"]
-    normalised: bool
-    sizes: frozenset[int] | None = frozenset()
 
 
 def pooling_of(path: Path) -> Pooling | str:

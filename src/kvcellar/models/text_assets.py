@@ -1,27 +1,16 @@
-"""text_assets: the tokenizer and the chat template of a model directory."""
+"""text_assets: reads the tokenizer and the chat template of a model directory."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from kvcellar.errors import panics_of
+from kvcellar.text.assets import TextAssets
 from kvcellar.text.trial import check_tokenizer_file
 
 MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
 _SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
-
-
-@dataclass(frozen=True, slots=True)
-class TextAssets:
-    """What `text/` needs of a model: a `tokenizers.Tokenizer`, special tokens by role, the chat template."""
-
-    tokenizer: Any
-    special: Mapping[str, str]  # "bos_token" -> its text, and so on
-    chat_template: str | None
-    response_template: Any = None  # how the checkpoint says that answers are read, in transformers' format
 
 
 def text_assets(path: Path, config: Any) -> TextAssets | str:

@@ -49,11 +49,10 @@ SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{IN_STRING}{{1,{most}}}" for most in (*ran
 
 
 class ReadTokenizer(Protocol):
-    """What is read of a tokenizer."""
+    """What is read of a `tokenizers.Tokenizer`."""
 
-    vocab_size: int
-
-    def to_json(self) -> str: ...
+    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]: ...
+    def to_str(self) -> str: ...
 
 
 class Grammars:
@@ -133,12 +132,13 @@ class Grammars:
             reason = f"this model has no tokenizer, and so no text. The reason: {self._why_not}"
             why = f"{param} needs a tokenizer, and this model has none"
             raise BadRequest(why, param, hint=reason)
-        ends = [token for token in self._end_ids if token < self._source.vocab_size]
+        last = max(self._source.get_vocab().values(), default=-1)
+        ends = [token for token in self._end_ids if token <= last]
         if not ends:
             why = f"{param} needs an end-of-text token, and this model has none"
             raise BadRequest(why, param)
         try:
-            return LLTokenizer(self._source.to_json(), n_vocab=self._vocab_size, eos_token=ends, slices=SLICES)
+            return LLTokenizer(self._source.to_str(), n_vocab=self._vocab_size, eos_token=ends, slices=SLICES)
         except ValueError as error:
             why = f"{param} cannot be read in the tokens of this model: {one_line(str(error))}"
             raise BadRequest(why, param) from error

@@ -13,15 +13,23 @@ MOST_COMPARED = 2**17  # tokens that one text is compared with: some 50 ms
 Spell = Callable[[int], bytes]  # the bytes of a token
 
 
-class StoredTexts:
-    """Of the snapshots, as many as have `most_bytes` of tokens. A snapshot comes after the one that it continues."""
+def first_of(snapshots: Iterable[Snapshot], most_bytes: int) -> tuple[Snapshot, ...]:
+    """As many as have `most_bytes` of tokens."""
+    found: list[Snapshot] = []
+    for snapshot in snapshots:
+        most_bytes -= len(snapshot.tokens)
+        if most_bytes < 0:
+            break
+        found.append(snapshot)
+    return tuple(found)
 
-    def __init__(self, snapshots: Iterable[Snapshot], most_bytes: int) -> None:
+
+class StoredTexts:
+    """Of snapshots, each of which comes after the one that it continues."""
+
+    def __init__(self, snapshots: Iterable[Snapshot]) -> None:
         self._after: dict[tuple[str, bytes | None], list[Snapshot]] = {}
         for snapshot in snapshots:
-            most_bytes -= len(snapshot.tokens)
-            if most_bytes < 0:
-                break
             self._after.setdefault((requested(snapshot.namespace), snapshot.parent), []).append(snapshot)
 
     def longest(self, namespace: str, text: bytes, spell: Spell) -> list[int]:

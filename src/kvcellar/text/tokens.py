@@ -181,10 +181,6 @@ class TextTokenizer:
         found = _BYTE_TOKEN.fullmatch(written) if written else None
         return int(found[1], 16) if found else None
 
-    def to_json(self) -> str:
-        """What `tokenizers` reads it from."""
-        return self._tokenizer.to_str()
-
     def token_bytes(self, token: int) -> bytes:
         """The bytes that this token adds to a text that it does not begin. They may be a part of a character."""
         written = self.written(token)

@@ -10,11 +10,13 @@ import torch
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build
 from kvcellar.engine.capacity import sized
+from kvcellar.engine.card import card_of
 from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.settings import Settings
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, DraftRefused
 from kvcellar.kernels.packed import Packing
 from kvcellar.models.generation_defaults import SAMPLING
@@ -250,12 +252,13 @@ def _notes(built: Built) -> list[str]:
     notes += built.loaded.notes
     decoded = f", and decoded to {built.loaded.model.dtype} when they are loaded" if not built.loaded.served else ""
     notes += [f"{count} weights are stored quantised ({form}){decoded}" for form, count in built.loaded.stored.items()]
-    if not built.intake.codec.has_text:
+    card = card_of(built)
+    if not card.model.has_text:
         notes.append(f"no text: {built.loaded.without_text}; prompts are token ids")
-    elif not built.intake.codec.has_chat:
+    elif not card.model.has_chat:
         notes.append("no chat template: it completes text, and messages are refused")
     else:
-        notes.append(Replies(built.intake.codec).described)
+        notes.append(Replies(TextCodec.of(card)).described)
     notes += _limits(built.guest)
     notes += _latents(built.guest)
     notes.append(_recording(built.guest))

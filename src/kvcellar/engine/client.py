@@ -1,0 +1,83 @@
+"""client: an engine as its front end sees it: tokens go in, and events of tokens come out.
+
+`EngineClient` is what the front end uses; `ThreadClient` is an engine on a thread of this process.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from kvcellar.engine.card import EngineCard, card_of
+from kvcellar.errors import Overloaded
+from kvcellar.messages import EngineEvent, Submission
+
+if TYPE_CHECKING:
+    from kvcellar.engine.build import Built
+
+
+class EngineClient(Protocol):
+    """One engine. All methods may be called from any thread, but those that wait for the engine not from one that
+    delivers events: see `check_caller`."""
+
+    @property
+    def card(self) -> EngineCard: ...
+    @property
+    def alive(self) -> bool: ...
+
+    def number(self) -> int:
+        """Of the next request to be submitted: its place in the order of arrival."""
+        ...
+
+    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        """`deliver` is called with every event of the request, in order, by one thread at a time; it must not block.
+        Raises `BadRequest`, `Overloaded` and `EngineClosed`; then no event is delivered."""
+        ...
+
+    def cancel(self, number: int) -> None:
+        """End all completions of a request. No effect on one that is done."""
+        ...
+
+    def stop(self, number: int, choice: int, tokens: int) -> None:
+        """End one completion of a request, whose text has ended with so many of its tokens. No effect on one that is
+        done, but for what is counted."""
+        ...
+
+    def fail(self, number: int, error: Exception) -> None:
+        """End a request with an error. No effect on one that is done."""
+        ...
+
+    def end_session(self, session: int) -> None:
+        """Cancel the requests of a session."""
+        ...
+
+    def check_caller(self) -> None:
+        """Raise `WrongStage` on a thread that delivers events, where waiting for the engine would be a deadlock."""
+        ...
+
+    def close(self) -> bool:
+        """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork, where it
+        returns False."""
+        ...
+
+
+class ThreadClient:
+    """An engine on a thread of this process, which delivers events at the end of each step."""
+
+    def __init__(self, built: "Built") -> None:
+        """The engine does not run before `start`."""
+        self.built, self._loop = built, built.loop
+        self.card = card_of(built)
+        self.number, self.check_caller = self._loop.number, self._loop.check_caller
+        self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail
+        self.end_session, self.close = self._loop.end_session, self._loop.close
+
+    def start(self) -> None:
+        self._loop.start(self.built.runner)
+
+    @property
+    def alive(self) -> bool:
+        return self._loop.alive
+
+    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        if self._loop.backlog >= self.card.max_waiting:
+            raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
+        self.built.intake.submit(submission, deliver, self._loop.submit)

@@ -1,0 +1,108 @@
+"""request_builder: what a front end checks of a request, and makes of it: the submission for the engine, and what makes
+text of the tokens that the engine draws. No torch.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kvcellar.engine import arguments
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.output_processor import OutputProcessor
+from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.text_codec import TextCodec
+from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.events import Event
+from kvcellar.messages import Submission
+from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.text.output import Stops
+from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
+from kvcellar.text.replies.reading import ReplyReading
+
+
+class RequestBuilder:
+    """Of one engine. Safe to use from several threads."""
+
+    def __init__(self, card: EngineCard, codec: TextCodec) -> None:
+        self._card, self._codec = card, codec
+
+    def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
+        """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
+        model = self._card.model
+        found = arguments.prompt_ids(ids, vocab_size=model.vocab_size, context=model.context)
+        self._check_padding(found)
+        check_ids(params, model.vocab_size)
+        if params.stop and not self._codec.has_text:
+            raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
+        for name, cells in self._card.cells.items():
+            if len(found) > cells:
+                raise PromptTooLong(len(found), cells, f"the memory for {name} layers", hint="Or raise cache_bytes.")
+        return found
+
+    def submission(
+        self, number: Callable[[], int], prompt_ids: Sequence[int], params: SamplingParams, how: SubmitOptions
+    ) -> tuple[Submission, Known | None]:
+        """With what is known of the chat whose prompt this is. Raises what `Engine.submit` raises for its arguments."""
+        session = arguments.session_number(how.get("session"))
+        namespace = arguments.namespace_name(how.get("namespace", ""))
+        prompt = self.prompt(prompt_ids, params)
+        replays = self._codec.replays
+        chat = replays.known(namespace, prompt) if replays is not None and replays.used else None
+        positions = self._borders(prompt, chat)
+        if (given := how.get("checkpoint_positions")) is not None:
+            positions = arguments.positions(given, len(prompt))
+        if breakpoints := how.get("breakpoints", ()):
+            positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
+        made = Submission(
+            retention=arguments.retention_options(how.get("retention")),
+            number=number(),
+            prompt=prompt,
+            params=params,
+            namespace=namespace,
+            checkpoint_positions=positions,
+            adapter=how.get("adapter"),
+            session=session,
+            pooling=how.get("pooling"),
+            rewrite=chat.rewrite if chat is not None else None,
+        )
+        return made, chat
+
+    def processor(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        deliver: Callable[[Event], None],
+        reading: ReplyReading | None,
+        chat: Known | None,
+        *,
+        stop: Callable[[int, int], None],
+        fail: Callable[[Exception], None],
+    ) -> OutputProcessor:
+        """What makes the text of a request. `reading`: how its answers are read; `chat`: what is known of its prompt,
+        whose replies are known from then on. `stop` and `fail` as `OutputProcessor` has them."""
+        replays, output = self._codec.replays, partial(self._codec.output, Stops(params.stop), prompt, reading)
+        replied = partial(replays.replied, chat.key) if replays is not None and chat is not None else None
+        return OutputProcessor(params, output, deliver, stop=stop, fail=fail, replied=replied)
+
+    def _borders(self, prompt: Sequence[int], chat: Known | None) -> tuple[int, ...]:
+        """Where messages of a chat begin in a prompt: the first ones, where a system prompt ends, and the last ones. If
+        that is not known from how it was rendered: at tokens that are no text."""
+        if chat is not None and chat.borders:
+            return chat.borders
+        special = self._codec.special_ids
+        found = [pos for pos, token in enumerate(prompt) if token in special and pos]
+        return (*found[:FIRST_BORDERS], *found[FIRST_BORDERS:][-LAST_BORDERS:])
+
+    def _check_padding(self, prompt: Sequence[int]) -> None:
+        """Raise `BadRequest` for a prompt that contains the padding token.
+
+        Such a model leaves it out when it counts positions in a forward without a cache, and counts it in one with a
+        cache: no positions would be right.
+        """
+        padding = self._card.padding
+        if padding is not None and padding in prompt:
+            raise BadRequest(
+                f"prompt has token {padding} at {prompt.index(padding)}, which is padding: this model does not count "
+                f"it as a position, so it cannot be part of a text. Leave it out",
+                "prompt",
+            )

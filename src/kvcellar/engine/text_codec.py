@@ -1,0 +1,167 @@
+"""text_codec: the text of one model: token ids of a text or a chat, and the text of what is generated."""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any, Unpack
+
+from kvcellar.engine.arguments import namespace_name
+from kvcellar.engine.card import EngineCard
+from kvcellar.errors import BadRequest
+from kvcellar.text.assets import TextAssets
+from kvcellar.text.meter import caps_for
+from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
+from kvcellar.text.preamble import NO_PREAMBLE, Preamble
+from kvcellar.text.replay import Replays
+from kvcellar.text.replies.read_output import ReadOutput
+from kvcellar.text.replies.reading import ReplyReading
+from kvcellar.text.stored_texts import StoredTexts
+from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
+from kvcellar.text.tokens import TextTokenizer, longest_text
+from kvcellar.text.trial import try_tokenizer
+
+
+class TextCodec:
+    """Text to token ids and back, with the model's tokenizer and chat template. Safe to use from several threads.
+
+    All methods raise `BadRequest` where the model has none.
+    """
+
+    def __init__(
+        self,
+        assets: TextAssets | None,
+        why_not: str,
+        end_ids: frozenset[int],
+        *,
+        context: int,
+        text_bytes: int,
+        replay_bytes: int,
+        borders: bool = False,
+        preamble: Preamble = NO_PREAMBLE,
+    ) -> None:
+        """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
+        the tokens of chats. `borders`: the model can resume only at checkpoints, so where messages begin is found.
+        `preamble` comes before all messages. Raises `ModelRefused` for a tokenizer or a template that cannot be
+        used."""
+        self._tokenizer: TextTokenizer | None = None
+        self._template: ChatTemplate | None = None
+        self.replays: Replays | None = None  # where there is a tokenizer
+        self._why_not, self._preamble, self._context = why_not, preamble, context
+        self.response_template = None if assets is None else assets.response_template  # of the checkpoint's template
+        if assets is not None:
+            most = longest_text(text_bytes)
+            self._tokenizer = TextTokenizer(
+                assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
+            )
+            try_tokenizer(self._tokenizer, assets.tokenizer)
+            self.replays = Replays(self._tokenizer, replay_bytes, borders=borders)
+            self._template = self._opened(assets.chat_template, self._tokenizer)
+
+    @classmethod
+    def of(cls, card: EngineCard) -> "TextCodec":
+        """That of an engine."""
+        codec = cls(
+            card.text,
+            card.without_text,
+            card.end_ids,
+            context=card.model.context,
+            text_bytes=card.text_bytes,
+            replay_bytes=card.replay_bytes,
+            borders=card.borders,
+            preamble=card.preamble,
+        )
+        if codec.replays is not None and card.stored:
+            codec.replays.stored = StoredTexts(card.stored)
+        return codec
+
+    def variant(self, assets: TextAssets | None, preamble: Preamble) -> "TextCodec":
+        """The same tokenizer, and memory of replies, with the chat template of `assets` and another preamble."""
+        made = copy(self)
+        made._preamble = preamble
+        if assets is not None and made._tokenizer is not None:
+            made.response_template = assets.response_template
+            made._template = self._opened(assets.chat_template, made._tokenizer)
+        return made
+
+    def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
+        caps = caps_for(tokenizer.bound.characters, self._context)
+        return None if template is None else ChatTemplate(template, tokenizer, caps)
+
+    @property
+    def has_text(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def has_chat(self) -> bool:
+        return self._template is not None
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None:
+        return self._tokenizer
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are no text; empty without a tokenizer."""
+        return self._tokenizer.special_ids if self._tokenizer is not None else frozenset()
+
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        return self._checked().encode(text, special=special, limit=limit)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._checked().decode(ids, skip_special=not special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: int | None = None,
+        namespace: str = "",
+        replay: bool = True,
+        **options: Unpack[RenderOptions],
+    ) -> list[int]:
+        """As `Engine.render`."""
+        namespace, tokenizer = namespace_name(namespace), self._checked()
+        rendered = self.template.render(self._preamble.before(messages), **checked_options(options))
+        if replay and self.replays is not None:
+            return self.replays.encode(rendered, namespace, limit=limit)
+        return rendered.encode(tokenizer, limit=limit)
+
+    def rest(self) -> None:
+        """End the threads of the tokenizer, unless they are at work. The next text starts others."""
+        if self._tokenizer is not None:
+            self._tokenizer.limit.rest()
+
+    def output(self, stops: Stops, prompt: Sequence[int], reading: ReplyReading | None = None) -> Output:
+        """The text of one completion, which continues that of the prompt."""
+        if self._tokenizer is None:
+            return Output(None, stops)
+        after = prompt[-LONG_RUN:] if prompt[-1] not in self._tokenizer.special_ids else ()
+        if reading is not None:
+            return ReadOutput(self._tokenizer, stops, after, reading.machine())
+        return Output(open_stream(self._tokenizer, after=after), stops)
+
+    @property
+    def added(self) -> Mapping[str, int]:
+        """Texts that are one token each, whatever is around them, with their ids."""
+        return self._checked().added
+
+    @property
+    def template(self) -> ChatTemplate:
+        self._checked()
+        if self._template is None:
+            raise BadRequest("this model has no chat template; send a prompt instead of messages", "messages")
+        return self._template
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._checked().token_bytes(token)
+
+    def written(self, token: int) -> str:
+        return self._checked().written(token) or ""
+
+    def _checked(self) -> TextTokenizer:
+        if self._tokenizer is None:
+            raise BadRequest(
+                "this model has no tokenizer; send a prompt of token ids instead of text",
+                "prompt",
+                hint=f"The reason: {self._why_not}.",
+            )
+        return self._tokenizer

@@ -3,6 +3,8 @@
 A `BadRequest` has two readers. Its `message` is for the author of the request, in Python or over HTTP, where fields
 have the same names. Its `hint` is for the operator of the engine: it may name settings and files; `str()` includes it,
 but it is never sent to an HTTP client.
+
+The attributes that a class adds are declared in it: between processes, these and the text are sent (`wire`).
 """
 
 import os
@@ -57,6 +59,10 @@ class KvcellarError(Exception):
 class BadRequest(KvcellarError, ValueError):
     """The request is invalid; repeating it will not help. `param` names the invalid field."""
 
+    message: str
+    param: str | None
+    hint: str | None
+
     def __init__(self, message: str, param: str | None = None, *, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message}. {hint}")
         self.message, self.param, self.hint = message, param, hint
@@ -65,6 +71,10 @@ class BadRequest(KvcellarError, ValueError):
 class PromptTooLong(BadRequest):
     """The prompt alone exceeds the model's context or its memory. It has `tokens` tokens; with `at_least` that is a
     lower bound computed from its length, without tokenizing it."""
+
+    tokens: int
+    limit: int
+    at_least: bool
 
     def __init__(
         self, tokens: int, limit: int, limited_by: str, *, at_least: bool = False, hint: str | None = None
@@ -126,6 +136,8 @@ class ModelRefused(KvcellarError):
 class NoBackend(ModelRefused):
     """No attention backend supports a layer; `refused` maps each candidate to its reason."""
 
+    refused: dict[str, str]
+
     def __init__(self, ask: str, refused: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items()) or "there are no candidates"
         super().__init__(f"no attention backend can serve {ask}. {reasons}")
@@ -136,6 +148,10 @@ class DraftRefused(ModelRefused):
     """The drafts do not fit the target. `refused` has the reason of each check that failed, `found` what the others
     found."""
 
+    draft: str
+    found: dict[str, str]
+    refused: dict[str, str]
+
     def __init__(self, draft: str, target: str, found: Mapping[str, str], refused: Mapping[str, str]) -> None:
         reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
         super().__init__(f"{draft} does not fit {target} as a draft. {reasons}")
@@ -144,6 +160,9 @@ class DraftRefused(ModelRefused):
 
 class AdapterRefused(ModelRefused):
     """The adapter has a form that is not supported, or does not fit the model; the message gives the reason."""
+
+    adapter: str
+    reason: str
 
     def __init__(self, adapter: str, reason: str) -> None:
         super().__init__(f"the adapter {adapter} cannot be used: {reason}")
@@ -157,6 +176,11 @@ class CapacityTooSmall(KvcellarError):
 class CacheFull(KvcellarError):
     """Too few free cells in one group for this step. It can be retried when other requests have ended."""
 
+    group: str
+    need: int
+    free: int
+    unit: str
+
     def __init__(self, group: str, need: int, free: int, *, unit: str = "cells") -> None:
         super().__init__(
             f"need {need} {unit} in group {group}; {free} are free. "
@@ -168,6 +192,9 @@ class CacheFull(KvcellarError):
 class NotSupported(KvcellarError):
     """This memory cannot do that here, and nothing has changed. `kept` tokens could be kept instead."""
 
+    reason: str
+    kept: int
+
     def __init__(self, reason: str, kept: int = 0) -> None:
         super().__init__(f"{reason} (nothing has changed; {kept} tokens could be kept)")
         self.reason, self.kept = reason, kept
@@ -175,6 +202,8 @@ class NotSupported(KvcellarError):
 
 class UnknownSequence(KvcellarError, KeyError):
     """There is no sequence with this id in memory."""
+
+    seq: int
 
     def __init__(self, seq: int) -> None:
         super().__init__(f"sequence {seq} is not in memory")

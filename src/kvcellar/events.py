@@ -8,8 +8,14 @@ A request that reads its prompt gets one `PromptScored` or `Embedded` first. For
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from msgspec import Struct
+
 FinishReason = Literal["stop", "length", "cancelled"]
 PoolingMode = Literal["last", "mean"]
+
+
+class Tagged(Struct, frozen=True, tag=True, array_like=True):
+    """A record that is sent between processes as a list, its name first: the receiver need not expect its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +28,14 @@ class TokenLogprob:
     rank: int = 0  # of a token of a prompt: 1 if it was the most likely; 0 of a generated one
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScored:
+class PromptScored(Tagged, frozen=True):
     """The tokens of the prompt, with their log-probabilities; None for the first, before which nothing is."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
+class Embedded(Tagged, frozen=True):
     """The hidden states of the prompt, pooled: [H] in float32, not normalised."""
 
     vector: tuple[float, ...]
@@ -159,8 +163,7 @@ class Speculation:
         return tuple(kept / tried for kept, tried in zip(self.accepted_at, self.tried_at, strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Tagged, frozen=True):
     """The whole request has ended. `recall` is None if it ended before it began to run, `speculation` if nothing was
     drafted for: the engine has no drafter, or it ended before its first token."""
 
@@ -170,8 +173,7 @@ class Done:
     speculation: Speculation | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Tagged, frozen=True):
     """The request failed, and its memory is freed."""
 
     error: Exception

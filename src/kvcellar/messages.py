@@ -1,18 +1,23 @@
 """messages: what an engine is told and what it tells, as frozen records. An engine knows tokens only: what has text is
 in `events`.
 
-Always true: requests are named by numbers, so that a sender needs no object of the engine to stop one.
+Always true:
+  * requests are named by numbers, so that a sender needs no object of the engine to stop one;
+  * every message can be sent to another process of the same installation (`wire`), and what arrives is equal to it:
+    a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
 """
 
-from dataclasses import dataclass
+from msgspec import Raw
 
-from kvcellar.events import Done, Embedded, Failed, FinishReason, PoolingMode, PromptScored, Rewrite, TokenLogprob
+from kvcellar.events import Done, Embedded, Failed, FinishReason, PoolingMode, PromptScored, Rewrite, Tagged, TokenLogprob
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
+from kvcellar.version import __version__
+
+VERSION = __version__  # of the messages: they are those of one installation, and no other version reads them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(Tagged, frozen=True, kw_only=True):
     """A request. Its arguments were checked: see `engine/arguments.py`."""
 
     number: int  # its place in the order of arrival
@@ -27,13 +32,11 @@ class Submission:
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(Tagged, frozen=True):
     """The request begins to run: the first event."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Tagged, frozen=True):
     """New tokens of one choice. A token that ends it (`stop_token_ids`, the end of a text) is in none."""
 
     choice: int
@@ -42,8 +45,7 @@ class Drawn:
     cached_tokens: int = 0  # of the prompt, that came from memory: the same for all tokens of a request
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(Tagged, frozen=True):
     """The engine draws no more tokens for the choice. `tokens`: how many it has drawn, with the one that ended it."""
 
     choice: int
@@ -52,3 +54,83 @@ class Ended:
 
 
 EngineEvent = Admitted | PromptScored | Embedded | Drawn | Ended | Done | Failed
+
+
+# To an engine in another process.
+
+
+class Cancel(Tagged, frozen=True):
+    """End a request at the next step."""
+
+    number: int
+
+
+class Stop(Tagged, frozen=True):
+    """The text of a choice has ended with its first `tokens` tokens."""
+
+    number: int
+    choice: int
+    tokens: int
+
+
+class Fail(Tagged, frozen=True):
+    """End a request with an error: its text could not be made."""
+
+    number: int
+    error: Exception
+
+
+class EndSession(Tagged, frozen=True):
+    """No more requests of a session will follow."""
+
+    session: int
+
+
+class Ask(Tagged, frozen=True):
+    """Do what `control` names. One `Reply` or `Refusal` of the same number follows."""
+
+    number: int  # of asks, which are counted apart from requests
+    control: Raw  # of a record as `wire.packed` returns it
+
+
+ToEngine = Submission | Cancel | Stop | Fail | EndSession | Ask
+
+
+# From an engine in another process.
+
+
+class Hello(Tagged, frozen=True):
+    """The first message. Of another version it raises `ValueError` when it is decoded, and nothing else of it is."""
+
+    version: str
+    card: Raw  # what the front end has to know of the engine, as `wire.packed` returns it
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(
+                f"the engine's process runs kvcellar {self.version}, and this one {VERSION}. Restart both: the package "
+                f"was replaced while one of them ran"
+            )
+
+
+class StepEvents(Tagged, frozen=True):
+    """All events of one step, in the order in which they are delivered, each with the number of its request."""
+
+    events: tuple[tuple[int, EngineEvent], ...]
+
+
+class Reply(Tagged, frozen=True):
+    """What an `Ask` of this number has returned."""
+
+    number: int
+    value: Raw  # as `wire.packed` returns it
+
+
+class Refusal(Tagged, frozen=True):
+    """What an `Ask` of this number has raised."""
+
+    number: int
+    error: Exception
+
+
+FromEngine = Hello | StepEvents | Reply | Refusal

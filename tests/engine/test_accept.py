@@ -3,11 +3,11 @@ split: the same text, end and usage, and nothing is delivered or counted behind 
 given at once are delivered at once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvcellar import Engine
 from kvcellar.engine.request import Completion, Request, Status, Token

@@ -36,6 +36,8 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
+import msgspec
+
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, shown
 from kvcellar.prefix.blocks import START, Blocks, Place, TreeBlocks, blocks_of
@@ -150,10 +152,9 @@ class KvEvents:
     def __init__(self, endpoint: str, *, replay: str | None = None, topic: str = "", size: int = 16) -> None:
         """Binds to `endpoint`, and to `replay`. Raises `BadRequest`, naming the setting, where that is not possible."""
         try:
-            import msgspec
             import zmq
         except ImportError as error:
-            raise BadRequest("kv_events needs pyzmq and msgspec: install kvcellar[events]", "kv_events") from error
+            raise BadRequest("kv_events needs pyzmq: install kvcellar[events]", "kv_events") from error
         self._zmq, self._encode = zmq, msgspec.msgpack.Encoder().encode
         self._context = zmq.Context()
         self._topic, self._size = topic.encode(), size

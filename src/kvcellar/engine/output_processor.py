@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from kvcellar.errors import EngineFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
 from kvcellar.messages import Admitted, Drawn, Ended, EngineEvent
@@ -65,7 +67,7 @@ class OutputProcessor:
             case Done() if self._error is None:
                 self._conclude()
                 count = sum(choice.count for choice in self._choices.values())
-                self._deliver(replace(event, usage=replace(event.usage, completion_tokens=count)))
+                self._deliver(structs.replace(event, usage=replace(event.usage, completion_tokens=count)))
             case Done() | Failed():
                 self._conclude()
                 self._deliver(event if self._error is None else Failed(self._error))

@@ -1,0 +1,189 @@
+"""wire: records as MessagePack, and a stream of them between two processes of one installation.
+
+Records are frozen classes of msgspec or dataclasses, decoded through their constructors, which check values. A frame is
+the length of a message, in 4 bytes, little-endian, and the message.
+
+Always true:
+  * what arrives is data: nothing of it is executed or imported, and its types are those of the class that was expected;
+  * a frame has at most `MOST` bytes; a longer one is refused before memory is allocated for it;
+  * messages of several threads are whole, and arrive in the order in which they were sent.
+"""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar, cast, get_type_hints
+
+import msgspec
+from msgspec import Raw, Struct, structs
+
+from kvcellar import errors
+from kvcellar.errors import EngineFailed
+
+T = TypeVar("T")
+
+MOST = 256 << 20  # bytes of a message
+_HEADER = 4  # bytes of the length before it
+_ERRORS: Mapping[str, type[Exception]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, Exception) and kind.__module__ == errors.__name__
+}
+
+
+class ErrorRecord(Struct, frozen=True, array_like=True):
+    """An exception of `kvcellar.errors`, without its cause and its traceback."""
+
+    kind: str  # the name of its class
+    text: str  # what its str() returns
+    fields: dict[str, Any]  # the attributes that its class declares
+
+
+def record_of(error: Exception) -> ErrorRecord:
+    """What of an exception is sent. One of a class outside of `kvcellar.errors` is sent as an `EngineFailed`."""
+    kind = type(error)
+    if _ERRORS.get(kind.__name__) is not kind:
+        return ErrorRecord(EngineFailed.__name__, _utf8(f"{kind.__name__}: {error}"), {})
+    return ErrorRecord(kind.__name__, _utf8(str(error)), {name: _utf8(getattr(error, name)) for name in _fields(kind)})
+
+
+def error_of(record: ErrorRecord) -> Exception:
+    """The exception again: its class, text and attributes. Raises `ValueError` for what is none."""
+    if (kind := _ERRORS.get(record.kind)) is None:
+        raise ValueError(f"kvcellar.errors has no class {record.kind!r}")
+    declared = msgspec.defstruct(kind.__name__, list(_fields(kind).items()))
+    fields = structs.asdict(msgspec.convert(record.fields, declared))
+    error = kind.__new__(kind, record.text)  # without its __init__, which makes the text of other arguments
+    error.__dict__.update(fields)
+    return error
+
+
+def _fields(kind: type[Exception]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _utf8(value: Any) -> Any:
+    """A value whose texts can be sent: halves of surrogate pairs, as in names of files, are escaped in them."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_utf8(key): _utf8(one) for key, one in cast("dict[Any, Any]", value).items()}
+    return value
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, MappingProxyType):
+        return dict(cast("MappingProxyType[Any, Any]", value))
+    if isinstance(value, PurePath):
+        return os.fsencode(value)
+    if isinstance(value, Exception):
+        return record_of(value)
+    raise NotImplementedError
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    if kind is Exception:
+        return error_of(msgspec.convert(value, ErrorRecord))
+    if kind is Path:
+        return Path(os.fsdecode(msgspec.convert(value, bytes)))
+    raise NotImplementedError
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+
+
+def _encode_into(frame: bytearray, value: object) -> None:
+    try:
+        _ENCODER.encode_into(value, frame, len(frame))
+    except (TypeError, ValueError, OverflowError, NotImplementedError, RecursionError) as error:
+        raise ValueError(f"a {type(value).__name__} cannot be sent: {error}") from error
+
+
+def encode(value: object) -> bytes:
+    """A record as MessagePack. Raises `ValueError` for one that has what cannot be sent: an object of another kind than
+    `messages` names, an int of more than 64 bits, a text with half of a surrogate pair."""
+    data = bytearray()
+    _encode_into(data, value)
+    return bytes(data)
+
+
+def packed(value: object) -> Raw:
+    """As `encode`: a part of a message that its receiver decodes when it knows of which class it is."""
+    return Raw(encode(value))
+
+
+def decode(data: bytes | Raw, kind: type[T]) -> T:
+    """The record of this class that was encoded. Raises `ValueError` for anything else."""
+    return _checked(lambda: msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain))
+
+
+def _checked(decoded: Callable[[], T]) -> T:
+    try:
+        return decoded()
+    except (ValueError, RecursionError) as error:  # those of msgspec are ValueErrors
+        raise ValueError(f"what arrived is not a message that was expected: {error}") from error
+
+
+class Link(Generic[T]):
+    """One end of a stream of messages, over a connected socket, which it owns."""
+
+    def __init__(self, end: socket.socket, receives: type[T]) -> None:
+        """`end`: blocking, without a timeout. `receives`: the class of what arrives, or the union of such."""
+        self._end, self._sending = end, threading.Lock()
+        self._decoder = msgspec.msgpack.Decoder(receives, dec_hook=_from_plain)
+
+    def send(self, message: object) -> None:
+        """From any thread; blocks while the other end does not read and the socket's buffer is full.
+
+        Raises `ValueError` for what cannot be sent or is too long: then nothing was sent. Raises `ConnectionError` if
+        one of both ends is closed. A call that is interrupted closes the link: part of its message may have been sent.
+        """
+        frame = bytearray(_HEADER)
+        _encode_into(frame, message)
+        if (size := len(frame) - _HEADER) > MOST:
+            raise ValueError(f"a {type(message).__name__} has {size} bytes; {MOST} can be sent")
+        frame[:_HEADER] = size.to_bytes(_HEADER, "little")
+        with self._sending:
+            try:
+                self._end.sendall(frame)
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise ConnectionError(f"the link is closed: {error}") from error
+            except BaseException:
+                self.close()
+                raise
+
+    def receive(self) -> T:
+        """The next message; blocks until it has arrived. By one thread at a time.
+
+        Raises `EOFError` if one of both ends is closed, within a message too, and `ValueError` for what is no message
+        of the expected class; the link has to be closed then.
+        """
+        size = int.from_bytes(self._exactly(_HEADER), "little")
+        if size > MOST:
+            raise ValueError(f"a message of {size} bytes was announced; {MOST} can be sent")
+        frame = self._exactly(size)
+        return _checked(lambda: self._decoder.decode(frame))
+
+    def _exactly(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        try:
+            while rest and (count := self._end.recv_into(rest)):
+                rest = rest[count:]
+        except OSError as error:
+            raise EOFError(f"the link is closed: {error}") from error
+        if rest:
+            raise EOFError(f"the link was closed {len(rest)} bytes before the end of a message or its length")
+        return data
+
+    def close(self) -> None:
+        """From any thread; may be called again. A blocked `receive` of either end raises `EOFError`."""
+        with suppress(OSError):  # the other end is closed, or this one was before
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()

@@ -7,7 +7,7 @@ Always true:
     a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
 """
 
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from kvcellar.events import Done, Embedded, Failed, FinishReason, PoolingMode, PromptScored, Rewrite, Tagged, TokenLogprob
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
@@ -17,12 +17,26 @@ from kvcellar.version import __version__
 VERSION = __version__  # of the messages: they are those of one installation, and no other version reads them
 
 
+class Produced(Struct, frozen=True, array_like=True):
+    """What one choice of a request had when its engine died."""
+
+    choice: int
+    token_ids: tuple[int, ...]  # of all its `Drawn`
+    ended: int | None = None  # with how many tokens it has ended, as `Ended` or its text told; None: it goes on
+
+
 class Submission(Tagged, frozen=True, kw_only=True):
-    """A request. Its arguments were checked: see `engine/arguments.py`."""
+    """A request. Its arguments were checked: see `engine/arguments.py`.
+
+    The sender draws `seed` where `params` has none, before the request is sent anywhere: an engine that goes on with it
+    after another one died draws each token with the same noise. `params.seed` stays as it was, because a text without a
+    seed of its own may depend on drafts.
+    """
 
     number: int  # its place in the order of arrival
     prompt: tuple[int, ...]
     params: SamplingParams
+    seed: int  # of its noise: that of `params`, if it has one
     namespace: str = ""  # shares memory with requests of the same one only
     checkpoint_positions: tuple[int, ...] = ()  # of the prompt, ascending, from which later requests may resume
     retention: RetentionOptions = NO_OPTIONS  # how what it uses and computes is kept
@@ -30,6 +44,8 @@ class Submission(Tagged, frozen=True, kw_only=True):
     session: int | None = None  # the number of its session
     pooling: PoolingMode | None = None  # it ends with its prompt, and gives its hidden states, pooled that way
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
+    produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
+    prompt_told: bool = False  # `PromptScored` or `Embedded` has been told, and is not told again
 
 
 class Admitted(Tagged, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvcellar import Engine
-from kvcellar.engine.request import Completion, Request, Status, Token
+from kvcellar.engine.request import Request, Status, Token
 from kvcellar.events import Delta, Done, Event, TokenLogprob
 from kvcellar.messages import Submission
 from kvcellar.sample.params import SamplingParams
@@ -51,8 +51,8 @@ def given(
     params = SamplingParams(**{"temperature": 0.0, **how})
     ways: Any = {"stop": lambda choice, tokens: stopped.append(choice), "fail": lambda error: None}
     processor = engine._requests.processor((5, 6, 7), params, events.append, None, None, **ways)
-    request = Request(Submission(number=0, prompt=(5, 6, 7), params=params), processor.receive)
-    completion: Completion = engine._built.intake.completion(request, seed=1)
+    request = Request(Submission(number=0, prompt=(5, 6, 7), params=params, seed=1), processor.receive)
+    (completion,) = engine._built.intake.completions(request)
     request.completions.append(completion)
     for stage in (Status.PREFILL, Status.DECODE):
         completion.become(stage)

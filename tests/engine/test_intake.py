@@ -242,12 +242,12 @@ def test_an_interrupt_of_a_submission_gives_back_what_it_holds_once(llama, monke
     loop, prompts, held = llama._loop, llama._built.intake.prompts, threading.Event()
     submit, seen = loop.submit, list[Any]()
 
-    def interrupted(request: Any, completion: Any) -> None:
+    def interrupted(request: Any, completions: Any) -> None:
         seen.append(request)
         if not taken_in:
             loop.post(held.wait)  # nothing is taken in meanwhile
         if posted:
-            submit(request, completion)
+            submit(request, completions)
         if taken_in:
             llama.stats()  # is answered after the request was taken in
         raise KeyboardInterrupt

@@ -186,7 +186,7 @@ def of_a_table(memory: Memory, plan: Plan, ids: list[int], want: list[int]) -> T
 def chi_square(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> float:
     """Of the texts of 15 requests, in standard deviations above its mean. Rare texts count as one."""
     seeds, seen = count(1), Counter[tuple[int, ...]]()
-    monkeypatch.setattr("kvcellar.engine.intake.fresh_seed", lambda: next(seeds))
+    monkeypatch.setattr("kvcellar.engine.request_builder.fresh_seed", lambda: next(seeds))
     for _ in range(15):
         (ear,) = ask(engine, [[1]], max_tokens=LENGTH, temperature=0.9, top_k=4, n=COMPLETIONS, ignore_eos=True)
         seen.update(ear.ids(choice) for choice in range(COMPLETIONS))

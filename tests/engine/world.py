@@ -222,9 +222,9 @@ class World:
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
         prompt = (first, *range(1, ask.prompt))
         retention = RetentionOptions(owner=ask.owner, weight=ask.weight)
-        submission = Submission(number=self.loop.number(), prompt=prompt, params=params, retention=retention)
+        submission = Submission(number=self.loop.number(), prompt=prompt, params=params, seed=0, retention=retention)
         request = self.requests[number] = Request(submission, heard)
-        self.loop.submit(request, self._completion(request, list(prompt), 0))
+        self.loop.submit(request, [self._completion(request, list(prompt), 0)])
 
     def jobs(self) -> list[Lane]:
         """The lanes of the store that have a job, each once."""

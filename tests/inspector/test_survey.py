@@ -255,7 +255,9 @@ def test_last_requests_are_bounded_in_number_and_tokens():
     chance, last, seen = random.Random(1), LastRequests(), []
     for number in range(400):
         length = chance.choice([1, 10, 5000, KEPT_TOKENS // 3, KEPT_TOKENS + 1])
-        request = Request(Submission(number=number, prompt=(1,) * length, params=SamplingParams()), lambda event: None)
+        request = Request(
+            Submission(number=number, prompt=(1,) * length, params=SamplingParams(), seed=0), lambda event: None
+        )
         last.add(request)
         seen.append((number, length))
         last.check()

@@ -194,7 +194,7 @@ class Replay:
 
 def _completion(prompt: Sequence[int]) -> Completion:
     params = SamplingParams(temperature=0.0)
-    request = Request(Submission(number=0, prompt=tuple(prompt), params=params), lambda event: None)
+    request = Request(Submission(number=0, prompt=tuple(prompt), params=params, seed=0), lambda event: None)
     sampler = Sampler(request.params, seed=0, index=0, prompt_ids=(), vocab_size=1, end_ids=frozenset())
     return Completion(request, sampler, list(prompt))
 

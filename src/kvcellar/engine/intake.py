@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.request import Completion, Request, fresh_seed
+from kvcellar.engine.going_on import first_completions
+from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.messages import EngineEvent, Submission
 from kvcellar.sample.sampler import Sampler
@@ -41,11 +43,11 @@ class Intake:
         self,
         submission: Submission,
         deliver: Callable[[EngineEvent], None],
-        take_in: Callable[[Request, Completion], None],
+        take_in: Callable[[Request, Sequence[Completion]], None],
     ) -> Request:
         """Make a request, take the memory that it holds until it is over, and pass it to `take_in` with its first
-        completion. After an error, which is raised, it holds nothing: `BadRequest` for an adapter or a constraint,
-        `Overloaded`."""
+        completions. After an error, which is raised, it holds nothing: `BadRequest` for an adapter, a constraint, or
+        what cannot have been produced, `Overloaded`."""
         params = submission.params
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
         size, use, request = self.prompts.take(len(submission.prompt), params.n, scores), None, None
@@ -54,7 +56,7 @@ class Intake:
                 use = self.adapters.take(submission.adapter)
             request = Request(submission, deliver, use)
             request.on_done = partial(self.ended, request, size)
-            take_in(request, self.completion(request, fresh_seed() if params.seed is None else params.seed))
+            take_in(request, self.completions(request))
         except BaseException:
             if request is None or request.claim():
                 self.prompts.give(size)
@@ -64,14 +66,15 @@ class Intake:
             raise
         return request
 
-    def completion(self, request: Request, seed: int) -> Completion:
-        """The completion of `request` that prefills its prompt. Compiles its constraint: see `Grammars.matcher`."""
+    def completions(self, request: Request) -> list[Completion]:
+        """The first completions of `request`: one that prefills its prompt, and those that go on. Compiles its
+        constraint: see `Grammars.matcher`. Raises `BadRequest` for what cannot have been produced."""
         matcher, owner = None, request.retention.owner
         if (constraint := request.params.constraint) is not None:
             matcher = self.grammars.matcher(constraint, owner=owner, namespace=request.submission.namespace)
-        sampler = Sampler(
+        start = Sampler(
             request.params,
-            seed=seed,
+            seed=request.submission.seed,
             index=0,
             prompt_ids=request.prompt,
             vocab_size=self.vocab_size,
@@ -79,14 +82,16 @@ class Intake:
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
             matcher=matcher,
         )
-        return Completion(request, sampler, list(request.prompt))
+        return first_completions(request, start, self.context)
 
     def siblings(self, completion: Completion, most: int) -> list[Completion]:
         """The next outputs, up to `most`, of a request whose prompt `completion` has prefilled; none if it has drawn a
         token already."""
+        if completion.sampler.produced:
+            return []
         request = completion.request
-        first = len(request.completions)
-        missing = range(first, min(request.params.n, first + most)) if not completion.sampler.produced else ()
+        begun = {one.sampler.index for one in request.completions}
+        missing = islice((index for index in range(request.params.n) if index not in begun), most)
         return [Completion(request, completion.sampler.fork(index), list(completion.tokens)) for index in missing]
 
     def ended(self, request: Request, size: int) -> None:

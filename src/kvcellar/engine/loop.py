@@ -148,14 +148,23 @@ class Loop:
         """Of the next request to be submitted: its place in the order of arrival."""
         return next(self._arrivals)
 
-    def submit(self, request: Request, completion: Completion) -> None:
+    def submit(self, request: Request, completions: Sequence[Completion]) -> None:
+        """Take in a request with its first completions, which wait, or are done where it goes on."""
+
         def take_in() -> None:
             if not request.claim():
                 return
-            request.completions.append(completion)
+            request.completions += completions
             self._requests[request.number] = request
-            self.scheduler.enqueue(completion)
-            self.manager.arrived(completion)
+            for completion in [one for one in completions if one.status is Status.WAITING]:
+                if completion.spent(self._context):
+                    completion.finish("length")
+                    continue
+                self.scheduler.enqueue(completion)
+                self.manager.arrived(completion)
+            if all(one.status is Status.DONE for one in completions) and not request.done:
+                request.conclude()
+            self._remove_if_done(request)
 
         self.post(lambda: self._guard("taking in the request", request, take_in))
 

@@ -220,10 +220,14 @@ class SequenceManager:
         waiting = self._waiting.pop(completion, None)
         if request.admitted is None:  # not counted again after a preemption
             request.admitted = time.perf_counter()
-            request.cached = prefix.restored
+            last = len(request.prompt) - 1  # in a request that goes on, there is more behind the prompt
+            of_prompt = replace(
+                prefix, key=request.key, matched=min(prefix.matched, last), restored=min(prefix.restored, last)
+            )
+            request.cached = of_prompt.restored
             read = waiting.fetch.read_back if waiting is not None and waiting.fetch is not None else ReadBack()
             most = completion.reusable if request.prompt_reading is not None else None
-            recall = self.prefixes.explain(prefix, read=read, owner=request.retention.owner, most=most)
+            recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most)
             if (rewrite := request.submission.rewrite) is not None:
                 recall = replace(recall, detail=f"{recall.detail}; {rewrite}", rewrite=rewrite)
             request.recall = recall

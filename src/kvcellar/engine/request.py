@@ -4,6 +4,8 @@ A request starts as one completion, which prefills the prompt. Then it is forked
 there are sequences for; they share the prompt's cells, and each decodes. Where outputs are left, the next one waits as
 a completion of its own, and is forked in the same way once it has the prompt: from what memory has of it.
 
+A request that another engine has answered in part (`Submission.produced`) starts with more of them: `going_on.py`.
+
 Always true:
   * a completion's `tokens` are the prompt and the tokens drawn so far, without those that context shifts dropped;
     memory holds K/V and state of the first `computed` of them, under sequence `seq`;
@@ -110,7 +112,7 @@ class Request:
     recall: Recall | None = None
     speculation: Speculation | None = None  # of the completions that have ended
     done: bool = False
-    outcome: str = ""  # once it is done: the reason why its last completion ended, or the name of an error's class
+    outcome: str = ""  # once it is done: the reason why its last completion ended here, or the name of an error's class
     on_done: Callable[[], None] | None = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
     submitted: float = field(default_factory=time.perf_counter)
@@ -130,7 +132,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self.key, namespace, pooling = key_of(self.prompt), self.submission.namespace, self.submission.pooling
-        if pooling is not None:
+        if self.submission.prompt_told or self.submission.produced:  # the prompt was read before a token was drawn
+            self.prompt_reading = None
+        elif pooling is not None:
             self.prompt_reading = Pooled(self.prompt, pooling)
         elif self.params.prompt_logprobs is not None:
             self.prompt_reading = PromptLogprobs(self.prompt, self.params.prompt_logprobs)
@@ -156,7 +160,7 @@ class Request:
     def depths(self) -> dict[int, int]:
         """By index of each output that was made: how many earlier ones are not over."""
         found, depth = dict[int, int](), 0
-        for completion in self.completions:
+        for completion in sorted(self.completions, key=lambda one: one.key):  # not so where a request goes on
             found[completion.sampler.index] = depth
             depth += completion.status is not Status.DONE
         return found
@@ -325,6 +329,11 @@ class Completion:
             if self.sampler.ends_with(token) or self._full(count, context):
                 return count
         return len(tokens)
+
+    def spent(self, context: int) -> bool:
+        """Was its last token drawn in another engine, which did not tell its end? One without tokens has a prompt to
+        compute."""
+        return self.sampler.produced > 0 and self._full(0, context)
 
     def _full(self, count: int, context: int) -> bool:
         """Does it end with the next `count` tokens because no more of them are allowed?"""

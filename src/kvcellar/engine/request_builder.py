@@ -9,7 +9,7 @@ from typing import Any
 from kvcellar.engine import arguments
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.output_processor import OutputProcessor
-from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.request import SubmitOptions, fresh_seed
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, PromptTooLong
 from kvcellar.events import Event
@@ -58,6 +58,7 @@ class RequestBuilder:
             number=number(),
             prompt=prompt,
             params=params,
+            seed=fresh_seed() if params.seed is None else params.seed,
             namespace=namespace,
             checkpoint_positions=positions,
             adapter=how.get("adapter"),

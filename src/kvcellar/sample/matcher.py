@@ -133,6 +133,16 @@ class Matcher:
             self._budget.grant()
             self._ask(())
 
+    def resume(self, tokens: Sequence[int]) -> str | None:
+        """The completion had these tokens before, and goes on. Only before the first token. Waits for the next mask;
+        returns None, or why the tokens are not allowed. Not on the engine's thread."""
+        assert self.at_start, "a matcher that has accepted a token goes on already"
+        with self._threads.changed:
+            self._accepted, self._pending, self._masks = len(tokens), list(tokens), {}
+            self._ask(())
+            self._threads.changed.wait_for(lambda: self._known(()))
+        return self.error
+
     def allows(self, drafts: Sequence[int], token: int) -> bool:
         """May `token` follow the completion and these drafts? Not if that is not known in time."""
         found = self._mask(tuple(drafts))

@@ -131,6 +131,13 @@ class Sampler:
             self.matcher.accept(token)
         self._count(token)
 
+    def resume(self, tokens: Sequence[int]) -> str | None:
+        """Append tokens that another sampler of this completion has drawn. Only before the first token. Returns None,
+        or why the constraint does not allow them."""
+        for token in tokens:
+            self._count(token)
+        return self.matcher.resume(tokens) if self.matcher is not None and tokens else None
+
     def _count(self, token: int) -> None:
         """All of `accept` but what the constraint says."""
         self.produced += 1

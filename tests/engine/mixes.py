@@ -191,7 +191,7 @@ def measured_once(guest: Guest, *_: Any, **how: Any) -> Measures:
     return measures(digest(facts))
 
 
-def made(network: PreTrainedModel, **settings: Any) -> Engine:
+def made(network: PreTrainedModel | None, **settings: Any) -> Engine:
     with mock.patch("kvcellar.engine.build.measures_of", measured_once):
         return Engine(network, **{"threads": 1, **settings})
 

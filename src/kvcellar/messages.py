@@ -1,5 +1,5 @@
 """messages: what an engine is told and what it tells, as frozen records. An engine knows tokens only: what has text is
-in `events`.
+in `events`. `engine/control_replies.py` has what it replies to a `Control`.
 
 Always true:
   * requests are named by numbers, so that a sender needs no object of the engine to stop one;
@@ -7,9 +7,21 @@ Always true:
     a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
 """
 
+from typing import Any
+
 from msgspec import Raw, Struct
 
-from kvcellar.events import Done, Embedded, Failed, FinishReason, PoolingMode, PromptScored, Rewrite, Tagged, TokenLogprob
+from kvcellar.events import (
+    Done,
+    Embedded,
+    Failed,
+    FinishReason,
+    PoolingMode,
+    PromptScored,
+    Rewrite,
+    Tagged,
+    TokenLogprob,
+)
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.version import __version__
@@ -70,6 +82,165 @@ class Ended(Tagged, frozen=True):
 
 
 EngineEvent = Admitted | PromptScored | Embedded | Drawn | Ended | Done | Failed
+
+
+# What is asked of an engine beside requests. `engine/control_replies.py` has the replies.
+
+
+class ListNamespaces(Tagged, frozen=True):
+    """What each namespace has in memory, the largest first."""
+
+
+class ListEntries(Tagged, frozen=True):
+    """Entries of a tier, each after the one that it continues. The replies are parts of the list."""
+
+    tier: str  # device or disk
+    namespace: str | None  # None: of all
+
+
+class ListMostValuable(Tagged, frozen=True):
+    """The entries of a tier that are kept longest, the most valuable first."""
+
+    tier: str  # device or disk
+    most: int
+
+
+class ListStoredTotals(Tagged, frozen=True):
+    """Entries, tokens and bytes of the store by identity and namespace."""
+
+
+class DescribeDisk(Tagged, frozen=True):
+    """The directory of the store on disk, and its bytes."""
+
+
+class RemoveEntries(Tagged, frozen=True):
+    """Remove from memory and from the store. Arguments that are not None must all hold, and one must be given."""
+
+    namespace: str | None
+    entry: str | None  # its name
+    prefix: tuple[int, ...] | None  # tokens
+
+
+class ClearCacheAndStore(Tagged, frozen=True):
+    """Remove all that no running request uses."""
+
+    all_models: bool  # also what other models have stored in the same directory
+
+
+class CollectStore(Tagged, frozen=True):
+    """Remove entries of the store that are of no use."""
+
+
+class VerifyStore(Tagged, frozen=True):
+    """Read all entries of the store, and remove those that are damaged."""
+
+
+class ExportStore(Tagged, frozen=True):
+    """An archive of the store. The replies are parts of its bytes."""
+
+
+class ImportStore(Tagged, frozen=True):
+    """Store the entries of an archive, which is sent beside this message."""
+
+
+class ReadPulse(Tagged, frozen=True):
+    """Counts that change when something does that a picture shows."""
+
+
+class TakePicture(Tagged, frozen=True):
+    """A bounded picture of requests, the prefix tree and cells."""
+
+
+class ShowEntry(Tagged, frozen=True):
+    """An entry of the prefix tree."""
+
+    name: str
+    most: int  # of its tokens
+
+
+class ShowWay(Tagged, frozen=True):
+    """The way of a request through the prefix tree."""
+
+    number: int
+
+
+class AddAdapter(Tagged, frozen=True):
+    """Load an adapter, the sum of those of the directories, under a name."""
+
+    name: str
+    directories: tuple[str, ...]
+
+
+class RemoveAdapter(Tagged, frozen=True):
+    """Let no later request have the adapter of this name."""
+
+    name: str
+    wait: bool  # until it is freed
+
+
+class ListAdapters(Tagged, frozen=True):
+    """Adapters that requests can name."""
+
+
+class DescribeVariant(Tagged, frozen=True):
+    """What a model of the library that shares the weights of the engine has of its own: it was created with
+    `parameters`, as its manifest has them, and `template`."""
+
+    name: str
+    parameters: dict[str, Any]
+    template: str | None
+
+
+class ReadStats(Tagged, frozen=True):
+    """The current statistics, between two steps."""
+
+
+class DescribeCapacity(Tagged, frozen=True):
+    """What fits into the granted bytes, as text."""
+
+
+class ClearCache(Tagged, frozen=True):
+    """Evict all that no running request uses from memory, and forget the texts that drafts are made of."""
+
+
+class CheckPinned(Tagged, frozen=True):
+    """Check that a prompt which was just computed is pinned."""
+
+    namespace: str
+    adapter: str | None  # as in `Submission`
+    prompt: tuple[int, ...]
+
+
+class CheckInvariants(Tagged, frozen=True):
+    """Assert every invariant of the scheduler, of memory and of adapters."""
+
+
+CacheControl = (
+    ListNamespaces
+    | ListMostValuable
+    | ListStoredTotals
+    | DescribeDisk
+    | RemoveEntries
+    | ClearCacheAndStore
+    | CollectStore
+    | VerifyStore
+    | ImportStore
+)
+SurveyControl = ReadPulse | TakePicture | ShowEntry | ShowWay
+EngineControl = (
+    AddAdapter
+    | RemoveAdapter
+    | ListAdapters
+    | DescribeVariant
+    | ReadStats
+    | DescribeCapacity
+    | ClearCache
+    | CheckPinned
+    | CheckInvariants
+)
+ControlWithReply = CacheControl | SurveyControl | EngineControl
+ControlInParts = ListEntries | ExportStore  # with any number of replies
+Control = ControlWithReply | ControlInParts
 
 
 # To an engine in another process.

@@ -138,5 +138,5 @@ def test_what_needs_a_tokenizer_is_refused_without_one(library: Library, tmp_pat
     ARCHS["llama"].build().save_pretrained(tmp_path / "bare")
     for line, what in (('TEMPLATE """x"""', "chat template"), ("PARAMETER stop END", "stop texts")):
         created(library, "bare", f"FROM ./bare\n{line}\n", tmp_path)
-        with pytest.raises(ModelRefused, match=f"bare:latest was created with {what}, which need a tokenizer"):
+        with pytest.raises(ModelRefused, match=f"bare was created with {what}, which need a tokenizer"):
             Engine("bare", **LIMITS)

@@ -11,10 +11,12 @@ import pytest
 
 from kvcellar import Engine, SamplingParams
 from kvcellar.bench.prefix import Spans, _insert, bushy
+from kvcellar.engine.cache_client import SurveyClient
+from kvcellar.engine.contents import Contents
 from kvcellar.engine.request import Request
 from kvcellar.engine.result import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
 from kvcellar.engine.runner import RECENT
-from kvcellar.engine.survey import NODES, Survey, _Walk
+from kvcellar.engine.survey import NODES, _Walk
 from kvcellar.errors import BadRequest
 from kvcellar.inspector.snapshot import snapshot
 from kvcellar.inspector.source import Viewer
@@ -39,7 +41,7 @@ def engine() -> Iterator[Engine]:
         engine.check()
 
 
-def survey(engine: Engine) -> Survey:
+def survey(engine: Engine) -> SurveyClient:
     return engine.cache.survey
 
 
@@ -319,7 +321,7 @@ def test_a_slice_of_a_picture_looks_at_a_bounded_number_of_nodes(shape, monkeypa
 
 def test_what_was_selected_before_a_recovery_is_not_removed_from_the_new_tree(engine, monkeypatch) -> None:
     engine.generate(FIRST, max_tokens=1, temperature=0)
-    contents, loop = engine.cache, engine._loop
+    contents, loop = Contents(engine._built), engine._loop
     forget = contents._remove_drafts
 
     def recovered(*args: Any) -> int:

@@ -44,7 +44,7 @@ FOLLOWED: dict[str, tuple[Any, str, Any]] = {
     "min_length": (9, "min_length", 9),
     "min_new_tokens": (4.0, "min_tokens", 4),
     "max_new_tokens": (7, "max_tokens", 7),
-    "stop_strings": ("end", "stop", ("end",)),
+    "stop_strings": ("end", "stop", ["end"]),
     "repetition_penalty": (1.2, "repetition_penalty", 1.2),
 }
 

@@ -212,7 +212,7 @@ def test_each_name_is_unloaded_by_itself_and_the_engine_with_the_last_one(tiny: 
             assert comes(lambda left=left: set(loaded(server)) == left)
             assert engine_of(host) is engine
         assert comes(lambda: [info.name.partition("@")[0] for info in engine.adapters.list()] == ["pirate"])
-        assert comes(lambda: engine.adapters.bytes <= own["pirate"])
+        assert comes(lambda: engine.stats().adapter_bytes <= own["pirate"])
         assert comes(lambda: loaded(server)["pirate"]["shared_size"] == 0)
         completed(server, "poet")
         assert engine_of(host) is engine

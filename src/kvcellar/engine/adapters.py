@@ -10,13 +10,14 @@ the name (see `snapshot.py`).
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any, TypeVar
 
+from kvcellar.engine.arguments import Places, adapter_directories, adapter_name
+from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.request import AdapterUse
 from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, shown
@@ -26,22 +27,7 @@ from kvcellar.models.guest import Guest
 
 T = TypeVar("T")
 PARAM = "adapter"  # of errors
-MOST_NAME = 256  # characters
 POLL = 0.1  # seconds; an engine that has failed frees nothing
-Place = str | Path
-Places = Place | Sequence[Place]  # of one adapter; several are added up
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """One adapter of an engine."""
-
-    name: str
-    digest: str  # of its weights
-    rank: int  # the largest of its layers
-    layers: int  # that it changes
-    bytes: int
-    requests: int  # that use it
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +42,8 @@ class _Loaded:
 
 
 class Adapters:
-    """Of one engine. All methods may be called from any thread but the engine's; `take` and `give` from that, too."""
+    """Of one engine. All methods may be called from any thread but the engine's; `take` and `give` from that, too.
+    `AdaptersClient` describes `add`, `remove` and `list`."""
 
     def __init__(self, guest: Guest, plain: Guest, *, most_bytes: int, default: str | None = None) -> None:
         """`plain` is the guest with K/V stored as computed, in which an adapter is tested. `default` is the name of the
@@ -73,12 +60,7 @@ class Adapters:
     # -- by name ------------------------------------------------------------------------------------------------
 
     def add(self, name: str, path: Places) -> AdapterInfo:
-        """Load the LoRA adapter of a directory, or the sum of several, under a name. If there is one of that name,
-        requests that run keep it, and later ones have the new one. Blocks while it is read and tested.
-
-        Raises `AdapterRefused` with the reason, and `BadRequest`; then nothing has changed.
-        """
-        name, directories = checked_name(name), directories_of(path)
+        name, directories = adapter_name(name), adapter_directories(path)
         with self._adding:
             adapter = read_adapter(directories, self._guest.model, most_bytes=lambda: self._most - self.bytes)
             try:
@@ -93,8 +75,6 @@ class Adapters:
         return _info(loaded)
 
     def remove(self, name: str, *, wait: bool = False) -> None:
-        """Let no later request have the adapter of this name. It is freed when those that run with it have ended; with
-        `wait`, that, or the end of the engine, is waited for. Raises `BadRequest` if there is none."""
         with self._lock:
             if name not in self._named:
                 raise self._unknown(name)
@@ -104,7 +84,6 @@ class Adapters:
             pass
 
     def list(self) -> list[AdapterInfo]:
-        """Those that requests can name, by name."""
         with self._lock:
             return [_info(self._named[name]) for name in sorted(self._named)]
 
@@ -226,21 +205,6 @@ def open_adapters(guest: Guest, plain: Guest, given: Mapping[str, Places], **opt
         adapters.add(name, path)
     adapters.digest(None)  # there is one of the default's name
     return adapters
-
-
-def checked_name(name: Any) -> str:
-    """Raises `BadRequest` for what is no name."""
-    if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME or not name.isprintable():
-        raise BadRequest(f"the name of an adapter has 1 to {MOST_NAME} characters, not {shown(name)}", PARAM)
-    return name
-
-
-def directories_of(path: Any) -> list[Path]:
-    """Raises `BadRequest` for what is no directory, and no list of some."""
-    several = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
-    if not several or not all(isinstance(one, str | Path) and str(one) for one in several):
-        raise BadRequest(f"an adapter is a directory, or a list of some that are added up, not {shown(path)}", PARAM)
-    return [Path(one).expanduser() for one in several]
 
 
 def _info(loaded: _Loaded) -> AdapterInfo:

@@ -8,6 +8,7 @@ only object of the caller's that does, and what it raises is caught there.
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import BadRequest, PromptTooLong, shown
@@ -18,7 +19,9 @@ from kvcellar.snapshot import ADAPTED
 from kvcellar.spans import whole
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
-MOST_NAMESPACE = 256  # characters
+MOST_NAMESPACE, MOST_ADAPTER = 256, 256  # characters of a name
+Place = str | Path
+Places = Place | Sequence[Place]  # of one adapter; several are added up
 
 
 def parameters(params: Any) -> SamplingParams:
@@ -57,6 +60,23 @@ def retention_options(retention: Any) -> RetentionOptions:
     if not isinstance(retention, RetentionOptions):
         raise BadRequest(f"retention is RetentionOptions(...), not {shown(retention)}", "retention")
     return replace(retention)
+
+
+def adapter_name(name: Any) -> str:
+    """Raises `BadRequest` for what is no name."""
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_ADAPTER or not name.isprintable():
+        raise BadRequest(f"the name of an adapter has 1 to {MOST_ADAPTER} characters, not {shown(name)}", "adapter")
+    return name
+
+
+def adapter_directories(path: Any) -> list[Path]:
+    """Raises `BadRequest` for what is no directory, and no list of some."""
+    several = list(path) if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+    if not several or not all(isinstance(one, str | Path) and str(one) for one in several):
+        raise BadRequest(
+            f"an adapter is a directory, or a list of some that are added up, not {shown(path)}", "adapter"
+        )
+    return [Path(one).expanduser() for one in several]
 
 
 def token(value: Any, vocab_size: int, param: str) -> int:

@@ -3,12 +3,13 @@
 `EngineClient` is what the front end uses; `ThreadClient` is an engine on a thread of this process.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvcellar.engine.card import EngineCard, card_of
 from kvcellar.errors import Overloaded
-from kvcellar.messages import EngineEvent, Submission
+from kvcellar.messages import ControlInParts, ControlWithReply, EngineEvent, Submission
+from kvcellar.tiers.upkeep import Readable
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
@@ -49,6 +50,15 @@ class EngineClient(Protocol):
         """Cancel the requests of a session."""
         ...
 
+    def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
+        """The reply, of the type that `REPLIES` has. Blocks. `source` is what an import reads. Raises what the operation
+        raises, and `EngineClosed`."""
+        ...
+
+    def parts(self, control: ControlInParts) -> Iterator[Any]:
+        """The replies, each of the type that `REPLIES` has. Closing the iterator ends the operation."""
+        ...
+
     def check_caller(self) -> None:
         """Raise `WrongStage` on a thread that delivers events, where waiting for the engine would be a deadlock."""
         ...
@@ -64,7 +74,10 @@ class ThreadClient:
 
     def __init__(self, built: "Built") -> None:
         """The engine does not run before `start`."""
-        self.built, self._loop = built, built.loop
+        from kvcellar.engine.controls import Controls  # imports torch, so not at the top
+
+        self.built, self._loop, controls = built, built.loop, Controls(built)
+        self.ask, self.parts = controls.run, controls.parts
         self.card = card_of(built)
         self.number, self.check_caller = self._loop.number, self._loop.check_caller
         self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail

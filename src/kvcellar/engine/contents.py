@@ -6,16 +6,15 @@ thread.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.cache.record import positions
 from kvcellar.engine.arguments import tokens
+from kvcellar.engine.control_replies import NamespaceContents, Removed
 from kvcellar.engine.prefixes import SLICE
 from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
-from kvcellar.engine.survey import Survey
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk
 from kvcellar.prefix.node import TOKEN, Node, key_of, key_to, root_of
@@ -29,40 +28,15 @@ if TYPE_CHECKING:
     from kvcellar.engine.build import Built
 
 
-@dataclass(slots=True)
-class NamespaceContents:
-    """What one namespace has in memory. `bytes` are those of its cells in groups without a window, and of its state
-    rows: windows of checkpoints share cells."""
-
-    namespace: str
-    entries: int = 0
-    tokens: int = 0
-    checkpoints: int = 0
-    bytes: int = 0
-    in_use: int = 0  # tokens that running requests use
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    tokens: int  # in memory, as far as no running request uses them
-    stored: int  # entries of the store
-
-
 class Contents:
-    """Of one engine."""
+    """Of one engine. `CacheClient` describes what these methods do."""
 
     def __init__(self, built: "Built") -> None:
         self._built, self._loop = built, built.loop
 
-    @property
-    def survey(self) -> Survey:
-        """A picture of the engine, for a page that shows it."""
-        return Survey(self._built)
-
     # -- in memory ----------------------------------------------------------------------------------------------
 
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
-        """The entries of a tier, "device" or "disk", as JSON, each after the one that it continues."""
         if tier == "device":
             yield from (_fields(listed) for listed, _ in self._walked(namespace))
         else:
@@ -71,7 +45,6 @@ class Contents:
                     yield upkeep.fields(one)
 
     def hot(self, tier: str, most: int) -> list[dict[str, Any]]:
-        """The entries of a tier that are kept longest, the most valuable first."""
         return nlargest(most, self.listed(tier), key=lambda one: one["value"])
 
     @property
@@ -85,7 +58,6 @@ class Contents:
             yield from self._loop.call(lambda: walk.next(SLICE) if walk.tree is self._tree else walk.end())
 
     def namespaces(self) -> list[NamespaceContents]:
-        """The largest first."""
         now = self._loop.call(lambda: stats(self._built))
         bounded = {group.name for group in self._built.memory.storage.groups if group.bounded}
         a_token = sum(group.bytes / (group.cells or 1) for group in now.groups if group.name not in bounded)
@@ -112,30 +84,23 @@ class Contents:
 
     @property
     def disk(self) -> DiskTier | None:
-        """The store on disk; None without one."""
         return self._store.disk if self._loop.manager.store is not None else None
 
     def stored_totals(self) -> list[dict[str, object]]:
-        """Entries, tokens and bytes of the store by identity and namespace."""
         return upkeep.totals(upkeep.entries(self._needed()))
 
     def verify(self) -> Verified:
-        """Read all entries of the store; what is damaged is removed."""
         return upkeep.verified(self._needed())
 
     def collect(self) -> int:
-        """Remove entries of the store that are of no use, and files that processes have left there; returns how many
-        entries."""
         disk = self._needed()
         upkeep.opened(disk.directory, disk.cipher).close()
         return upkeep.collected(disk)
 
     def export(self) -> Iterator[bytes]:
-        """An archive of the entries that this engine can read, in parts."""
         return upkeep.exported(self._needed(), self._store.identity)
 
     def import_from(self, source: Readable) -> Imported:
-        """Store the entries of an archive; this engine uses them from now on."""
         disk, store = self._needed(), self._store
         own = store.identity
         found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher, self._check)
@@ -159,10 +124,6 @@ class Contents:
     def remove(
         self, *, namespace: str | None = None, entry: str | None = None, prefix: Sequence[int] | None = None
     ) -> Removed:
-        """Remove from memory and from the store: what a namespace has; the entry of this name, with all that continue
-        it; what begins with these tokens. Of the store, only what this engine can read. Raises `BadRequest` if
-        nothing is named, or too little."""
-        upkeep.check_named(namespace, entry, prefix)
         key, removed = key_of(prefix or ()), 0
         texts = [(namespace, key)] if entry is None else []
         if (store := self._loop.manager.store) is not None:
@@ -176,8 +137,6 @@ class Contents:
         return Removed(self._discard(tree, nodes, "removed by `cache rm`"), removed)
 
     def clear(self, *, all_models: bool = False) -> Removed:
-        """Remove all that no running request uses, from memory and from the store: what this model has stored; or, of
-        a directory that several models use, all."""
         removed = 0
         if (store := self._loop.manager.store) is not None:
             removed = self._drop(store, None)
@@ -262,4 +221,4 @@ class Contents:
 
 
 def _fields(one: Listed) -> dict[str, Any]:
-    return {"tier": "device"} | one._asdict()
+    return {"tier": "device"} | one._asdict() | {"tokens": list(one.tokens), "checkpoints": list(one.checkpoints)}

@@ -16,37 +16,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
+from kvcellar.engine.adapters_client import AdaptersClient
 from kvcellar.engine.batches import together
+from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.client import ThreadClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.open_conversations import open_conversations
-from kvcellar.engine.pinning import chat_prefix, check_pinned, is_chat
+from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import HowOptions, RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, settings_of
-from kvcellar.engine.stats import EngineStats, stats
+from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
+from kvcellar.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
-from kvcellar.snapshot import with_adapter
 from kvcellar.text.template import RenderOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvcellar.engine.adapters import Adapters
     from kvcellar.engine.build import Built
-    from kvcellar.engine.contents import Contents
     from kvcellar.engine.device import DeviceThread
     from kvcellar.engine.loop import Loop
 
@@ -91,9 +91,10 @@ class Engine:
             self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
             self.conversations: Conversations = open_conversations(checked, self.model)
-            self.adapters: Adapters = client.built.adapters  # those that requests can name
+            self.cache = CacheClient(client.ask, client.parts)  # what the prefix cache and the store have
+            self.adapters = AdaptersClient(client.ask)  # those that requests can name
             self.embeddings = Embeddings(weakref.ref(self), client, self._codec)
-            self.variants = Variants(client.built, self._codec)  # models of the library on this engine
+            self.variants = Variants(client.ask, self._codec, card)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
             opened.callback(client.close)
             client.start()
@@ -251,10 +252,7 @@ class Engine:
         """
         ids = chat_prefix(self.render, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
         namespace, how = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
-        space, params = (
-            with_adapter(namespace, self.adapters.digest(adapter)),
-            self.params(max_tokens=1, temperature=0.0),
-        )
+        params = self.params(max_tokens=1, temperature=0.0)
         self._client.check_caller()
         collector = Collector(1)
         submit = partial(self.submit, ids, params, deliver=collector.deliver)
@@ -263,7 +261,7 @@ class Engine:
             usage = collector.result().usage
         finally:
             ticket.cancel()
-        self._loop.call(partial(check_pinned, self._loop.manager.prefixes.tree, space, ids))
+        self._client.ask(CheckPinned(namespace, adapter, tuple(ids)))
         return usage
 
     def session(
@@ -297,31 +295,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The current statistics. Waits for the running step."""
-        return self._loop.call(partial(stats, self._built))
+        return self._client.ask(ReadStats())
 
     def clear_cache(self) -> None:
         """Evict all that no running completion uses from the prefix cache, pinned prompts, too, and forget the texts
         that drafts are made of."""
-        manager, changes = self._loop.manager, "clearing the cache"
-        self._loop.call(lambda: manager.drafting.forget(None), changes=changes)
-        while self._loop.call(manager.clear_some, changes=changes):
-            pass  # between two steps, each time
-
-    @property
-    def cache(self) -> "Contents":
-        """What the prefix cache and the store have, to be listed, removed, exported and imported."""
-        from kvcellar.engine.contents import Contents
-
-        return Contents(self._built)
+        self._client.ask(ClearCache())
 
     def check(self) -> None:
         """Assert every invariant of the scheduler and of memory, between two steps."""
-        self._loop.call(self._loop.check)
-        self._loop.call(self.adapters.check)
+        self._client.ask(CheckInvariants())
 
     def capacity(self) -> str:
         """What fits into the granted bytes: a line of text with the sum, and one for each part."""
-        return self._client.card.capacity + self.adapters.sized
+        return self._client.ask(DescribeCapacity())
 
     @property
     def cache_bytes(self) -> int:

@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.manifest import Manifest
+from kvcellar.library.names import LATEST
 from kvcellar.places import NoPlace, models
+from kvcellar.text.preamble import Preamble
 
 
 def in_library(model: object) -> LibraryModel | None:
@@ -23,6 +26,16 @@ def located(model: Any) -> Any:
     """The directory of a model of the library; anything else as it is."""
     found = in_library(model)
     return model if found is None else found.directory
+
+
+def preamble_of(manifest: Manifest) -> Preamble:
+    """The messages that a model was created with."""
+    return Preamble(manifest.system, tuple({"role": one.role, "content": one.content} for one in manifest.messages))
+
+
+def shown_name(found: LibraryModel) -> str:
+    """The name of a model, and of the adapter that it was created with."""
+    return found.name.removesuffix(f":{LATEST}")
 
 
 def _is_path(text: str) -> bool:

@@ -3,16 +3,15 @@
 A model of the library comes with settings of its own. What the caller sets has precedence over them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvcellar.engine.in_library import in_library
+from kvcellar.engine.in_library import in_library, preamble_of, shown_name
 from kvcellar.engine.settings import NO_DRAFT, Settings
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.library.library import LibraryModel
-from kvcellar.library.manifest import Manifest
-from kvcellar.library.names import LATEST
 from kvcellar.models.generation_defaults import SAMPLING
 from kvcellar.models.load import Loaded, load
 from kvcellar.text.assets import TextAssets
@@ -44,34 +43,24 @@ def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings)
     base = load(path, dtype=settings.dtype, device=settings.device, weights=settings.weights)
     if found is None:
         return Opened(base, base, NO_PREAMBLE, settings)
-    return Opened(base, as_created(base, found), preamble_of(found.manifest), settings)
+    loaded = as_created(base, shown_name(found), found.manifest.parameters, found.manifest.template)
+    return Opened(base, loaded, preamble_of(found.manifest), settings)
 
 
-def preamble_of(manifest: Manifest) -> Preamble:
-    """The messages that a model was created with."""
-    return Preamble(manifest.system, tuple({"role": one.role, "content": one.content} for one in manifest.messages))
-
-
-def shown_name(found: LibraryModel) -> str:
-    """The name of a model, and of the adapter that it was created with."""
-    return found.name.removesuffix(f":{LATEST}")
-
-
-def as_created(loaded: Loaded, found: LibraryModel) -> Loaded:
-    """With the name, the sampling parameters and the chat template that the model was created with. Raises
+def as_created(loaded: Loaded, name: str, parameters: Mapping[str, Any], template: str | None) -> Loaded:
+    """With the name, the sampling parameters and the chat template that a model of the library was created with. Raises
     `ModelRefused`."""
-    manifest, text = found.manifest, loaded.text
-    given = {name: value for name, value in manifest.parameters.items() if name not in _SETTINGS}
-    if text is None and (manifest.template is not None or "stop" in given):
-        what = "chat template" if manifest.template is not None else "stop texts"
-        raise ModelRefused(f"{found.name} was created with {what}, which need a tokenizer: {loaded.without_text}")
-    if text is not None and manifest.template is not None:
-        text = with_template(text, manifest.template)
+    text, given = loaded.text, {name: value for name, value in parameters.items() if name not in _SETTINGS}
+    if text is None and (template is not None or "stop" in given):
+        what = "chat template" if template is not None else "stop texts"
+        raise ModelRefused(f"{name} was created with {what}, which need a tokenizer: {loaded.without_text}")
+    if text is not None and template is not None:
+        text = with_template(text, template)
     because = loaded.defaults_because
     if chosen := sorted(SAMPLING.keys() & given.keys()):
         because = f"{', '.join(chosen)}: as it was created; else {because}"
     defaults = {**loaded.defaults, **given}
-    return replace(loaded, name=shown_name(found), defaults=defaults, defaults_because=because, text=text)
+    return replace(loaded, name=name, defaults=defaults, defaults_because=because, text=text)
 
 
 def with_template(text: TextAssets, template: str) -> TextAssets:

@@ -16,13 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.drafting import Drafting
+from kvcellar.engine.picture import StepRecord
 from kvcellar.engine.prompt_rows import PromptRows
 from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.scheduler import Scheduled
@@ -41,20 +42,6 @@ RECENT = 240  # steps that are remembered
 Siblings = Callable[[Completion, int], Sequence[Completion]]
 Fork = Callable[[Completion, Sequence[Completion]], None]
 End = Callable[[Completion, FinishReason | Exception], None]
-
-
-class StepRecord(NamedTuple):
-    """A step that was run. `at` is its end in seconds of the wall clock, `seconds` its time on this thread, in which a
-    device may have been ahead. `modules`: why modules ran it (the last one of its forwards); None: a recording did."""
-
-    number: int
-    at: float
-    seconds: float
-    prefill: int  # tokens of prompts
-    decode: int  # tokens of completions in decode
-    drafts: int  # drafts behind these
-    sequences: int
-    modules: str | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,25 +2,24 @@
 
     survey.pulse()              # differs where a new picture would
     survey.picture()            # at most `NODES` entries of the tree, `LIVE` requests, the cells as runs
-    survey.entry(name), survey.way(number)
+    survey.entry(name, most), survey.way(number)
 
-All methods may be called from any thread but the engine's. Between two steps of requests they take a slice of at most
-about `SECONDS` seconds of the engine's thread, and `TURNS` turns; what the tree has in a slice is as it was then, and
-what requests have is as it was in the last one. Without a caller nothing is done for this.
+`SurveyClient` describes what they return. All methods may be called from any thread but the engine's. Between two steps
+of requests they take a slice of at most about `SECONDS` seconds of the engine's thread, and `TURNS` turns; what the
+tree has in a slice is as it was then, and what requests have is as it was in the last one. Without a caller nothing is
+done for this.
 """
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 from itertools import count, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvcellar.engine.cell_map import CellMap, Holding, mapped
+from kvcellar.engine.cell_map import Holding, mapped
+from kvcellar.engine.picture import BEGINNING, RECENT_SECONDS, LiveRequest, Picture, TreeEntry, Way
 from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.result import Ended
-from kvcellar.engine.runner import StepRecord
-from kvcellar.engine.stats import EngineStats, stats
+from kvcellar.engine.stats import stats
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run
@@ -34,69 +33,7 @@ if TYPE_CHECKING:
 SECONDS, TURNS, CHILDREN = 0.002, 64, 512  # of a slice; an entry or so many children are looked at in a turn
 PARTS = 32  # entries of a way that are looked at in a slice
 NODES, LIVE = 400, 100
-BEGINNING = 16  # tokens of an entry
-RECENT_SECONDS = 10.0  # over which a picture's tokens per second are counted
 STORED = 1 << 17  # tokens of texts that are looked for in the store, for one picture
-
-
-class TreeEntry(NamedTuple):
-    """The tokens [start,end) of all sequences below a node. `stored` has how many of them each tier has; None: not
-    looked for."""
-
-    name: str  # as in `Recall.entry`
-    parent: int | None  # index of the entry that it continues; None: it begins a text
-    namespace: str
-    owner: str
-    start: int
-    end: int
-    checkpoints: int
-    users: int  # running sequences
-    reused: bool
-    pinned: bool
-    expires: float | None  # seconds of the wall clock
-    tokens: tuple[int, ...]  # the first `BEGINNING` ones
-    stored: dict[str, int] | None
-
-
-class LiveRequest(NamedTuple):
-    """A request that is not done. Counts of completions are those of all together."""
-
-    number: int
-    owner: str
-    status: Literal["waiting", "prefill", "decode"]
-    completions: int
-    prompt: int  # tokens
-    computed: int  # tokens of the first completion that are in memory
-    produced: int  # tokens
-    seconds: float  # since it was submitted
-    decoding: float  # seconds since its first token
-    recall: Recall | None  # None: it has not begun to run
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """What there is. `more_live`: how many are left out; `more_entries` the same, without those that continue these."""
-
-    at: float  # seconds of the wall clock
-    stats: EngineStats
-    live: list[LiveRequest]
-    more_live: int
-    ended: list[Ended]  # the last one first
-    entries: list[TreeEntry]
-    more_entries: int
-    maps: list[CellMap]
-    steps: list[StepRecord]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """The way of a request through the tree: the entries that have tokens of its text, and how many of these. `prompt`
-    tokens are its prompt's. `recall` is None if it has not begun to run."""
-
-    owner: str
-    prompt: int
-    recall: Recall | None
-    entries: list[tuple[str, int, int, tuple[int, ...]]]  # name, start, end and the first tokens
 
 
 class _Place(NamedTuple):
@@ -200,8 +137,6 @@ class Survey:
         self._built, self._loop = built, built.loop
 
     def pulse(self) -> tuple[int, ...]:
-        """Counts that change when something does that a picture shows; steps first."""
-
         def look() -> tuple[int, ...]:
             loop, memory = self._loop, self._built.memory
             scheduler, store = loop.scheduler, loop.manager.store
@@ -245,8 +180,6 @@ class Survey:
         return picture
 
     def entry(self, name: str, most: int) -> tuple[TreeEntry, tuple[int, ...]]:
-        """The entry of this name, and up to `most` of its tokens. Raises `BadRequest` if it is not among those that a
-        picture would show."""
         walk = self._loop.call(lambda: _Walk(self._built, NODES))
         while self._loop.call(lambda: walk.go_on(time.perf_counter() + SECONDS)):
             pass
@@ -264,11 +197,8 @@ class Survey:
         return ()
 
     def way(self, number: int) -> Way:
-        """Of a live request or one of the last ones, as far as its text is in the tree now. Raises `BadRequest` if the
-        number is not known, or the text not kept."""
         owner, space, text, prompt, recall = self._text(number)
         key = key_of(text)
-
         tree = self._loop.call(lambda: self._loop.manager.prefixes.tree)
         node, offset = self._loop.call(lambda: tree.reached(space, key))
         end, path, found = node.start + offset, upwards(node), list[tuple[str, int, int, tuple[int, ...]]]()

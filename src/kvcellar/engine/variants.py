@@ -5,17 +5,22 @@ the engine while others run.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvcellar.engine.adapters_client import AdaptersClient
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.control_replies import VariantText
 from kvcellar.engine.defaults import default_sampling
+from kvcellar.engine.in_library import preamble_of, shown_name
 from kvcellar.engine.replies import Replies, ServedReplies
 from kvcellar.engine.text_codec import TextCodec
+from kvcellar.messages import DescribeVariant
 from kvcellar.sample.params import SamplingParams
 
-if TYPE_CHECKING:  # imports torch
-    from kvcellar.engine.build import Built
+if TYPE_CHECKING:
+    from kvcellar.engine.cache_client import Ask
     from kvcellar.library.library import LibraryModel
 
 
@@ -39,22 +44,22 @@ class Variant:
 class Variants:
     """Of one engine. May be called from any thread but the engine's."""
 
-    def __init__(self, built: "Built", codec: TextCodec) -> None:
-        self._built, self._codec = built, codec
+    def __init__(self, ask: "Ask", codec: TextCodec, card: EngineCard) -> None:
+        self._ask, self._codec, self._text, self._vocab_size = ask, codec, card.text, card.model.vocab_size
 
     def open(self, model: "LibraryModel") -> Variant:
         """A model whose weights and drafts are those of the engine. Blocks while its adapter is read and tested. Raises
         `ModelRefused` and `AdapterRefused`; then nothing has changed."""
-        from kvcellar.engine.open_model import as_created, preamble_of, shown_name  # imports transformers
-
-        built = self._built
-        loaded = as_created(built.base, model)
-        sampling = default_sampling(loaded.defaults, vocab_size=built.intake.vocab_size, model=loaded.name)
-        template = loaded.text.chat_template if loaded.text is not None else None
-        codec = self._codec.variant(loaded.text, preamble_of(model.manifest))
+        shown, manifest = shown_name(model), model.manifest
+        found: VariantText = self._ask(DescribeVariant(shown, dict(manifest.parameters), manifest.template))
+        sampling = default_sampling(found.defaults, vocab_size=self._vocab_size, model=shown)
+        text, template = self._text, found.chat_template
+        if text is not None:
+            text = replace(text, chat_template=template, response_template=found.response_template)
+        codec = self._codec.variant(text, preamble_of(manifest))
         render, replies = codec.render, Replies(codec)
         if not model.adapters:
             return Variant(sampling, render, replies, adapter="", template=template)
-        name = f"{shown_name(model)}@{model.id[:12]}"
-        built.adapters.add(name, model.adapters)
-        return Variant(sampling, render, replies, name, partial(built.adapters.remove, name, wait=True), template)
+        name, adapters = f"{shown}@{model.id[:12]}", AdaptersClient(self._ask)
+        adapters.add(name, model.adapters)
+        return Variant(sampling, render, replies, name, partial(adapters.remove, name, wait=True), template)

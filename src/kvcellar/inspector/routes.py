@@ -28,7 +28,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvcellar.engine.survey import Picture
+from kvcellar.engine.picture import Picture
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
 from kvcellar.inspector.snapshot import Beginnings, Json, snapshot, way_fields

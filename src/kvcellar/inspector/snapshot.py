@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
 from kvcellar.engine.cell_map import CellMap, MapRun
+from kvcellar.engine.picture import RECENT_SECONDS, LiveRequest, Picture, StepRecord, TreeEntry, Way
 from kvcellar.engine.result import Ended
-from kvcellar.engine.runner import StepRecord
 from kvcellar.engine.stats import EngineStats, GroupStats
-from kvcellar.engine.survey import RECENT_SECONDS, LiveRequest, Picture, TreeEntry, Way
 from kvcellar.events import Recall
 from kvcellar.inspector.source import Viewer
 

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
-from kvcellar.engine.survey import Survey
+from kvcellar.engine.cache_client import SurveyClient
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Model(Protocol):
 
 class Cache(Protocol):
     @property
-    def survey(self) -> Survey: ...
+    def survey(self) -> SurveyClient: ...
 
 
 class Looked(Protocol):

@@ -167,7 +167,7 @@ def _check_guidance(scale: object) -> None:
 def _value(name: str, value: Any) -> Any:
     """In the type that `SamplingParams` takes, which checks it."""
     if name == "stop_strings":
-        return (value,) if isinstance(value, str) else value
+        return [value] if isinstance(value, str) else value
     if name == "bad_words_ids" and not (isinstance(value, list | tuple) and all(isinstance(w, list) for w in value)):
         raise ModelRefused(f"generation_config.json: bad_words_ids is {value!r:.80}; lists of token ids are needed")
     if isinstance(value, list | tuple | Mapping):

@@ -84,7 +84,7 @@ class CacheHandler:
         device = {"namespaces": [asdict(one) for one in cache.namespaces()]}
         if (disk := cache.disk) is None:
             return {"device": device, "store": None}
-        about = {"directory": str(disk.directory), "bytes": disk.size(), "limit_bytes": disk.cap}
+        about = {"directory": disk.directory, "bytes": disk.bytes, "limit_bytes": disk.cap}
         return {"device": device, "store": about | {"namespaces": cache.stored_totals()}}
 
     async def tree(self, request: Request) -> Response:

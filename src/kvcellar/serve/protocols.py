@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
+from kvcellar.engine.cache_client import SurveyClient
+from kvcellar.engine.control_replies import StoreDisk
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.replies import ServedReplies
 from kvcellar.engine.request import SubmitOptions
@@ -11,9 +13,6 @@ from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Event
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.template import RenderOptions
-
-if TYPE_CHECKING:
-    from kvcellar.engine.survey import Survey  # imports torch
 
 
 class ServedModel(Protocol):
@@ -49,22 +48,14 @@ class Ticket(Protocol):
         ...
 
 
-class ServedDisk(Protocol):
-    @property
-    def directory(self) -> Path: ...
-    @property
-    def cap(self) -> int: ...
-    def size(self) -> int: ...
-
-
 class ServedCache(Protocol):
     """What the prefix cache and the store have. May be called from any thread, and takes long; records are dataclasses,
     entries are JSON. Raises `KvcellarError`."""
 
     @property
-    def disk(self) -> ServedDisk | None: ...
+    def disk(self) -> StoreDisk | None: ...
     @property
-    def survey(self) -> "Survey": ...
+    def survey(self) -> SurveyClient: ...
     def namespaces(self) -> Sequence[Any]: ...
     def stored_totals(self) -> list[dict[str, object]]: ...
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]: ...

@@ -1,0 +1,87 @@
+"""picture: what a picture of an engine (`survey.py`) consists of, as records. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from kvcellar.engine.cell_map import CellMap
+from kvcellar.engine.result import Ended
+from kvcellar.engine.stats import EngineStats
+from kvcellar.events import Recall
+
+BEGINNING = 16  # tokens of an entry
+RECENT_SECONDS = 10.0  # over which a picture's tokens per second are counted
+
+
+class StepRecord(NamedTuple):
+    """A step that was run. `at` is its end in seconds of the wall clock, `seconds` its time on the engine's thread, in
+    which a device may have been ahead. `modules`: why modules ran it (the last one of its forwards); None: a recording
+    did."""
+
+    number: int
+    at: float
+    seconds: float
+    prefill: int  # tokens of prompts
+    decode: int  # tokens of completions in decode
+    drafts: int  # drafts behind these
+    sequences: int
+    modules: str | None
+
+
+class TreeEntry(NamedTuple):
+    """The tokens [start,end) of all sequences below a node. `stored` has how many of them each tier has; None: not
+    looked for."""
+
+    name: str  # as in `Recall.entry`
+    parent: int | None  # index of the entry that it continues; None: it begins a text
+    namespace: str
+    owner: str
+    start: int
+    end: int
+    checkpoints: int
+    users: int  # running sequences
+    reused: bool
+    pinned: bool
+    expires: float | None  # seconds of the wall clock
+    tokens: tuple[int, ...]  # the first `BEGINNING` ones
+    stored: dict[str, int] | None
+
+
+class LiveRequest(NamedTuple):
+    """A request that is not done. Counts of completions are those of all together."""
+
+    number: int
+    owner: str
+    status: Literal["waiting", "prefill", "decode"]
+    completions: int
+    prompt: int  # tokens
+    computed: int  # tokens of the first completion that are in memory
+    produced: int  # tokens
+    seconds: float  # since it was submitted
+    decoding: float  # seconds since its first token
+    recall: Recall | None  # None: it has not begun to run
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What there is. `more_live`: how many are left out; `more_entries` the same, without those that continue these."""
+
+    at: float  # seconds of the wall clock
+    stats: EngineStats
+    live: list[LiveRequest]
+    more_live: int
+    ended: list[Ended]  # the last one first
+    entries: list[TreeEntry]
+    more_entries: int
+    maps: list[CellMap]
+    steps: list[StepRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """The way of a request through the tree: the entries that have tokens of its text, and how many of these. `prompt`
+    tokens are its prompt's. `recall` is None if it has not begun to run."""
+
+    owner: str
+    prompt: int
+    recall: Recall | None
+    entries: list[tuple[str, int, int, tuple[int, ...]]]  # name, start, end and the first tokens

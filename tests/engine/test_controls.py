@@ -1,0 +1,199 @@
+"""What is asked of an engine beside requests is the same over bytes, as it is for an engine in another process."""
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from kvcellar import BadRequest, Engine
+from kvcellar.engine.adapters_client import AdaptersClient
+from kvcellar.engine.cache_client import CacheClient
+from kvcellar.engine.contents import Contents
+from kvcellar.engine.control_replies import REPLIES
+from kvcellar.engine.controls import Controls
+from kvcellar.engine.survey import Survey
+from kvcellar.engine.variants import Variants
+from kvcellar.library.library import Library
+from kvcellar.messages import (
+    AddAdapter,
+    CheckInvariants,
+    CheckPinned,
+    ClearCache,
+    Control,
+    ControlInParts,
+    ControlWithReply,
+    DescribeCapacity,
+    DescribeVariant,
+    ReadStats,
+)
+from kvcellar.tiers.upkeep import Readable
+from tests.engine.mixes import tokens
+from tests.engine.tiered import acknowledged
+from tests.library.made import made
+from tests.models.lora import ends_with, layers_of, saved
+from tests.zoo import ARCHS
+
+GREEDY: Any = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+SMALL: Any = {"dtype": "float32", "cache_bytes": 8_000_000, "threads": 1}
+ONE, TWO = (tokens(random.Random(seed), 60) for seed in (1, 2))
+CHAT = [{"role": "user", "content": "Hi"}]
+TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+
+
+class Wire:
+    """The controls of an engine behind bytes: messages and replies are encoded, and decoded by their types."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._controls, self.sent = Controls(engine._built), set[type]()
+
+    def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
+        return self._replied(control, self._controls.run(self._received(control), source))
+
+    def parts(self, control: ControlInParts) -> Iterator[Any]:
+        for reply in self._controls.parts(self._received(control)):
+            yield self._replied(control, reply)
+
+    def _received(self, control: Any) -> Any:
+        self.sent.add(type(control))
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(control), type=Control)
+        assert received == control
+        return received
+
+    def _replied(self, control: Control, reply: Any) -> Any:
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=REPLIES[type(control)])
+        assert received == reply, control
+        assert type(received) is type(reply), control
+        return received
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a model with a tokenizer and a chat template, and in it that of an adapter."""
+    path, tokenizer = tmp_path_factory.mktemp("model"), text.KINDS["byte_level"]()
+    network = ARCHS["llama"].build(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=2048)
+    network.save_pretrained(path)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
+    saved(path / "adapter", layers_of(network, ends_with("q_proj", "v_proj")))
+    return path
+
+
+@pytest.fixture
+def engine(model: Path, tmp_path: Path) -> Iterator[Engine]:
+    """With something in memory, in the store and in the tree of two namespaces."""
+    with Engine(model, store=str(tmp_path / "store"), **SMALL) as engine:
+        for prompt in (ONE, [*ONE[:30], *TWO[:30]], TWO):
+            engine.generate(prompt, **GREEDY)
+        engine.pin(ONE[:20], namespace="tenant")
+        acknowledged(engine)
+        yield engine
+        engine.check()
+
+
+def test_every_message_is_the_same_over_bytes_and_so_is_its_reply(engine: Engine, model: Path) -> None:
+    wire, contents, survey = Wire(engine), Contents(engine._built), Survey(engine._built)
+    cache, adapters = CacheClient(wire.ask, wire.parts), AdaptersClient(wire.ask)
+    for tier in ("device", "disk"):
+        assert list(cache.listed(tier)) == list(contents.listed(tier)) != []
+        assert list(cache.listed(tier, "tenant")) == list(contents.listed(tier, "tenant"))
+        assert cache.hot(tier, 2) == contents.hot(tier, 2) != []
+    assert cache.namespaces() == contents.namespaces() != []
+    assert cache.stored_totals() == contents.stored_totals() != []
+    assert cache.disk is not None
+    assert contents.disk is not None
+    assert Path(cache.disk.directory) == contents.disk.directory
+    assert (cache.disk.cap, cache.disk.bytes) == (contents.disk.cap, contents.disk.size())
+    archive = b"".join(cache.export())
+    assert archive == b"".join(contents.export())
+
+    pulse, picture = cache.survey.pulse(), cache.survey.picture()
+    assert pulse == survey.pulse()
+    assert picture.entries == survey.picture().entries != []
+    assert picture.ended == survey.picture().ended != []
+    assert picture.maps == survey.picture().maps != []
+    for entry in picture.entries:
+        assert cache.survey.entry(entry.name, 7) == survey.entry(entry.name, 7)
+    for ended in picture.ended:
+        assert cache.survey.way(ended.number) == survey.way(ended.number)
+
+    info = adapters.add("style", model / "adapter")
+    assert adapters.list() == engine.adapters.list() == [info]
+    assert wire.ask(ReadStats()).adapter_bytes == info.bytes
+    assert wire.ask(DescribeCapacity()) == engine.capacity()
+    wire.ask(CheckPinned("tenant", None, tuple(ONE[:20])))
+    with pytest.raises(BadRequest, match="cannot be pinned"):
+        wire.ask(CheckPinned("tenant", None, tuple(TWO)))
+    adapters.remove("style", wait=True)
+    assert adapters.list() == []
+    wire.ask(DescribeVariant("other", {"temperature": 0.5, "stop": ["end"]}, "{{ messages }}"))
+
+    assert cache.verify().damaged == cache.collect() == 0
+    assert cache.remove(namespace="nothing") == contents.remove(namespace="nothing")
+    assert cache.remove(prefix=ONE[:40]).tokens > 0
+    assert cache.clear(all_models=True).stored > 0
+    assert list(cache.listed("disk")) == []
+    assert cache.import_from(io.BytesIO(archive)).stored > 0
+    assert list(cache.listed("disk")) != []
+    engine.generate(ONE, **GREEDY)
+    assert engine.stats().prefixes.tokens > 0
+    wire.ask(ClearCache())
+    assert engine.stats().prefixes.tokens == 0
+    wire.ask(CheckInvariants())
+    assert wire.sent == REPLIES.keys() == set(get_args(Control)), "not all were asked"
+
+
+def test_a_variant_of_an_engine_behind_bytes_is_as_it_was_created(engine: Engine, model: Path, tmp_path: Path) -> None:
+    library, wire = Library(tmp_path / "models"), Wire(engine)
+    adapter = f"ADAPTER {model / 'adapter'}"
+    made(library, "base", f"FROM {model}", model.parent)
+    made(
+        library, "poet", f"FROM {model}\n{adapter}\nPARAMETER top_k 7\nTEMPLATE {TEMPLATE}\nSYSTEM Rhyme.", model.parent
+    )
+    codec, assets = engine._built.intake.codec, engine._built.loaded.text
+    variants = Variants(wire.ask, codec, assets, engine.model.vocab_size)
+
+    base, poet = (variants.open(library.resolve(name)) for name in ("base", "poet"))
+    assert (base.default_sampling, base.template) == (engine.model.default_sampling, engine.model.chat_template)
+    assert engine.decode(base.render(CHAT)) == engine.decode(engine.render(CHAT)) == "user: Hi "
+    assert (base.adapter, poet.adapter) == ("", engine.adapters.list()[0].name)
+    assert (poet.default_sampling, poet.template) == (engine.params(top_k=7), TEMPLATE)
+    assert engine.decode(poet.render(CHAT)) == "<Rhyme.><Hi>"
+    poet.close()
+    assert engine.adapters.list() == []
+    assert engine.stats().adapter_bytes == 0
+
+
+def test_arguments_that_cannot_be_sent_are_refused_before(tmp_path: Path) -> None:
+    def unsent(*_: Any) -> Any:
+        raise AssertionError("it was sent")
+
+    cache, adapters = CacheClient(unsent, unsent), AdaptersClient(unsent)
+    for refused in (
+        lambda: cache.remove(prefix=[1 << 70]),
+        lambda: cache.remove(entry="12"),
+        lambda: cache.remove(),
+        lambda: adapters.add("x", [None]),  # type: ignore[list-item]
+        lambda: adapters.add(3, tmp_path),  # type: ignore[arg-type]
+        lambda: adapters.remove(3),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(BadRequest):
+            refused()
+
+
+def test_an_adapter_is_found_where_the_caller_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    monkeypatch.chdir(model)
+    AdaptersClient(sent.append).add("style", "adapter")
+    assert sent == [AddAdapter("style", (str(model / "adapter"),))]
+
+
+def test_an_export_without_a_store_is_refused_before_a_part_is_read() -> None:
+    with Engine(ARCHS["llama"].build(), **SMALL) as engine:
+        wire = Wire(engine)
+        with pytest.raises(BadRequest, match="no store on disk"):
+            CacheClient(wire.ask, wire.parts).export()
+        assert CacheClient(wire.ask, wire.parts).disk is None

@@ -4,6 +4,7 @@ import io
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -11,13 +12,15 @@ import pytest
 
 from kvcellar import BadRequest, Engine
 from kvcellar.engine.adapters_client import AdaptersClient
-from kvcellar.engine.cache_client import CacheClient
+from kvcellar.engine.cache_client import CacheClient, SurveyClient
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.controls import Controls
 from kvcellar.engine.survey import Survey
 from kvcellar.engine.variants import Variants
+from kvcellar.library.create import create
 from kvcellar.library.library import Library
+from kvcellar.library.modelfile import parse
 from kvcellar.messages import (
     AddAdapter,
     CheckInvariants,
@@ -30,16 +33,17 @@ from kvcellar.messages import (
     DescribeVariant,
     ReadStats,
 )
+from kvcellar.models.create_tools import CreateTools
 from kvcellar.tiers.upkeep import Readable
 from tests.engine.mixes import tokens
 from tests.engine.tiered import acknowledged
-from tests.library.made import made
 from tests.models.lora import ends_with, layers_of, saved
+from tests.text import made as text
 from tests.zoo import ARCHS
 
 GREEDY: Any = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 SMALL: Any = {"dtype": "float32", "cache_bytes": 8_000_000, "threads": 1}
-ONE, TWO = (tokens(random.Random(seed), 60) for seed in (1, 2))
+ONE, TWO = (list(tokens(random.Random(seed), 120)) for seed in (1, 2))
 CHAT = [{"role": "user", "content": "Hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
 
@@ -48,7 +52,7 @@ class Wire:
     """The controls of an engine behind bytes: messages and replies are encoded, and decoded by their types."""
 
     def __init__(self, engine: Engine) -> None:
-        self._controls, self.sent = Controls(engine._built), set[type]()
+        self._controls, self.card, self.sent = Controls(engine._built), engine._client.card, set[type]()
 
     def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
         return self._replied(control, self._controls.run(self._received(control), source))
@@ -86,7 +90,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, tmp_path: Path) -> Iterator[Engine]:
     """With something in memory, in the store and in the tree of two namespaces."""
     with Engine(model, store=str(tmp_path / "store"), **SMALL) as engine:
-        for prompt in (ONE, [*ONE[:30], *TWO[:30]], TWO):
+        for prompt in (ONE, [*ONE[:60], *TWO[:60]], TWO):
             engine.generate(prompt, **GREEDY)
         engine.pin(ONE[:20], namespace="tenant")
         acknowledged(engine)
@@ -95,49 +99,18 @@ def engine(model: Path, tmp_path: Path) -> Iterator[Engine]:
 
 
 def test_every_message_is_the_same_over_bytes_and_so_is_its_reply(engine: Engine, model: Path) -> None:
-    wire, contents, survey = Wire(engine), Contents(engine._built), Survey(engine._built)
-    cache, adapters = CacheClient(wire.ask, wire.parts), AdaptersClient(wire.ask)
-    for tier in ("device", "disk"):
-        assert list(cache.listed(tier)) == list(contents.listed(tier)) != []
-        assert list(cache.listed(tier, "tenant")) == list(contents.listed(tier, "tenant"))
-        assert cache.hot(tier, 2) == contents.hot(tier, 2) != []
-    assert cache.namespaces() == contents.namespaces() != []
-    assert cache.stored_totals() == contents.stored_totals() != []
-    assert cache.disk is not None
-    assert contents.disk is not None
-    assert Path(cache.disk.directory) == contents.disk.directory
-    assert (cache.disk.cap, cache.disk.bytes) == (contents.disk.cap, contents.disk.size())
-    archive = b"".join(cache.export())
-    assert archive == b"".join(contents.export())
-
-    pulse, picture = cache.survey.pulse(), cache.survey.picture()
-    assert pulse == survey.pulse()
-    assert picture.entries == survey.picture().entries != []
-    assert picture.ended == survey.picture().ended != []
-    assert picture.maps == survey.picture().maps != []
-    for entry in picture.entries:
-        assert cache.survey.entry(entry.name, 7) == survey.entry(entry.name, 7)
-    for ended in picture.ended:
-        assert cache.survey.way(ended.number) == survey.way(ended.number)
-
-    info = adapters.add("style", model / "adapter")
-    assert adapters.list() == engine.adapters.list() == [info]
-    assert wire.ask(ReadStats()).adapter_bytes == info.bytes
+    wire = Wire(engine)
+    cache, contents = CacheClient(wire), Contents(engine._built)
+    lists(cache, contents)
+    pictures(cache.survey, Survey(engine._built))
+    adapters(AdaptersClient(wire), engine, model / "adapter")
+    assert wire.ask(ReadStats()).prefixes == engine.stats().prefixes
     assert wire.ask(DescribeCapacity()) == engine.capacity()
+    wire.ask(DescribeVariant("other", {"temperature": 0.5, "stop": ["end"]}, "{{ messages }}"))
     wire.ask(CheckPinned("tenant", None, tuple(ONE[:20])))
     with pytest.raises(BadRequest, match="cannot be pinned"):
         wire.ask(CheckPinned("tenant", None, tuple(TWO)))
-    adapters.remove("style", wait=True)
-    assert adapters.list() == []
-    wire.ask(DescribeVariant("other", {"temperature": 0.5, "stop": ["end"]}, "{{ messages }}"))
-
-    assert cache.verify().damaged == cache.collect() == 0
-    assert cache.remove(namespace="nothing") == contents.remove(namespace="nothing")
-    assert cache.remove(prefix=ONE[:40]).tokens > 0
-    assert cache.clear(all_models=True).stored > 0
-    assert list(cache.listed("disk")) == []
-    assert cache.import_from(io.BytesIO(archive)).stored > 0
-    assert list(cache.listed("disk")) != []
+    changes(cache, contents)
     engine.generate(ONE, **GREEDY)
     assert engine.stats().prefixes.tokens > 0
     wire.ask(ClearCache())
@@ -146,15 +119,58 @@ def test_every_message_is_the_same_over_bytes_and_so_is_its_reply(engine: Engine
     assert wire.sent == REPLIES.keys() == set(get_args(Control)), "not all were asked"
 
 
+def lists(cache: CacheClient, contents: Contents) -> None:
+    for tier in ("device", "disk"):
+        assert list(cache.listed(tier)) == list(contents.listed(tier)) != []
+        assert list(cache.listed(tier, "tenant")) == list(contents.listed(tier, "tenant"))
+        assert cache.hot(tier, 2) == contents.hot(tier, 2) != []
+    assert cache.namespaces() == contents.namespaces() != []
+    assert cache.stored_totals() == contents.stored_totals() != []
+    disk, found = contents.disk, cache.disk
+    assert disk is not None
+    assert found is not None
+    assert (found.directory, found.cap, found.bytes) == (str(disk.directory), disk.cap, disk.size())
+
+
+def pictures(client: SurveyClient, survey: Survey) -> None:
+    picture, again = client.picture(), survey.picture()
+    assert client.pulse()[:2] == survey.pulse()[:2]
+    assert picture.entries == again.entries != []
+    assert picture.ended == again.ended != []
+    assert picture.steps == again.steps != []
+    for entry in picture.entries:
+        assert client.entry(entry.name, 7) == survey.entry(entry.name, 7)
+    for ended in picture.ended:
+        assert client.way(ended.number) == survey.way(ended.number)
+
+
+def adapters(client: AdaptersClient, engine: Engine, path: Path) -> None:
+    info = client.add("style", path)
+    assert client.list() == engine.adapters.list() == [info]
+    assert engine.stats().adapter_bytes == info.bytes > 0
+    client.remove("style", wait=True)
+    assert client.list() == []
+    assert engine.stats().adapter_bytes == 0
+
+
+def changes(cache: CacheClient, contents: Contents) -> None:
+    archive = b"".join(cache.export())
+    assert archive == b"".join(contents.export())
+    assert cache.verify().damaged == cache.collect() == 0
+    assert cache.remove(namespace="nothing") == contents.remove(namespace="nothing")
+    assert cache.remove(prefix=ONE[:40]).tokens > 0
+    assert cache.clear(all_models=True).stored > 0
+    assert list(cache.listed("disk")) == []
+    assert cache.import_from(io.BytesIO(archive)).stored > 0
+    assert list(cache.listed("disk")) != []
+
+
 def test_a_variant_of_an_engine_behind_bytes_is_as_it_was_created(engine: Engine, model: Path, tmp_path: Path) -> None:
     library, wire = Library(tmp_path / "models"), Wire(engine)
-    adapter = f"ADAPTER {model / 'adapter'}"
-    made(library, "base", f"FROM {model}", model.parent)
-    made(
-        library, "poet", f"FROM {model}\n{adapter}\nPARAMETER top_k 7\nTEMPLATE {TEMPLATE}\nSYSTEM Rhyme.", model.parent
-    )
-    codec, assets = engine._built.intake.codec, engine._built.loaded.text
-    variants = Variants(wire.ask, codec, assets, engine.model.vocab_size)
+    own = f"ADAPTER {model / 'adapter'}\nPARAMETER top_k 7\nTEMPLATE {TEMPLATE}\nSYSTEM Rhyme."
+    for name, more in (("base", ""), ("poet", own)):
+        create(library, name, parse(f"FROM {model}\n{more}"), tools=CreateTools(), folders=[model.parent])
+    variants = Variants(wire, engine._codec)
 
     base, poet = (variants.open(library.resolve(name)) for name in ("base", "poet"))
     assert (base.default_sampling, base.template) == (engine.model.default_sampling, engine.model.chat_template)
@@ -171,7 +187,8 @@ def test_arguments_that_cannot_be_sent_are_refused_before(tmp_path: Path) -> Non
     def unsent(*_: Any) -> Any:
         raise AssertionError("it was sent")
 
-    cache, adapters = CacheClient(unsent, unsent), AdaptersClient(unsent)
+    client = SimpleNamespace(ask=unsent, parts=unsent)
+    cache, adapters = CacheClient(client), AdaptersClient(client)
     for refused in (
         lambda: cache.remove(prefix=[1 << 70]),
         lambda: cache.remove(entry="12"),
@@ -195,5 +212,5 @@ def test_an_export_without_a_store_is_refused_before_a_part_is_read() -> None:
     with Engine(ARCHS["llama"].build(), **SMALL) as engine:
         wire = Wire(engine)
         with pytest.raises(BadRequest, match="no store on disk"):
-            CacheClient(wire.ask, wire.parts).export()
-        assert CacheClient(wire.ask, wire.parts).disk is None
+            CacheClient(wire).export()
+        assert CacheClient(wire).disk is None

@@ -1,24 +1,20 @@
 """adapters_client: the adapters of an engine, by name, wherever it runs: added, replaced and removed while
 requests run.
 
-All methods may be called from any thread, and raise what `ask` raises beside what they say.
+All methods may be called from any thread, and raise what `EngineClient.ask` raises beside what they say.
 """
-
-from typing import TYPE_CHECKING
 
 from kvcellar import messages
 from kvcellar.engine.arguments import Places, adapter_directories, adapter_name
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_replies import AdapterInfo
-
-if TYPE_CHECKING:
-    from kvcellar.engine.cache_client import Ask
 
 
 class AdaptersClient:
     """Of one engine."""
 
-    def __init__(self, ask: "Ask") -> None:
-        self._ask = ask
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     def add(self, name: str, path: Places) -> AdapterInfo:
         """Load the LoRA adapter of a directory, or the sum of several, under a name. If there is one of that name,
@@ -27,13 +23,13 @@ class AdaptersClient:
         Raises `AdapterRefused` with the reason, and `BadRequest`; then nothing has changed.
         """
         name, directories = adapter_name(name), adapter_directories(path)
-        return self._ask(messages.AddAdapter(name, tuple(str(one.absolute()) for one in directories)))
+        return self._client.ask(messages.AddAdapter(name, tuple(str(one.absolute()) for one in directories)))
 
     def remove(self, name: str, *, wait: bool = False) -> None:
         """Let no later request have the adapter of this name. It is freed when those that run with it have ended; with
         `wait`, that, or the end of the engine, is waited for. Raises `BadRequest` if there is none."""
-        self._ask(messages.RemoveAdapter(adapter_name(name), wait))
+        self._client.ask(messages.RemoveAdapter(adapter_name(name), wait))
 
     def list(self) -> list[AdapterInfo]:
         """Those that requests can name, by name."""
-        return self._ask(messages.ListAdapters())
+        return self._client.ask(messages.ListAdapters())

@@ -1,107 +1,96 @@
 """cache_client: what the prefix cache of an engine and its store have, and pictures of the engine, wherever it runs.
 
-All methods may be called from any thread but the engine's, may take long, and raise what `ask` and `parts` raise beside
-what they say.
+All methods may be called from any thread but the engine's, may take long, and raise what those of `EngineClient`
+raise beside what they say.
 """
 
 from collections.abc import Iterator, Sequence
 from operator import index
-from typing import Any, Protocol
+from typing import Any
 
 from kvcellar import messages
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_replies import NamespaceContents, Removed, StoreDisk
 from kvcellar.engine.picture import Picture, TreeEntry, Way
 from kvcellar.tiers.upkeep import Imported, Readable, Verified, check_named
 
 
-class Ask(Protocol):
-    """Sends a message to an engine, and returns its reply, of the type that `REPLIES` has."""
-
-    def __call__(self, control: messages.ControlWithReply, source: Readable | None = None) -> Any: ...
-
-
-class AskInParts(Protocol):
-    """Sends a message to an engine, and returns its replies; closing the iterator ends the operation."""
-
-    def __call__(self, control: messages.ControlInParts) -> Iterator[Any]: ...
-
-
 class SurveyClient:
     """A bounded picture of an engine, for a page that shows it (`survey.py`)."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     def pulse(self) -> tuple[int, ...]:
         """Counts that change when something does that a picture shows; steps first."""
-        return self._ask(messages.ReadPulse())
+        return self._client.ask(messages.ReadPulse())
 
     def picture(self) -> Picture:
         """What runs and has ended, entries of the prefix tree, and the cells as runs."""
-        return self._ask(messages.TakePicture())
+        return self._client.ask(messages.TakePicture())
 
     def entry(self, name: str, most: int) -> tuple[TreeEntry, tuple[int, ...]]:
         """The entry of this name, and up to `most` of its tokens. Raises `BadRequest` if it is not among those that a
         picture would show."""
-        return self._ask(messages.ShowEntry(name, most))
+        return self._client.ask(messages.ShowEntry(name, most))
 
     def way(self, number: int) -> Way:
         """Of a live request or one of the last ones, as far as its text is in the tree now. Raises `BadRequest` if the
         number is not known, or the text not kept."""
-        return self._ask(messages.ShowWay(number))
+        return self._client.ask(messages.ShowWay(number))
 
 
 class CacheClient:
     """Of one engine. Methods that need a store raise `BadRequest` without one."""
 
-    def __init__(self, ask: Ask, parts: AskInParts) -> None:
-        self._ask, self._parts = ask, parts
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
 
     @property
     def survey(self) -> SurveyClient:
-        return SurveyClient(self._ask)
+        return SurveyClient(self._client)
 
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """The entries of a tier, "device" or "disk", as JSON, each after the one that it continues."""
-        for some in self._parts(messages.ListEntries(tier, namespace)):
+        for some in self._client.parts(messages.ListEntries(tier, namespace)):
             yield from some
 
     def hot(self, tier: str, most: int) -> list[dict[str, Any]]:
         """The entries of a tier that are kept longest, the most valuable first."""
-        return self._ask(messages.ListMostValuable(tier, most))
+        return self._client.ask(messages.ListMostValuable(tier, most))
 
     def namespaces(self) -> list[NamespaceContents]:
         """What each namespace has in memory, the largest first."""
-        return self._ask(messages.ListNamespaces())
+        return self._client.ask(messages.ListNamespaces())
 
     @property
     def disk(self) -> StoreDisk | None:
         """The store on disk, as it is now; None without one."""
-        return self._ask(messages.DescribeDisk())
+        return self._client.ask(messages.DescribeDisk())
 
     def stored_totals(self) -> list[dict[str, Any]]:
         """Entries, tokens and bytes of the store by identity and namespace, the largest first."""
-        return self._ask(messages.ListStoredTotals())
+        return self._client.ask(messages.ListStoredTotals())
 
     def verify(self) -> Verified:
         """Read all entries of the store; those that are damaged are removed."""
-        return self._ask(messages.VerifyStore())
+        return self._client.ask(messages.VerifyStore())
 
     def collect(self) -> int:
         """Remove entries of the store that are of no use, and files that processes have left there; returns how many
         entries."""
-        return self._ask(messages.CollectStore())
+        return self._client.ask(messages.CollectStore())
 
     def export(self) -> Iterator[bytes]:
         """An archive of the entries that this engine can read, in parts. Raises `BadRequest` without a store before
         anything is iterated."""
-        parts = self._parts(messages.ExportStore())
+        parts = self._client.parts(messages.ExportStore())
         return _begun(next(parts), parts)
 
     def import_from(self, source: Readable) -> Imported:
         """Store the entries of an archive; this engine uses them from now on. Raises `KvcellarError` for what is no
         archive, or was cut off; what was stored before stays."""
-        return self._ask(messages.ImportStore(), source)
+        return self._client.ask(messages.ImportStore(), source)
 
     def remove(
         self, *, namespace: str | None = None, entry: str | None = None, prefix: Sequence[int] | None = None
@@ -111,12 +100,12 @@ class CacheClient:
         nothing is named, or too little."""
         check_named(namespace, entry, prefix)
         tokens = tuple(map(index, prefix)) if prefix is not None else None
-        return self._ask(messages.RemoveEntries(namespace, entry, tokens))
+        return self._client.ask(messages.RemoveEntries(namespace, entry, tokens))
 
     def clear(self, *, all_models: bool = False) -> Removed:
         """Remove all that no running request uses, from memory and from the store: what this model has stored; or, of
         a directory that several models use, all."""
-        return self._ask(messages.ClearCacheAndStore(all_models))
+        return self._client.ask(messages.ClearCacheAndStore(all_models))
 
 
 def _begun(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:

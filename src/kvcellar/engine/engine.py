@@ -91,10 +91,10 @@ class Engine:
             self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
             self.conversations: Conversations = open_conversations(checked, self.model)
-            self.cache = CacheClient(client.ask, client.parts)  # what the prefix cache and the store have
-            self.adapters = AdaptersClient(client.ask)  # those that requests can name
+            self.cache = CacheClient(client)  # what the prefix cache and the store have
+            self.adapters = AdaptersClient(client)  # those that requests can name
             self.embeddings = Embeddings(weakref.ref(self), client, self._codec)
-            self.variants = Variants(client.ask, self._codec, card)  # models of the library on this engine
+            self.variants = Variants(client, self._codec)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
             opened.callback(client.close)
             client.start()

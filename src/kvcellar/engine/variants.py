@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.adapters_client import AdaptersClient
-from kvcellar.engine.card import EngineCard
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_replies import VariantText
 from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.in_library import preamble_of, shown_name
@@ -20,7 +20,6 @@ from kvcellar.messages import DescribeVariant
 from kvcellar.sample.params import SamplingParams
 
 if TYPE_CHECKING:
-    from kvcellar.engine.cache_client import Ask
     from kvcellar.library.library import LibraryModel
 
 
@@ -44,22 +43,22 @@ class Variant:
 class Variants:
     """Of one engine. May be called from any thread but the engine's."""
 
-    def __init__(self, ask: "Ask", codec: TextCodec, card: EngineCard) -> None:
-        self._ask, self._codec, self._text, self._vocab_size = ask, codec, card.text, card.model.vocab_size
+    def __init__(self, client: EngineClient, codec: TextCodec) -> None:
+        self._client, self._codec = client, codec
 
     def open(self, model: "LibraryModel") -> Variant:
         """A model whose weights and drafts are those of the engine. Blocks while its adapter is read and tested. Raises
         `ModelRefused` and `AdapterRefused`; then nothing has changed."""
         shown, manifest = shown_name(model), model.manifest
-        found: VariantText = self._ask(DescribeVariant(shown, dict(manifest.parameters), manifest.template))
-        sampling = default_sampling(found.defaults, vocab_size=self._vocab_size, model=shown)
-        text, template = self._text, found.chat_template
+        found: VariantText = self._client.ask(DescribeVariant(shown, dict(manifest.parameters), manifest.template))
+        sampling = default_sampling(found.defaults, vocab_size=self._client.card.model.vocab_size, model=shown)
+        text, template = self._client.card.text, found.chat_template
         if text is not None:
             text = replace(text, chat_template=template, response_template=found.response_template)
         codec = self._codec.variant(text, preamble_of(manifest))
         render, replies = codec.render, Replies(codec)
         if not model.adapters:
             return Variant(sampling, render, replies, adapter="", template=template)
-        name, adapters = f"{shown}@{model.id[:12]}", AdaptersClient(self._ask)
+        name, adapters = f"{shown}@{model.id[:12]}", AdaptersClient(self._client)
         adapters.add(name, model.adapters)
         return Variant(sampling, render, replies, name, partial(adapters.remove, name, wait=True), template)

@@ -204,7 +204,7 @@ def test_arguments_that_cannot_be_sent_are_refused_before(tmp_path: Path) -> Non
 def test_an_adapter_is_found_where_the_caller_is(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
     monkeypatch.chdir(model)
-    AdaptersClient(sent.append).add("style", "adapter")
+    AdaptersClient(SimpleNamespace(ask=sent.append)).add("style", "adapter")
     assert sent == [AddAdapter("style", (str(model / "adapter"),))]
 
 

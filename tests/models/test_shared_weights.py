@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar import BadRequest, CapacityTooSmall, Engine, ModelRefused
-from kvcellar.engine import client as clients
+from kvcellar.engine import thread_client
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import EngineFailed
@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_be_built_leaves_the_network_unchanged(name: str) 
             refused(ModelRefused)
         with mock.patch.object(Loop, "start", side_effect=RuntimeError("can't start new thread")):
             refused(RuntimeError)
-        with mock.patch.object(clients, "card_of", side_effect=KeyboardInterrupt):
+        with mock.patch.object(thread_client, "card_of", side_effect=KeyboardInterrupt):
             refused(KeyboardInterrupt)
 
     assert_untouched_by(model, use)

@@ -15,6 +15,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.engine.adapters import Adapters, open_adapters
 from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
+from kvcellar.engine.card import EngineCard, ModelCard
 from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.draft_memory import DraftMemory
@@ -41,6 +42,7 @@ from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
 from kvcellar.models.load import Loaded
 from kvcellar.models.packing import Packed, pack_model
+from kvcellar.models.pooling import NONE, pooling_of
 from kvcellar.progress import report
 from kvcellar.sample.grammars import Grammars
 from kvcellar.shapes import StoredAs
@@ -48,6 +50,7 @@ from kvcellar.speculate.chain import Key
 from kvcellar.speculate.cost import step_clock
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.text.preamble import Preamble
+from kvcellar.text.stored_texts import first_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -286,3 +289,57 @@ def _context(settings: Settings, network: "PreTrainedModel") -> int:
         made = f"made for {most} tokens" if reason is None else f"served up to {most} tokens: {reason}"
         raise BadRequest(f"context is {settings.context}; this model is {made}", "context")
     return settings.context
+
+
+def card_of(built: Built) -> EngineCard:
+    """Before the engine runs. Raises `ModelRefused` if the model has default sampling parameters that it cannot
+    follow."""
+    loaded, settings, memory, store = built.loaded, built.settings, built.memory, built.loop.manager.store
+    context, cells = built.intake.context, built.capacity.cells
+    return EngineCard(
+        model=_model_card(built),
+        end_ids=loaded.end_ids,
+        padding=built.intake.padding,
+        cells={
+            group.name: cells[group.name]
+            for group in memory.storage.groups
+            if group.layout.most_cells(context, 1) > cells[group.name]
+        },
+        pooling=NONE if loaded.path is None else pooling_of(loaded.path),
+        cache_bytes=_cache_bytes(built),
+        capacity=str(built.capacity),
+        max_waiting=settings.max_waiting,
+        text=loaded.text,
+        without_text=loaded.without_text,
+        preamble=built.preamble,
+        borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
+        text_bytes=text_bytes_of(settings, context) // 2,
+        replay_bytes=settings.replay_bytes,
+        stored=first_of(store.catalogue, settings.replay_bytes) if store is not None else (),
+    )
+
+
+def _model_card(built: Built) -> ModelCard:
+    guest, loaded, text, vocab_size = built.guest, built.loaded, built.loaded.text, built.intake.vocab_size
+    return ModelCard(
+        name=loaded.name,
+        path=loaded.path,
+        architecture=type(guest.model).__name__,
+        context=built.intake.context,
+        vocab_size=vocab_size,
+        dtype=str(guest.dtype).removeprefix("torch."),
+        device=str(guest.device),
+        mode=guest.mode,
+        has_text=text is not None,
+        has_chat=text is not None and text.chat_template is not None,
+        default_sampling=default_sampling(loaded.defaults, vocab_size=vocab_size, model=loaded.name),
+        special_tokens=text.special if text is not None else {},
+        chat_template=text.chat_template if text is not None else None,
+    )
+
+
+def _cache_bytes(built: Built) -> int:
+    """Cells, states, and the largest step, those of drafts included, and on a CPU what evicted prefixes may take."""
+    drafts = built.draft_capacity.total if built.draft_capacity is not None else 0
+    host = (built.settings.host_bytes or 0) if built.guest.device.type == "cpu" else 0
+    return built.capacity.total + drafts + host

@@ -1,18 +1,14 @@
 """client: an engine as its front end sees it: tokens go in, and events of tokens come out.
 
-`EngineClient` is what the front end uses; `ThreadClient` is an engine on a thread of this process.
+The engine may be on a thread of this process (`thread_client.py`) or in a process of its own.
 """
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from kvcellar.engine.card import EngineCard, card_of
-from kvcellar.errors import Overloaded
+from kvcellar.engine.card import EngineCard
 from kvcellar.messages import ControlInParts, ControlWithReply, EngineEvent, Submission
 from kvcellar.tiers.upkeep import Readable
-
-if TYPE_CHECKING:
-    from kvcellar.engine.build import Built
 
 
 class EngineClient(Protocol):
@@ -51,8 +47,8 @@ class EngineClient(Protocol):
         ...
 
     def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
-        """The reply, of the type that `REPLIES` has. Blocks. `source` is what an import reads. Raises what the operation
-        raises, and `EngineClosed`."""
+        """The reply, of the type that `REPLIES` has. Blocks. `source` is what an import reads. Raises what the
+        operation raises, and `EngineClosed`."""
         ...
 
     def parts(self, control: ControlInParts) -> Iterator[Any]:
@@ -67,30 +63,3 @@ class EngineClient(Protocol):
         """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork, where it
         returns False."""
         ...
-
-
-class ThreadClient:
-    """An engine on a thread of this process, which delivers events at the end of each step."""
-
-    def __init__(self, built: "Built") -> None:
-        """The engine does not run before `start`."""
-        from kvcellar.engine.controls import Controls  # imports torch, so not at the top
-
-        self.built, self._loop, controls = built, built.loop, Controls(built)
-        self.ask, self.parts = controls.run, controls.parts
-        self.card = card_of(built)
-        self.number, self.check_caller = self._loop.number, self._loop.check_caller
-        self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail
-        self.end_session, self.close = self._loop.end_session, self._loop.close
-
-    def start(self) -> None:
-        self._loop.start(self.built.runner)
-
-    @property
-    def alive(self) -> bool:
-        return self._loop.alive
-
-    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
-        if self._loop.backlog >= self.card.max_waiting:
-            raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
-        self.built.intake.submit(submission, deliver, self._loop.submit)

@@ -19,7 +19,6 @@ from kvcellar.engine import arguments
 from kvcellar.engine.adapters_client import AdaptersClient
 from kvcellar.engine.batches import together
 from kvcellar.engine.cache_client import CacheClient
-from kvcellar.engine.client import ThreadClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.embeddings import Embeddings
@@ -82,7 +81,8 @@ class Engine:
         with ExitStack() as opened:
             with listening(progress):
                 import_needed()
-                from kvcellar.engine.build import build  # imports torch, so not at the top
+                from kvcellar.engine.build import build  # these import torch, so not at the top
+                from kvcellar.engine.thread_client import ThreadClient
 
                 client = ThreadClient(build(model, checked, opened, thread))
             self._client, card = client, client.card

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvcellar import BadRequest, Constraint, Engine
+from kvcellar.engine.request import Request
 from kvcellar.events import Done, Embedded, Failed, PromptScored
 from kvcellar.messages import Drawn, Ended, EngineEvent, Produced, Submission
 from kvcellar.sample.params import SamplingParams
@@ -102,7 +103,7 @@ def rest(of: Submission, before: Sequence[EngineEvent]) -> Submission:
             else:
                 found[event.choice] = replace(known, ended=event.tokens)
     prompt_told = any(isinstance(event, PromptScored | Embedded) for event in before)
-    return replace(of, produced=tuple(found.values()), prompt_told=prompt_told)
+    return replace(of, produced=tuple(found.values()), prompt_told=prompt_told and not found)
 
 
 def answers(events: Sequence[EngineEvent]) -> Any:
@@ -186,6 +187,16 @@ def test_a_text_that_outlives_the_context_goes_on(name) -> None:
         assert stats.shifts + sum(stats.recomputes.values()) > 0
 
 
+def test_a_text_goes_on_whose_first_part_fills_the_context_and_is_in_memory() -> None:
+    """There is nothing to compute before the context shifts, and it has not ended."""
+    asked = submission([5] * 20, max_tokens=40, ignore_eos=True, shift=True, temperature=1.0)
+    with small_engine("lfm2", context=CONTEXT) as engine:
+        (events,) = told(engine, [asked])
+        place = CONTEXT - 10
+        (after,) = told(engine, [rest(asked, events[:place])])
+        assert answers([*events[:place], *after]) == answers(events)
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.2, "seed": 3}], ids=str)
 def test_drafts_change_nothing_of_that(sampling) -> None:
     with two("llama", draft="ngram") as (first, second):
@@ -243,21 +254,31 @@ def llama() -> Iterator[Engine]:
 
 def test_a_choice_whose_text_has_ended_is_counted_as_far_as_its_text_goes(llama) -> None:
     """It has no event more; the others go on."""
-    asked = submission([5, 6, 7], temperature=1.0, max_tokens=9, ignore_eos=True, n=3)
+    asked = submission([5, 6, 7], temperature=1.0, max_tokens=9, ignore_eos=True, n=4)
     (events,) = told(llama, [asked])
-    produced = (Produced(0, answered(events, 0)[:6], ended=4), Produced(2, answered(events, 2)[:3]))
+    produced = (Produced(0, answered(events, 0)[:6], ended=4), Produced(3, answered(events, 3)[:3]))
     (after,) = told(llama, [replace(asked, produced=produced)])
-    assert {event.choice for event in after if isinstance(event, Drawn | Ended)} == {1, 2}
-    assert answered(after, 1) == answered(events, 1)
-    assert answered(after, 2) == answered(events, 2)[3:]
+    assert {event.choice for event in after if isinstance(event, Drawn | Ended)} == {1, 2, 3}
+    assert [answered(after, choice) for choice in (1, 2)] == [answered(events, choice) for choice in (1, 2)]
+    assert answered(after, 3) == answered(events, 3)[3:]
     assert isinstance(after[-1], Done)
-    assert after[-1].usage.completion_tokens == 4 + 9 + 9
+    assert after[-1].usage.completion_tokens == 4 + 3 * 9
 
 
 def answered(events: Sequence[EngineEvent], choice: int) -> tuple[int, ...]:
     return tuple(
         token for event in events if isinstance(event, Drawn) and event.choice == choice for token in event.token_ids
     )
+
+
+def test_choices_are_ranked_in_their_order_whichever_begins_first(llama) -> None:
+    """The third one begins when the fourth has tokens already."""
+    asked = submission([5, 6, 7], n=4)
+    request = Request(replace(asked, produced=(Produced(0, (), 5), Produced(3, (8,)))), lambda event: None)
+    request.completions += llama._built.intake.completions(request)
+    request.completions += llama._built.intake.siblings(request.completions[1], 1)
+    assert [one.sampler.index for one in request.completions] == [0, 1, 3, 2]
+    assert request.depths() == {0: 0, 1: 0, 2: 1, 3: 2}
 
 
 def test_a_request_that_goes_on_can_be_stopped_and_cancelled(llama) -> None:

@@ -6,11 +6,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvcellar import BadRequest, Constraint, Engine
 from kvcellar.engine.request import Request

@@ -17,6 +17,7 @@ from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.snapshot import ADAPTED
 from kvcellar.spans import whole
+from kvcellar.text.tokens import check_unicode
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))
 MOST_NAMESPACE, MOST_ADAPTER = 256, 256  # characters of a name
@@ -50,7 +51,8 @@ def namespace_name(namespace: Any) -> str:
         raise BadRequest(f"a namespace cannot begin with {ADAPTED!r}: such names are for what adapters compute")
     if not isinstance(namespace, str) or len(namespace) > MOST_NAMESPACE:
         raise BadRequest(f"a namespace is a text of up to {MOST_NAMESPACE} characters, not {shown(namespace)}")
-    return str.__str__(namespace)
+    check_unicode(name := str.__str__(namespace), "namespace")
+    return name
 
 
 def retention_options(retention: Any) -> RetentionOptions:

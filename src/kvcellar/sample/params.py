@@ -212,7 +212,17 @@ def _stops(stop: object) -> tuple[str, ...]:
         raise BadRequest(f"stop has {len(texts)} strings; {MAX_STOPS} are allowed", "stop")
     if not all(isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS for text in texts):
         raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
-    return tuple(map(str.__str__, texts))
+    return tuple(_unicode("stop", str.__str__(text)) for text in texts)
+
+
+def _unicode(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{name} is not Unicode text: half of a surrogate pair at character {error.start}", name
+        ) from None
+    return text
 
 
 def _biases(given: object) -> Mapping[int, float]:

@@ -234,7 +234,7 @@ def test_what_a_token_and_a_prompt_take_is_bounded() -> None:
     assert len(encode(StepEvents(((2**31, Drawn(127, (2**31,), None, 2**20)),)))) < 64
     scored = TokenLogprob(2**31, -1.5, tuple((2**31, -1.5) for _ in range(20)))
     assert len(encode(Drawn(0, (1,), (scored,), 0))) < 400
-    few, many = (Submission(number=0, prompt=(2**31 - 1,) * n, params=SamplingParams()) for n in (1000, 131_000))
+    few, many = (Submission(number=0, prompt=(2**31 - 1,) * n, params=SamplingParams(), seed=0) for n in (1000, 131_000))
     assert len(encode(many)) - len(encode(few)) <= 5 * 130_002
 
 
@@ -467,7 +467,7 @@ def test_messages_of_many_threads_arrive_whole_and_in_the_order_of_each(links: t
     def send(thread: int) -> None:
         for place in range(each):
             prompt = (thread,) * (150_000 if place % 10 == thread else place)
-            front.send(Submission(number=place, prompt=prompt, params=SamplingParams(), session=thread))
+            front.send(Submission(number=place, prompt=prompt, params=SamplingParams(), seed=0, session=thread))
 
     def receive() -> None:
         try:
@@ -553,7 +553,7 @@ def test_nothing_is_sent_of_a_message_over_the_bound(
     front, engine = links
     monkeypatch.setattr(wire, "MOST", 1000)
     with pytest.raises(ValueError, match=r"a Submission has \d+ bytes; 1000 can be sent"):
-        front.send(Submission(number=1, prompt=(1,) * 1000, params=SamplingParams()))
+        front.send(Submission(number=1, prompt=(1,) * 1000, params=SamplingParams(), seed=0))
     with pytest.raises(ValueError, match="a Cancel cannot be sent"):
         front.send(Cancel(2**64))
     front.send(Cancel(2))

@@ -246,6 +246,15 @@ Control = ControlWithReply | ControlInParts
 # To an engine in another process.
 
 
+class Start(Tagged, frozen=True):
+    """The first message: load a model."""
+
+    model: str | None  # a directory, a name, or None for the embedded model
+    settings: dict[str, Any]  # fields of `Settings`, plain
+    adapters: tuple[AddAdapter, ...]  # that were added to an engine which this one replaces
+    log_level: int  # of what is told as `Logged`
+
+
 class Cancel(Tagged, frozen=True):
     """End a request at the next step."""
 
@@ -274,20 +283,41 @@ class EndSession(Tagged, frozen=True):
 
 
 class Ask(Tagged, frozen=True):
-    """Do what `control` names. One `Reply` or `Refusal` of the same number follows."""
+    """Take in a request, or do what a `Control` names. One `Reply` or `Refusal` of the same number follows; of a
+    control in parts, the `Reply` says that there will be parts."""
 
     number: int  # of asks, which are counted apart from requests
-    control: Raw  # of a record as `wire.packed` returns it
+    what: Raw  # of a `Submission` or `Control`, as `wire.packed` returns it
 
 
-ToEngine = Submission | Cancel | Stop | Fail | EndSession | Ask
+class NextPart(Tagged, frozen=True):
+    """Reply with the next part of the ask `of`, in a list, or with an empty list at the end."""
+
+    number: int
+    of: int
+
+
+class EndParts(Tagged, frozen=True):
+    """No more parts of this ask are wanted."""
+
+    of: int
+
+
+class Given(Tagged, frozen=True):
+    """What was `Wanted`. Less than that, if there is no more."""
+
+    number: int
+    data: bytes
+
+
+ToEngine = Start | Cancel | Stop | Fail | EndSession | Ask | NextPart | EndParts | Given
 
 
 # From an engine in another process.
 
 
 class Hello(Tagged, frozen=True):
-    """The first message. Of another version it raises `ValueError` when it is decoded, and nothing else of it is."""
+    """The model is loaded. Of another version it raises `ValueError` when it is decoded, and nothing else of it is."""
 
     version: str
     card: Raw  # what the front end has to know of the engine, as `wire.packed` returns it
@@ -298,6 +328,15 @@ class Hello(Tagged, frozen=True):
                 f"the engine's process runs kvcellar {self.version}, and this one {VERSION}. Restart both: the package "
                 f"was replaced while one of them ran"
             )
+
+
+class Loading(Tagged, frozen=True):
+    """How far the load of the model is: see `Progress`."""
+
+    stage: str
+    done: int
+    total: int
+    unit: str
 
 
 class StepEvents(Tagged, frozen=True):
@@ -314,10 +353,35 @@ class Reply(Tagged, frozen=True):
 
 
 class Refusal(Tagged, frozen=True):
-    """What an `Ask` of this number has raised."""
+    """What an `Ask` of this number has raised, or, with the number 0, the load of the model."""
 
     number: int
     error: Exception
 
 
-FromEngine = Hello | StepEvents | Reply | Refusal
+class Wanted(Tagged, frozen=True):
+    """What an `Ask` of this number reads next of its source: up to so many bytes."""
+
+    number: int
+    size: int
+
+
+class Logged(Tagged, frozen=True):
+    """A line for the log."""
+
+    logger: str
+    level: int
+    text: str
+
+
+class Beat(Tagged, frozen=True):
+    """Told about every second: the process is alive, and its engine is in a step that has taken `seconds` so far; 0: in
+    none."""
+
+    seconds: float
+    steps: int
+    running: int  # completions
+    waiting: int
+
+
+FromEngine = Hello | Loading | StepEvents | Reply | Refusal | Wanted | Logged | Beat

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar, cast, get_type_hints
 
 import msgspec
 from msgspec import Raw, Struct, structs
+from tokenizers import Tokenizer
 
 from kvcellar import errors
 from kvcellar.errors import EngineFailed
@@ -82,12 +83,16 @@ def _to_plain(value: Any) -> Any:
         return os.fsencode(value)
     if isinstance(value, Exception):
         return record_of(value)
+    if isinstance(value, Tokenizer):
+        return value.to_str()
     raise NotImplementedError
 
 
 def _from_plain(kind: type, value: Any) -> Any:
     if kind is Exception:
         return error_of(msgspec.convert(value, ErrorRecord))
+    if kind is Tokenizer:
+        return Tokenizer.from_str(msgspec.convert(value, str))
     if kind is Path:
         return Path(os.fsdecode(msgspec.convert(value, bytes)))
     raise NotImplementedError
@@ -116,8 +121,8 @@ def packed(value: object) -> Raw:
     return Raw(encode(value))
 
 
-def decode(data: bytes | Raw, kind: type[T]) -> T:
-    """The record of this class that was encoded. Raises `ValueError` for anything else."""
+def decode(data: bytes | Raw, kind: Any) -> Any:
+    """The record of this class, or of a union, that was encoded. Raises `ValueError` for anything else."""
     return _checked(lambda: msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain))
 
 
@@ -131,7 +136,7 @@ def _checked(decoded: Callable[[], T]) -> T:
 class Link(Generic[T]):
     """One end of a stream of messages, over a connected socket, which it owns."""
 
-    def __init__(self, end: socket.socket, receives: type[T]) -> None:
+    def __init__(self, end: socket.socket, receives: Any) -> None:
         """`end`: blocking, without a timeout. `receives`: the class of what arrives, or the union of such."""
         self._end, self._sending = end, threading.Lock()
         self._decoder = msgspec.msgpack.Decoder(receives, dec_hook=_from_plain)

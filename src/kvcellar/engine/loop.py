@@ -47,6 +47,10 @@ DESCRIBED = 8  # of them are described in the log where they wait for nothing
 log = logging.getLogger("kvcellar.engine")
 
 
+def nothing() -> None:
+    """What is told of a turn where no one listens."""
+
+
 class Loop:
     """Takes its turns on the thread of a device. Call `start` once, and `close`."""
 
@@ -80,9 +84,14 @@ class Loop:
         self._process = os.getpid()
         self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
         self.steps = 0
+        self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
-    def start(self, runner: Runner) -> None:
-        self._runner = runner
+    def start(
+        self, runner: Runner, *, turned: Callable[[], None] = nothing, failed: Callable[[], None] = nothing
+    ) -> None:
+        """`turned` is called at the end of each turn, when all events of a step are delivered; `failed` when the engine
+        has met an error that ends it, before its requests are told. Neither may raise, or block."""
+        self._runner, self._turned, self._failed = runner, turned, failed
         self._device.add(self)
 
     # -- from any thread ----------------------------------------------------------------------------------------
@@ -224,6 +233,13 @@ class Loop:
         written or compacted. Returns the seconds until there is more to do: 0 for none, None for not before a call.
         Raises nothing: an error of the engine itself is its end.
         """
+        self.turn_began = self._clock()
+        pause = self._turn()
+        self.turn_began = None
+        self._turned()
+        return pause
+
+    def _turn(self) -> float | None:
         if not self._open:
             return self._end()
         reason: BaseException | None = None
@@ -237,6 +253,7 @@ class Loop:
         except BaseException as error:  # other engines are on this thread
             log.exception("the engine's thread met an error it did not expect; the engine is closed")
             reason = error
+            self._failed()
         self._shut_down(reason)
         return 0.0
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from kvcellar.engine.build import Built, card_of
 from kvcellar.engine.controls import Controls
+from kvcellar.engine.loop import nothing
 from kvcellar.errors import Overloaded
 from kvcellar.messages import EngineEvent, Submission
 
@@ -20,8 +21,9 @@ class ThreadClient:
         self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail
         self.end_session, self.close = self._loop.end_session, self._loop.close
 
-    def start(self) -> None:
-        self._loop.start(self.built.runner)
+    def start(self, *, turned: Callable[[], None] = nothing, failed: Callable[[], None] = nothing) -> None:
+        """As `Loop.start`."""
+        self._loop.start(self.built.runner, turned=turned, failed=failed)
 
     @property
     def alive(self) -> bool:

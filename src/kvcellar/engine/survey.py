@@ -17,9 +17,9 @@ from itertools import count, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvcellar.engine.cell_map import Holding, mapped
+from kvcellar.engine.count_stats import stats
 from kvcellar.engine.picture import BEGINNING, RECENT_SECONDS, LiveRequest, Picture, TreeEntry, Way
 from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.stats import stats
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run

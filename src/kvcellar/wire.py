@@ -187,6 +187,11 @@ class Link(Generic[T]):
             raise EOFError(f"the link was closed {len(rest)} bytes before the end of a message or its length")
         return data
 
+    def end_sending(self) -> None:
+        """Nothing more will be sent; the other end receives `EOFError` when it has received all that was."""
+        with suppress(OSError):  # the other end is closed, or this one was before
+            self._end.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         """From any thread; may be called again. A blocked `receive` of either end raises `EOFError`."""
         with suppress(OSError):  # the other end is closed, or this one was before

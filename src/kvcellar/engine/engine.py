@@ -19,17 +19,19 @@ from kvcellar.engine import arguments
 from kvcellar.engine.adapters_client import AdaptersClient
 from kvcellar.engine.batches import together
 from kvcellar.engine.cache_client import CacheClient
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, is_chat
+from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import HowOptions, RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
-from kvcellar.engine.settings import EngineOptions, settings_of
+from kvcellar.engine.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.engine.variants import Variants
@@ -65,8 +67,9 @@ class Engine:
     none. Answers are undefined once weights are written into: packed copies keep the old values.
     `progress` is called on the caller's thread with what is being done while the model is loaded, which may take
     minutes; what it raises ends the load. Engines that are given one `thread` are stepped by it in turn; None: a thread
-    of its own. The other keyword arguments are the fields of `Settings`. Raises `ModelNotFound`, `ModelRefused`,
-    `CapacityTooSmall`, `BadRequest`.
+    of its own. With `process` the engine is in a process of its own, which is started again if it dies: requests go on
+    from their last token. The other keyword arguments are the fields of `Settings`. Raises `ModelNotFound`,
+    `ModelRefused`, `CapacityTooSmall`, `BadRequest`.
     """
 
     def __init__(
@@ -75,16 +78,17 @@ class Engine:
         *,
         progress: Callable[[Progress], None] | None = None,
         thread: "DeviceThread | None" = None,
+        process: bool = False,
         **settings: Unpack[EngineOptions],
     ) -> None:
         checked = settings_of(settings)
         with ExitStack() as opened:
             with listening(progress):
-                import_needed()
-                from kvcellar.engine.build import build  # these import torch, so not at the top
-                from kvcellar.engine.thread_client import ThreadClient
-
-                client = ThreadClient(build(model, checked, opened, thread))
+                if process:
+                    client: EngineClient = ProcessClient(*plain_settings(model, settings))
+                    opened.callback(client.close)
+                else:
+                    client = _on_a_thread(model, checked, opened, thread)
             self._client, card = client, client.card
             self._codec, self._sessions = TextCodec.of(card), count(1)
             self._requests = RequestBuilder(card, self._codec)
@@ -96,8 +100,6 @@ class Engine:
             self.embeddings = Embeddings(weakref.ref(self), client, self._codec)
             self.variants = Variants(client, self._codec)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
-            opened.callback(client.close)
-            client.start()
             # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
             self._closing = weakref.finalize(self, client.close)
             opened.pop_all()
@@ -320,12 +322,15 @@ class Engine:
 
     @property
     def _built(self) -> "Built":
-        """The parts of the engine, which is on a thread of this process."""
+        """The parts of an engine on a thread of this process."""
+        from kvcellar.engine.thread_client import ThreadClient
+
+        assert isinstance(self._client, ThreadClient), "the engine is in another process"
         return self._client.built
 
     @property
     def _loop(self) -> "Loop":
-        return self._client.built.loop
+        return self._built.loop
 
     def start(
         self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
@@ -351,6 +356,19 @@ class Engine:
                 raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
             return self.encode(prompt, limit=self.model.context)
         return arguments.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
+
+
+def _on_a_thread(
+    model: "str | Path | PreTrainedModel | None", settings: Settings, opened: ExitStack, thread: "DeviceThread | None"
+) -> EngineClient:
+    import_needed()
+    from kvcellar.engine.build import build  # these import torch, so not at the top
+    from kvcellar.engine.thread_client import ThreadClient
+
+    client = ThreadClient(build(model, settings, opened, thread))
+    opened.callback(client.close)
+    client.start()
+    return client
 
 
 def import_needed() -> None:

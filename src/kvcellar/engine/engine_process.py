@@ -185,6 +185,7 @@ class EngineProcess:
             self._beat(client)
         threading.Timer(END_SECONDS, os._exit, (1,)).start()  # a step that never ends must not keep the process
         client.close()
+        self._outbox.close()
         os._exit(0)
 
     def _loaded(self, start: Start) -> ThreadClient:
@@ -319,7 +320,9 @@ class EngineProcess:
         """The next part in a list; an empty one at the end."""
         with self._lock:
             parts = self._parts.get(of)
-        return list(islice(parts, 1)) if parts is not None else []
+        if parts is None:
+            raise EngineFailed("these parts belong to an engine that has died; ask again")
+        return list(islice(parts, 1))
 
     def _end_parts(self, of: int) -> None:
         with self._lock:

@@ -1,0 +1,620 @@
+"""process_client: an engine in a process of its own, as its front end sees it. No torch.
+
+The process is started with its front end, and again when it dies: by a signal, for want of memory, or in a step that
+takes longer than `STEP_SECONDS`. Requests go on from the last token that was told: their noise depends on the position
+only, so that they get the text that they would have got.
+
+Always true:
+  * `_running` are the requests that are not done, by number, with all that was told of each: what another engine needs
+    to go on with it;
+  * events are delivered by one thread, the one that reads messages, and no event after `Done` or `Failed`;
+  * a request that was running in `DEATHS` engines that died has failed: it may be the reason;
+  * the process is gone when `close` has returned, and ends by itself if this one dies.
+"""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from msgspec import Raw
+from msgspec.structs import replace
+
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.control_replies import REPLIES
+from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, Overloaded, WrongStage, forked_from
+from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
+from kvcellar.messages import (
+    AddAdapter,
+    Admitted,
+    Ask,
+    Beat,
+    Cancel,
+    Control,
+    ControlInParts,
+    ControlWithReply,
+    Drawn,
+    Ended,
+    EndParts,
+    EndSession,
+    EngineEvent,
+    Fail,
+    FromEngine,
+    Given,
+    Hello,
+    Loading,
+    Logged,
+    NextPart,
+    Produced,
+    Refusal,
+    RemoveAdapter,
+    Reply,
+    Start,
+    StepEvents,
+    Stop,
+    Submission,
+    Wanted,
+)
+from kvcellar.progress import report
+from kvcellar.tiers.upkeep import Readable
+from kvcellar.wire import Link, decode, packed
+
+log = logging.getLogger("kvcellar.engine")
+
+DEATHS = 2  # of engines that a request was running in
+STEP_SECONDS = 300.0  # that a step may take, and that may pass without a beat
+CLOSE_SECONDS = 40.0  # until a process that does not end is killed
+WAIT_SECONDS = 60.0  # that a call waits while the engine is started again
+STARTS = 3  # in a row that fail before the engine is given up
+PAUSE = 1.0  # seconds before a start that follows one that has failed, and twice as many before each further one
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    token_ids: list[int] = field(default_factory=list[int])  # of all its `Drawn`
+    ended: int | None = None  # with how many tokens; None: it goes on
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    """A request that is not done, and what was told of it."""
+
+    submission: Submission
+    deliver: Callable[[EngineEvent], None]
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    choices: dict[int, _Choice] = field(default_factory=dict[int, _Choice])
+    cached: int = 0  # tokens of the prompt that came from memory, in the first engine
+    prompt_told: bool = False
+    here: bool = False  # the running engine has begun with it
+    deaths: int = 0  # of engines that had begun with it
+    cancelled: bool = False
+    failed: Exception | None = None  # its text
+
+    def tell(self, event: EngineEvent) -> None:
+        """Raises what the receiver raises."""
+        match event:
+            case Admitted():
+                self.here, self.admitted = True, self.admitted or time.perf_counter()
+            case PromptScored() | Embedded():
+                self.prompt_told = True
+            case Drawn():
+                event = self._drawn(event)
+            case Ended():
+                self.choices.setdefault(event.choice, _Choice()).ended = event.tokens
+            case Done() if self.deaths:
+                usage = with_fields(event.usage, cached_tokens=self.cached)
+                event = replace(event, usage=usage, timings=self._timings())
+            case _:
+                pass
+        self.deliver(event)
+
+    def _drawn(self, event: Drawn) -> Drawn:
+        self.last_token = time.perf_counter()
+        if self.first_token is None:
+            self.first_token, self.cached = self.last_token, event.cached_tokens
+        self.choices.setdefault(event.choice, _Choice()).token_ids += event.token_ids
+        return event if event.cached_tokens == self.cached else replace(event, cached_tokens=self.cached)
+
+    def _timings(self) -> Timings:
+        now = time.perf_counter()
+        first = self.first_token or now
+        return Timings(
+            queued=(self.admitted or now) - self.submitted,
+            first_token=first - self.submitted,
+            decoding=(self.last_token or first) - first,
+        )
+
+    def rest(self) -> Submission:
+        """What is left of it, for another engine."""
+        produced = tuple(
+            Produced(index, tuple(one.token_ids), one.ended)
+            for index, one in sorted(self.choices.items())
+            if one.token_ids or one.ended is not None
+        )
+        return replace(self.submission, produced=produced, prompt_told=self.prompt_told)
+
+
+class EngineProcess:
+    """One process, from its start to its end."""
+
+    def __init__(self, start: Start) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-m", "kvcellar.engine.engine_process", str(theirs.fileno())]
+            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+        self.link: Link[FromEngine] = Link(ours, FromEngine)
+        self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
+        self.killed = ""  # why this side has killed it
+        self._start = start
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
+        """Wait until the model is loaded. Raises what its load raises, and `EngineFailed` if the process ends."""
+        try:
+            self.link.send(self._start)
+            while True:
+                match self.link.receive():
+                    case Hello(_, card):
+                        self.beaten = time.monotonic()
+                        return decode(card, EngineCard)
+                    case Loading() as loading:
+                        heard(loading)
+                    case Refusal(_, error):
+                        raise error
+                    case Logged() as line:
+                        logged(line)
+                    case _:
+                        pass
+        except (EOFError, ConnectionError) as error:
+            raise EngineFailed(f"the process of the engine {self.end(2.0)} while it loaded the model") from error
+
+    def kill(self, why: str) -> None:
+        """With what its threads are doing in the log."""
+        self.killed = why
+        with suppress(ProcessLookupError):
+            self._popen.send_signal(signal.SIGABRT)
+        try:
+            self._popen.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+
+    def end(self, seconds: float) -> str:
+        """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
+        self.link.close()
+        try:
+            status = self._popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            status, self.killed = self._popen.wait(), self.killed or f"it has not ended within {seconds:.0f} seconds"
+        how = f"was ended by {_signal(-status)}" if status < 0 else f"has ended with exit code {status}"
+        return f"{how} ({self.killed})" if self.killed else how
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def logged(line: Logged) -> None:
+    """Into the log of this process."""
+    logging.getLogger(line.logger).log(line.level, "%s", line.text)
+
+
+def plain_settings(model: object, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """A model and the settings of its engine, as another process can have them. Raises `BadRequest` for objects of this
+    one."""
+    if not isinstance(model, str | Path | None):
+        raise BadRequest("an engine in a process of its own loads a directory or a name, not a network", "model")
+    draft = given.get("draft")
+    if not isinstance(draft, str | Path | None):
+        raise BadRequest("an engine in a process of its own makes its drafter by name, not by a function", "draft")
+    plain = dict(given)
+    if draft is not None:
+        plain["draft"] = str(draft)
+    if (adapters := given.get("adapters")) is not None:
+        plain["adapters"] = {
+            name: [str(path)] if isinstance(path, str | Path) else [str(one) for one in path]
+            for name, path in adapters.items()
+        }
+    return None if model is None else str(model), plain
+
+
+class ProcessClient:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: str | None, settings: Mapping[str, Any]) -> None:
+        """Blocks until the model is loaded, and reports that. Raises what the load raises."""
+        self._start = Start(model, dict(settings), (), logging.getLogger("kvcellar").getEffectiveLevel())
+        self._owner = os.getpid()
+        self._numbers, self._asks = count(), count(1)
+        self._changed = threading.Condition()  # held for what follows
+        self._running: dict[int, _Request] = {}
+        self._waiting: dict[int, SimpleQueue[Reply | Refusal | Wanted]] = {}  # callers, by the number of their ask
+        self._submitting: dict[int, int] = {}  # of these, callers of `submit`: the numbers of their requests
+        self._resumed: dict[int, int] = {}  # requests, by the number of the ask by which they go on
+        self._adapters: dict[str, AddAdapter] = {}
+        self._closing, self._given_up = False, ""
+        self._ready = False  # an engine runs, and is told everything
+        self._process = self._started(lambda loading: report(loading.stage, loading.done, loading.total))
+        self._ready = True
+        self._watching = threading.Event()  # set at the end
+        self._reader = threading.Thread(target=self._read, name="kvcellar-engine", daemon=True)
+        self._reader.start()
+        threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
+
+    def _started(self, heard: Callable[[Loading], None]) -> EngineProcess:
+        process = EngineProcess(replace(self._start, adapters=tuple(self._adapters.values())))
+        try:
+            with self._changed:
+                if self._closing:
+                    raise EngineClosed("the engine is closed; open a new one")
+                self._process = process
+            self.card = process.hello(heard)
+        except BaseException:
+            process.end(0.0)
+            raise
+        return process
+
+    # -- from any thread ----------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Also while the engine is started again."""
+        return not self._closing and not self._given_up and self._owner == os.getpid()
+
+    @property
+    def starting(self) -> bool:
+        """Whether the engine has died and is started again."""
+        return self.alive and not self._ready
+
+    @property
+    def pid(self) -> int:
+        """Of the process of the engine."""
+        return self._process.pid
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        number, request = submission.number, _Request(submission, deliver)
+        try:
+            self._asked(submission, request=request)
+        except BaseException as error:
+            with self._changed:
+                self._running.pop(number, None)
+            if not isinstance(error, Exception):  # an interrupt: it may have been taken in
+                self._send(Cancel(number))
+            raise
+
+    def cancel(self, number: int) -> None:
+        with self._changed:
+            if (request := self._running.get(number)) is None:
+                return
+            request.cancelled = True
+        self._send(Cancel(number))
+
+    def stop(self, number: int, choice: int, tokens: int) -> None:
+        with self._changed:
+            if (request := self._running.get(number)) is None:
+                return
+            request.choices.setdefault(choice, _Choice()).ended = tokens
+        self._send(Stop(number, choice, tokens))
+
+    def fail(self, number: int, error: Exception) -> None:
+        with self._changed:
+            if (request := self._running.get(number)) is None:
+                return
+            request.failed = error
+        self._send(Fail(number, error))
+
+    def end_session(self, session: int) -> None:
+        with self._changed:
+            for request in self._running.values():
+                request.cancelled = request.cancelled or request.submission.session == session
+        self._send(EndSession(session))
+
+    def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
+        self.check_caller()
+        found = decode(self._asked(control, source), REPLIES[type(control)])
+        with self._changed:
+            if isinstance(control, AddAdapter):
+                self._adapters[control.name] = control
+            elif isinstance(control, RemoveAdapter):
+                self._adapters.pop(control.name, None)
+        return found
+
+    def parts(self, control: ControlInParts) -> Iterator[Any]:
+        self.check_caller()
+        number, kind = next(self._asks), REPLIES[type(control)]
+        self._asked(control, number=number)
+
+        def replies() -> Generator[Any]:
+            try:
+                while some := decode(self._part(number), list[kind]):
+                    yield from some
+            finally:
+                self._send(EndParts(number))
+
+        return replies()
+
+    def check_caller(self) -> None:
+        if threading.current_thread() is self._reader:
+            raise WrongStage("an event's receiver runs on the thread of events; it cannot wait for the engine")
+
+    def close(self) -> bool:
+        if self._owner != os.getpid():
+            return False
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            process = self._process
+        process.link.end_sending()
+        self._watching.set()
+        if threading.current_thread() is not self._reader:
+            self._reader.join(CLOSE_SECONDS)
+            if self._reader.is_alive():
+                process.kill(f"it has not ended within {CLOSE_SECONDS:.0f} seconds")
+                self._reader.join()
+        return True
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def _send(self, message: object) -> None:
+        """What an engine is not told that has died, or is started, is in `_running`: the next one is told then."""
+        with self._changed:
+            process = self._process if self._ready else None
+        if process is not None:
+            with suppress(ConnectionError):
+                process.link.send(message)
+
+    def _wait_until_ready(self) -> None:
+        """While `_changed` is held. Raises `EngineClosed`, `EngineFailed` and `Overloaded`."""
+        if self._owner != os.getpid():
+            raise EngineClosed(f"the engine belongs to {forked_from(self._owner)}; make a new one after the fork")
+        self._changed.wait_for(lambda: self._ready or not self.alive, WAIT_SECONDS)
+        if self._closing:
+            raise EngineClosed("the engine is closed; open a new one")
+        if self._given_up:
+            raise EngineFailed(self._given_up)
+        if not self._ready:
+            raise Overloaded("the engine has died and is started again; try again later")
+
+    def _asked(
+        self,
+        what: Submission | Control,
+        source: Readable | None = None,
+        *,
+        number: int | None = None,
+        request: _Request | None = None,
+    ) -> Raw:
+        """The reply, which may be in parts. Raises the refusal."""
+        number = next(self._asks) if number is None else number
+        return self._answer(number, Ask(number, packed(what)), source, request)
+
+    def _part(self, of: int) -> Raw:
+        number = next(self._asks)
+        return self._answer(number, NextPart(number, of))
+
+    def _answer(
+        self, number: int, message: Ask | NextPart, source: Readable | None = None, request: _Request | None = None
+    ) -> Raw:
+        """The reply to a message. One that takes in a `request` is sent to each engine once: by this method to the one
+        that runs now, and by `_go_on` to those that replace it before it has replied."""
+        answers: SimpleQueue[Reply | Refusal | Wanted] = SimpleQueue()
+        with self._changed:
+            self._wait_until_ready()
+            self._waiting[number], process = answers, self._process
+            if request is not None:
+                self._running[request.submission.number] = request
+                self._submitting[number] = request.submission.number
+        try:
+            with suppress(ConnectionError):
+                process.link.send(message)
+            while True:
+                match answers.get():
+                    case Reply(_, value):
+                        return value
+                    case Refusal(_, error):
+                        raise error
+                    case Wanted(_, size):
+                        assert source is not None, "only what has a source reads one"
+                        self._send(Given(number, source.read(size)))
+        except BaseException:
+            if source is not None:
+                self._send(Given(number, b""))  # it must not wait for more
+            raise
+        finally:
+            with self._changed:
+                self._waiting.pop(number, None)
+                self._submitting.pop(number, None)
+
+    # -- on the thread that reads -------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        while True:
+            try:
+                while True:
+                    self._take(self._process.link.receive())
+            except EOFError:
+                pass
+            except Exception:
+                log.exception("what the process of the engine has sent cannot be read; it is started again")
+            if not self._replaced():
+                return
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case StepEvents(events):
+                for number, event in events:
+                    self._tell(number, event)
+            case Reply() | Refusal() | Wanted():
+                self._answered(message)
+            case Beat():
+                self._process.beat, self._process.beaten = message, time.monotonic()
+            case Logged():
+                logged(message)
+            case Hello() | Loading():
+                pass
+
+    def _tell(self, number: int, event: EngineEvent) -> None:
+        with self._changed:
+            request = self._running.get(number)
+            if isinstance(event, Done | Failed):
+                self._running.pop(number, None)
+        if request is None:
+            return
+        try:
+            request.tell(event)
+        except BaseException:  # noqa: BLE001 - an error of one receiver (a closed event loop) must not affect others
+            with self._changed:
+                self._running.pop(number, None)
+            self._send(Cancel(number))
+
+    def _answered(self, message: Reply | Refusal | Wanted) -> None:
+        with self._changed:
+            resumed, answers = self._resumed.pop(message.number, None), self._waiting.get(message.number)
+            if not isinstance(message, Wanted):
+                self._waiting.pop(message.number, None)
+                self._submitting.pop(message.number, None)
+        if answers is not None:
+            answers.put(message)
+        elif resumed is not None and isinstance(message, Refusal):
+            self._tell(resumed, Failed(message.error))
+
+    def _replaced(self) -> bool:
+        """The engine has died: start another one, which goes on with what ran. False at the end."""
+        process = self._process
+        how = process.end(CLOSE_SECONDS if self._closing else 2.0)
+        with self._changed:
+            self._ready = False
+            self._resumed.clear()
+            if self._closing:
+                return self._over(EngineClosed("the engine was closed before the answer was complete"))
+            died = EngineFailed(f"the process of the engine {how}; it is started again. Send this again")
+            for number in self._waiting.keys() - self._submitting.keys():
+                self._waiting.pop(number).put(Refusal(number, died))
+            submitting = {number: ask for ask, number in self._submitting.items()}
+        self._report_death(process, how)
+        for number, request in list(self._running.items()):
+            request.deaths += request.here or number in submitting
+            request.here = False
+            if request.deaths >= DEATHS:
+                self._refuse(number, submitting.get(number), how)
+        return self._start_again()
+
+    def _report_death(self, process: EngineProcess, how: str) -> None:
+        beat, running = process.beat, len(self._running)
+        log.error(
+            "the process %d of the engine %s, with %d requests; %.1f s before, it had made %d steps, %d completions "
+            "ran and %d waited. It is started again, and they go on",
+            *(process.pid, how, running, time.monotonic() - process.beaten),
+            *(beat.steps, beat.running, beat.waiting),
+        )
+
+    def _refuse(self, number: int, ask: int | None, how: str) -> None:
+        """Fail a request that may be the reason why engines die. A caller may wait for the reply to this ask."""
+        error = EngineFailed(f"the engine has died {DEATHS} times while it computed this request: its process {how}")
+        if ask is None:
+            self._tell(number, Failed(error))
+            return
+        with self._changed:
+            self._running.pop(number, None)
+            self._submitting.pop(ask, None)
+            answers = self._waiting.pop(ask, None)
+        if answers is not None:
+            answers.put(Refusal(ask, error))
+
+    def _start_again(self) -> bool:
+        card, pause = self.card, PAUSE
+        for attempt in range(STARTS):
+            if attempt and self._watching.wait(pause * 2 ** (attempt - 1)):
+                break
+            began = time.monotonic()
+            try:
+                process = self._started(lambda loading: None)
+            except Exception as error:  # noqa: BLE001 - what a load raises
+                log.error("the engine could not be started again: %s", error)
+                continue
+            if self.card.model != card.model:
+                process.end(0.0)
+                return self._over(EngineFailed("the files of the model have changed; start the server again"))
+            log.warning("the engine was started again in %.1f s", time.monotonic() - began)
+            return self._go_on(process)
+        if self._closing:
+            return self._over(EngineClosed("the engine was closed before the answer was complete"))
+        return self._over(EngineFailed(f"the engine has died, and could not be started again {STARTS} times"))
+
+    def _go_on(self, process: EngineProcess) -> bool:
+        """Let a new engine go on with all requests."""
+        with self._changed:
+            submitting = {number: ask for ask, number in self._submitting.items()}
+            for number, request in self._running.items():
+                if (ask := submitting.get(number)) is None:
+                    ask = next(self._asks)
+                    self._resumed[ask] = number
+                messages: list[object] = [Ask(ask, packed(request.rest()))]
+                messages += [Cancel(number)] if request.cancelled else []
+                messages += [Fail(number, request.failed)] if request.failed is not None else []
+                with suppress(ConnectionError):  # this one has died, too
+                    for message in messages:
+                        process.link.send(message)
+            self._ready = True
+            self._changed.notify_all()
+        return True
+
+    def _over(self, error: Exception) -> bool:
+        """There will be no other engine: fail all requests."""
+        with self._changed:
+            if not self._closing:
+                self._given_up = str(error)
+            self._changed.notify_all()
+            for number, answers in self._waiting.items():
+                answers.put(Refusal(number, error))
+            self._waiting.clear()
+            for number in self._submitting.values():
+                self._running.pop(number, None)
+            self._submitting.clear()
+        for number in list(self._running):
+            self._tell(number, Failed(error))
+        self._watching.set()
+        return False
+
+    # -- on a thread of its own ---------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Kill a process that does not answer, or whose step does not end."""
+        while not self._watching.wait(1.0):
+            process = self._process
+            silent = time.monotonic() - process.beaten
+            if not self._ready or process.killed or max(silent, process.beat.seconds) <= STEP_SECONDS:
+                continue
+            process.kill(f"it was silent for {silent:.0f} s, or in one step for {process.beat.seconds:.0f} s")
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        with self._changed:
+            assert self._submitting.keys() <= self._waiting.keys()
+            assert {*self._resumed.values(), *self._submitting.values()} <= self._running.keys()
+            for request in self._running.values():
+                assert request.deaths < DEATHS
+                assert all(0 <= index < request.submission.params.n for index in request.choices)

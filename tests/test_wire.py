@@ -234,8 +234,10 @@ def test_what_a_token_and_a_prompt_take_is_bounded() -> None:
     assert len(encode(StepEvents(((2**31, Drawn(127, (2**31,), None, 2**20)),)))) < 64
     scored = TokenLogprob(2**31, -1.5, tuple((2**31, -1.5) for _ in range(20)))
     assert len(encode(Drawn(0, (1,), (scored,), 0))) < 400
-    few, many = (Submission(number=0, prompt=(2**31 - 1,) * n, params=SamplingParams(), seed=0) for n in (1000, 131_000))
-    assert len(encode(many)) - len(encode(few)) <= 5 * 130_002
+    short, long = (
+        Submission(number=0, prompt=(2**31 - 1,) * n, params=SamplingParams(), seed=0) for n in (1000, 131_000)
+    )
+    assert len(encode(long)) - len(encode(short)) <= 5 * 130_002
 
 
 def exception_classes() -> set[type]:

@@ -110,7 +110,7 @@ class Page:
     ) -> None:
         load()
         port, settings = settings.port, replace(settings, host="127.0.0.1", port=0)
-        server = self.stack.enter_context(Server(models, settings, library=library, tools=tools, mount=mount))
+        server = self.stack.enter_context(Server(models, settings, library=library, tools=lambda: tools, mount=mount))
         self.served[f"http://127.0.0.1:{port}"] = server.url
 
 

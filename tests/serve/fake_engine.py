@@ -212,7 +212,7 @@ class FakeEngine:
 
     def __init__(self, model: FakeModel | None = None) -> None:
         self.model = model or FakeModel()
-        self.healthy, self.cache_bytes, self.embeddings = True, 0, NoEmbeddings()
+        self.healthy, self.starting, self.cache_bytes, self.embeddings = True, False, 0, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
         self.continues = False  # whether the last prompt ends with a message that the answer continues

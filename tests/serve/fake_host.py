@@ -23,6 +23,7 @@ class SizedEngine:
         self.model = FakeModel(name)
         self.replies = FakeReplies()
         self.own_size, self.healthy, self.closed, self.leases = size, True, False, 0
+        self.starting = False
         self.adapters: dict[str, int] = {}  # bytes by name of a model
         self.used: dict[str, int] = {}  # leases by name of a model
         self.conversations = Conversations(MemoryArchive(), TokenSource(name, "", 256))

@@ -41,7 +41,7 @@ class World:
 
     @contextmanager
     def serving(self, listener: socket.socket | None = None) -> Iterator[Server]:
-        served: dict[str, Any] = {"library": self.library, "tools": self.tools, "listener": listener}
+        served: dict[str, Any] = {"library": self.library, "tools": lambda: self.tools, "listener": listener}
         try:
             with Server(self.host, self.settings, **served) as server:
                 yield server

@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def http(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     library = Library(tmp_path_factory.mktemp("library"))
-    with Server(engine, ServeSettings(**SETTINGS), library=library, tools=FakeTools()) as server:
+    with Server(engine, ServeSettings(**SETTINGS), library=library, tools=FakeTools) as server:
         with httpx.Client(base_url=server.url, timeout=PATIENCE, headers=AS_ADMIN) as client:
             assert client.post(CONVERSATIONS, json={"name": "kept"}).status_code == 201
             yield client

@@ -79,7 +79,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     options: dict[str, Any] = {"cache_bytes": 16_000_000, "context": CONTEXT, "max_sequences": 4, "threads": 1}
     settings = ServeSettings(port=0, admin_digests=(key_digest(KEY),), inspector=True)
     with Engine(device="cpu", store=str(root / "store"), **options) as engine:
-        more: dict[str, Any] = {"library": Library(root / "models"), "tools": FakeTools(), "mount": inspector}
+        more: dict[str, Any] = {"library": Library(root / "models"), "tools": FakeTools, "mount": inspector}
         with Server(engine, settings, **more) as server:
             served = Served(server.url, {"model": engine.model.name, "conversation": "known"})
             with closing(served.http):

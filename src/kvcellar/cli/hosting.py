@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -19,6 +20,7 @@ from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.engine.variants import Variant
+from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.models import embedded
 from kvcellar.models.find import find
@@ -40,6 +42,12 @@ OF_ONE_ENGINE = (  # and for the first one only
     *("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block"),
     *("adapters", "adapter"),
 )
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of drivers that torch may use
+FREE_CUDA_BYTES = """
+import sys, torch
+if torch.cuda.is_available():
+    print(torch.cuda.mem_get_info(None if sys.argv[1] == "auto" else sys.argv[1])[0])
+"""
 NO_FILES = ("ngram", "mtp", "none")  # drafts without weights files of their own
 
 
@@ -72,17 +80,20 @@ def hosting(
     max_models: int,
     keep_alive: float,
     cache_bytes: int | None,
+    engine_process: bool = False,
     **options: Any,
 ) -> Iterator[Hosting]:
-    """What serves the models of the command line, none of which is loaded yet. Closes all engines at the end."""
-    with show_progress(quiet=quiet):
-        import_needed()
+    """What serves the models of the command line, none of which is loaded yet. Closes all engines at the end.
+    `engine_process`: each engine has a process of its own, and this one imports no torch."""
+    if not engine_process:
+        with show_progress(quiet=quiet):
+            import_needed()
     kind, free = _device(options["device"])
     max_bytes = int(MEMORY_SHARE * free) if memory is None else memory
     limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive, device=kind)
     caches = Caches(max_bytes, min(SHARE_OF_FREE[kind], MEMORY_SHARE / max(1, len(models))), cache_bytes)
     options["adapter"] = None  # adapters are models with names of their own
-    made = Engines(options, quiet=quiet, max_bytes=max_bytes)
+    made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process)
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
     with closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
@@ -101,18 +112,18 @@ def hosting(
 
 
 class Engines:
-    """Makes engines, all on one device thread."""
+    """Makes engines, each in a process of its own, or all on one device thread."""
 
-    def __init__(self, options: Mapping[str, Any], *, quiet: bool, max_bytes: int) -> None:
+    def __init__(self, options: Mapping[str, Any], *, quiet: bool, max_bytes: int, process: bool) -> None:
         self.options, self._quiet, self._max_bytes = options, quiet, max_bytes
-        self._thread = DeviceThread()
+        self._process, self._thread = process, None if process else DeviceThread()
         self.of_command: list[Engine] = []
         self.heard: Listener = lambda progress: None  # of models of the command line, while they are loaded
 
     def on_demand(self, name: str, cache: int, going_on: Callable[[], None]) -> Engine:
         settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
         own = given(**settings, cache_bytes=cache, **self._adapters(None))
-        return Engine(name, progress=lambda _: going_on(), thread=self._thread, **own)
+        return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._process, **own)
 
     def variant(self, engine: ServedEngine, model: LibraryModel) -> Variant:
         assert isinstance(engine, Engine)
@@ -133,7 +144,7 @@ class Engines:
                     shown(progress)
 
             own = given(**settings | self._adapters(settings.get("adapters")), cache_bytes=cache)
-            engine = Engine(model, progress=heard, thread=self._thread, **own)
+            engine = Engine(model, progress=heard, thread=self._thread, process=self._process, **own)
         self.of_command.append(engine)
         return engine
 
@@ -197,16 +208,21 @@ def _library() -> Library | None:
 
 
 def _device(device: str) -> tuple[str, int]:
-    """The kind of device that is meant, and its free bytes."""
-    torch = sys.modules["torch"]
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return "cuda", torch.cuda.mem_get_info(None if device == "auto" else device)[0]
+    """The kind of device that is meant, and its free bytes. Another process asks a GPU, so that this one neither
+    imports torch nor takes memory there."""
+    if device.startswith("cuda") or (device == "auto" and any(Path(file).exists() for file in GPU_FILES)):
+        asked = [sys.executable, "-P", "-c", FREE_CUDA_BYTES, device]
+        found = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        if found.returncode == 0 and found.stdout.strip():
+            return "cuda", int(found.stdout)
+        if device != "auto":
+            raise BadRequest(f"device is {device}, and torch cannot use it: {found.stderr[-500:].strip()}", "device")
     return "cpu", free_cpu_bytes()
 
 
 def _free() -> None:
     """Free what engines that were closed had: they are in cycles."""
     gc.collect()
-    torch = sys.modules["torch"]
-    if torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # None: engines have processes of their own
+    if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from kvcellar.cli.pinned import Line, pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
+from kvcellar.library.tools import Tools
 from kvcellar.serve.key_ring import Keys
 from kvcellar.serve.keys import permission_warning, read_keys
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
@@ -110,6 +111,13 @@ SERVER_OPTIONS = (
 )
 @click.option("--pin-share", type=float, help="Part of the cache that pinned prompts may hold. Default: 0.5.")
 @click.option("--memory", type=Size(), help="Bytes of all models with their caches. Default: 90 % of the free memory.")
+@click.option(
+    "--engine-process",
+    type=click.Choice(["yes", "no"]),
+    default="yes",
+    show_default=True,
+    help="Run each engine in a process of its own, which is started again if it dies, and requests go on.",
+)
 @click.option("--max-models", type=int, default=3, show_default=True, help="Most models that are loaded at once.")
 @click.option(
     "--keep-alive",
@@ -135,6 +143,7 @@ def command(
     traces: bool | None,
     pull: bool,
     quiet: bool,
+    engine_process: str,
     **options: Any,
 ) -> None:
     """Serve models with the APIs of OpenAI, Anthropic and Ollama: each MODEL (a directory, a name of the library or of
@@ -165,21 +174,22 @@ def command(
         with (
             timer,
             closing(spans) if spans else nullcontext(),
-            hosting(models, quiet=quiet or log_format == "json", **options) as hosted,
+            hosting(
+                models, quiet=quiet or log_format == "json", engine_process=engine_process == "yes", **options
+            ) as hosted,
         ):
 
             def ready(url: str) -> None:
                 for line in banner(url, hosted.host, settings, keys):
                     announce(line)
 
-            from kvcellar.cli.inspecting import inspector  # imports torch, so not at the top
-            from kvcellar.models.create_tools import CreateTools
+            from kvcellar.cli.inspecting import inspector
 
             run(
                 hosted.host,
                 settings,
                 library=hosted.library,
-                tools=CreateTools(measure=False),  # models beside those of the host would exceed --memory
+                tools=create_tools,
                 mount=inspector,
                 listener=listener,
                 read_keys=partial(read_again, *files) if any(files) else None,
@@ -188,6 +198,13 @@ def command(
                 ready=ready,
                 signalled=timer.signalled,
             )
+
+
+def create_tools() -> Tools:
+    """What makes models from files, which imports torch: when the first one is created."""
+    from kvcellar.models.create_tools import CreateTools
+
+    return CreateTools(measure=False)  # models beside those of the host would exceed --memory
 
 
 def load(hosted: Hosting, pinned: list[Line], announce: Callable[[str], object]) -> None:

@@ -18,7 +18,14 @@ class EngineClient(Protocol):
     @property
     def card(self) -> EngineCard: ...
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """False once it has failed for ever, or is closed."""
+        ...
+
+    @property
+    def starting(self) -> bool:
+        """Whether it has died and is started again: requests wait for it."""
+        ...
 
     def number(self) -> int:
         """Of the next request to be submitted: its place in the order of arrival."""

@@ -118,7 +118,13 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
+        """False once it has failed for ever, or is closed."""
         return self._client.alive
+
+    @property
+    def starting(self) -> bool:
+        """Whether its process has died and is started again: requests wait for it."""
+        return self._client.starting
 
     # -- text ---------------------------------------------------------------------------------------------------
 

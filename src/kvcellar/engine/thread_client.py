@@ -25,6 +25,8 @@ class ThreadClient:
         """As `Loop.start`."""
         self._loop.start(self.built.runner, turned=turned, failed=failed)
 
+    starting = False  # an engine on a thread that has died is not started again
+
     @property
     def alive(self) -> bool:
         return self._loop.alive

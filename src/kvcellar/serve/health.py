@@ -1,9 +1,9 @@
 """health: the routes for supervisors and load balancers. They need no key and tell nothing but the state of the server.
 
 /live     200 while the process is alive and no engine that stays has failed, else 503: start it again
-/ready    200 while requests are served; 503 while the models are loaded, with how far that is, or the server is
-          shutting down: send requests elsewhere
-/health   as llama.cpp's server has it: 503 while the models are loaded, else as /live
+/ready    200 while requests are served; 503 while the models are loaded, with how far that is, an engine that has died
+          is started again, or the server is shutting down: send requests elsewhere
+/health   as llama.cpp's server has it: 503 while the models are loaded or an engine is started again, else as /live
 /ping     as /live
 """
 
@@ -41,13 +41,19 @@ class HealthHandler:
     async def health(self, request: Request) -> Response:
         if self._host.startup.loading:
             raise loading("Loading model")
+        self._refuse_starting()
         return self._state("ok")
 
     async def ready(self, request: Request) -> Response:
         if self._drain.started:
             raise shutting_down()
         self._host.startup.refuse(named=self._named)
+        self._refuse_starting()
         return self._state("ready")
+
+    def _refuse_starting(self) -> None:
+        if self._host.starting:
+            raise loading("the engine has died and is started again; requests wait for it")
 
     def _state(self, status: str) -> Response:
         if not self._host.healthy:

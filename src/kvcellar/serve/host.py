@@ -152,8 +152,15 @@ class Host:
     @property
     def healthy(self) -> bool:
         """Whether the engines that stay, and are loaded, are."""
-        fixed = [one for one in self.residents.all() if one.fixed and one.stage is not Stage.LOADING]
-        return all(one.engine is not None and one.engine.healthy for one in fixed)
+        return all(engine is not None and engine.healthy for engine in self._staying())
+
+    @property
+    def starting(self) -> bool:
+        """Whether one of these engines has died and is started again."""
+        return any(engine is not None and engine.starting for engine in self._staying())
+
+    def _staying(self) -> list[ServedEngine | None]:
+        return [one.engine for one in self.residents.all() if one.fixed and one.stage is not Stage.LOADING]
 
     def loaded(self, name: str | None) -> Lease:
         """A lease on a model that must be loaded. Raises `ModelNotFound` and `ApiError`."""

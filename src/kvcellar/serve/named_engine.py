@@ -56,6 +56,10 @@ class NamedEngine:
         return self._engine.healthy
 
     @property
+    def starting(self) -> bool:
+        return self._engine.starting
+
+    @property
     def cache_bytes(self) -> int:
         return self._engine.cache_bytes
 

@@ -102,7 +102,7 @@ class LibraryHandler:
 
         def work(_: Listener) -> None:
             with self._server.host.short_switches, uploads.placed(files, adapters) as given:
-                create(library, name, modelfile, tools=tools, given=given, quantize=kinds[0], draft_quantize=kinds[1])
+                create(library, name, modelfile, tools=tools(), given=given, quantize=kinds[0], draft_quantize=kinds[1])
 
         return await self._long(work, body.stream)
 

@@ -101,14 +101,22 @@ class ServedEmbeddings(Protocol):
 
 
 class ServedEngine(Protocol):
-    """`model`, `healthy`, and `decode` and `token_bytes` of a few tokens are used on the event loop and must return
-    quickly. All other methods are called from several threads at once; they may take long, but must not hold the
-    interpreter lock for long."""
+    """`model`, `healthy`, `starting`, and `decode` and `token_bytes` of a few tokens are used on the event loop and
+    return quickly. All other methods are called from several threads at once; they may take long, but must not hold
+    the interpreter lock for long."""
 
     @property
     def model(self) -> ServedModel: ...
     @property
-    def healthy(self) -> bool: ...
+    def healthy(self) -> bool:
+        """False once it has failed for ever, or is closed."""
+        ...
+
+    @property
+    def starting(self) -> bool:
+        """Whether it has died and is started again: requests wait for it."""
+        ...
+
     @property
     def cache_bytes(self) -> int:
         """The most bytes that it takes beside weights and adapters, of those that it was granted."""

@@ -1,5 +1,6 @@
 """shared: what the handlers of one server share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvcellar.library.library import Library
@@ -26,5 +27,5 @@ class Shared:
     keys: KeyRing
     library: Library | None = None
     traces: Traces | None = None
-    tools: Tools | None = None  # that create models of the library
+    tools: Callable[[], Tools] | None = None  # that create models of the library
     arrivals: Arrivals = field(default_factory=Arrivals)

@@ -23,6 +23,7 @@ def stats(built: "Built") -> EngineStats:
     loop, memory, scheduler = built.loop, built.memory, built.loop.scheduler
     rows_used = memory.rows.used
     return EngineStats(
+        started=loop.started,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         sequences=len(memory.sequences),

@@ -83,7 +83,7 @@ class Loop:
         self.ending, self.ended = Ending(manager), False
         self._process = os.getpid()
         self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
-        self.steps = 0
+        self.steps, self.started = 0, time.time()
         self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
     def start(

@@ -4,7 +4,7 @@ A request starts as one completion, which prefills the prompt. Then it is forked
 there are sequences for; they share the prompt's cells, and each decodes. Where outputs are left, the next one waits as
 a completion of its own, and is forked in the same way once it has the prompt: from what memory has of it.
 
-A request that another engine has answered in part (`Submission.produced`) starts with more of them: `going_on.py`.
+A request that another engine has answered in part (`Submission.produced`) starts with more of them: `intake.py`.
 
 Always true:
   * a completion's `tokens` are the prompt and the tokens drawn so far, without those that context shifts dropped;

@@ -6,7 +6,7 @@ the samples of an engine that has not returned by then are those of an earlier s
 Always true:
   * at most one call of `stats()` of an engine is under way, so earlier numbers never replace later ones;
   * counters of a model never fall: what an engine has counted is added to `_ended` when it is unloaded, and from then
-    on nothing else of it is.
+    on nothing else of it is; what one had counted that has died, up to the last scrape, is in `died` of its successor.
 """
 
 import logging
@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from kvcellar.engine.stats import EngineStats
@@ -39,21 +39,28 @@ class Totals:
 
 @dataclass(eq=False, slots=True)
 class _Live:
-    """The last statistics of one engine."""
+    """The last statistics of one engine. `died` has the counters of those that it has replaced after they died."""
 
     model: str
     stats: EngineStats | None = None
     reading: Future[EngineStats] | None = None
+    died: Counter[Key] = field(default_factory=Counter[Key])
 
     def settle(self) -> bool:
         """Take what the reading has returned. False if it has not, or the engine has failed."""
         if self.reading is None or not self.reading.done():
             return False
         try:
-            self.stats = self.reading.result()
+            found = self.reading.result()
         except KvcellarError:
             return False
+        self.take(found)
         return True
+
+    def take(self, found: EngineStats) -> None:
+        if self.stats is not None and self.stats.started != found.started:
+            add(self.died, self.stats, COUNTERS)
+        self.stats = found
 
 
 class EngineCounts:
@@ -80,7 +87,9 @@ class EngineCounts:
             values: dict[str, Counter[Key]] = {model: Counter(counters) for model, counters in self._ended.items()}
             for one in self._live.values():
                 if one.stats is not None:
-                    add(values.setdefault(one.model, Counter()), one.stats, GAUGES + COUNTERS)
+                    into = values.setdefault(one.model, Counter())
+                    into.update(one.died)
+                    add(into, one.stats, GAUGES + COUNTERS)
             return Totals(values, stale)
 
     def _reading(self, resident: Resident) -> "Future[EngineStats] | None":
@@ -103,11 +112,14 @@ class EngineCounts:
         except Exception as error:  # noqa: BLE001 - it is closed in any case; what the last scrape has read is kept
             log.warning("the statistics of %s could not be read: %s", resident.servable.name, type(error).__name__)
         with self._lock:
-            live = self._live.pop(resident, None)
+            live = self._live.pop(resident, None) or _Live(resident.servable.name)
             self._unloaded.add(resident)
-            last = stats or (live.stats if live is not None else None)
-            if last is not None:
-                add(self._ended.setdefault(resident.servable.name, Counter()), last, COUNTERS)
+            if stats is not None:
+                live.take(stats)
+            if live.stats is not None:
+                into = self._ended.setdefault(live.model, Counter())
+                into.update(live.died)
+                add(into, live.stats, COUNTERS)
 
     def close(self) -> None:
         self._host.unloading = lambda resident: None  # no scrape follows

@@ -58,6 +58,7 @@ class Submission(Tagged, frozen=True, kw_only=True):
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
     prompt_told: bool = False  # `PromptScored` or `Embedded` has been told, and is not told again
+    goes_on: bool = False  # another engine had taken it in, which died: it is taken in however many wait
 
 
 class Admitted(Tagged, frozen=True):
@@ -251,7 +252,8 @@ class Start(Tagged, frozen=True):
 
     model: str | None  # a directory, a name, or None for the embedded model
     settings: dict[str, Any]  # fields of `Settings`, plain
-    adapters: tuple[AddAdapter, ...]  # that were added to an engine which this one replaces
+    # what an engine which this one replaces was told last of each name
+    adapters: tuple[AddAdapter | RemoveAdapter, ...]
     log_level: int  # of what is told as `Logged`
 
 

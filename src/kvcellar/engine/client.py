@@ -33,7 +33,8 @@ class EngineClient(Protocol):
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
         """`deliver` is called with every event of the request, in order, by one thread at a time; it must not block.
-        Raises `BadRequest`, `Overloaded` and `EngineClosed`; then no event is delivered."""
+        Raises `BadRequest`, `Overloaded` and `EngineClosed`; then no event is delivered. Waits for an engine in a
+        process of its own."""
         ...
 
     def cancel(self, number: int) -> None:

@@ -32,6 +32,8 @@ from kvcellar.engine.thread_client import ThreadClient
 from kvcellar.errors import EngineFailed
 from kvcellar.messages import (
     VERSION,
+    AddAdapter,
+    Admitted,
     Ask,
     Beat,
     Cancel,
@@ -45,6 +47,7 @@ from kvcellar.messages import (
     Given,
     Hello,
     ImportStore,
+    ListAdapters,
     Loading,
     Logged,
     NextPart,
@@ -63,6 +66,7 @@ from kvcellar.wire import Link, decode, packed
 log = logging.getLogger("kvcellar.engine")
 
 END_SECONDS = 30.0  # until what is to be written is given up
+LAST_WORDS = 5.0  # seconds in which the front end has to read why this process ends
 BEAT = 1.0  # seconds
 COMPILING, CONTROLS = 8, 4  # requests whose grammars are compiled, and controls that are done, at once
 FAILED = 70  # exit status: an error has ended the engine (EX_SOFTWARE of sysexits.h)
@@ -80,8 +84,12 @@ class Outbox:
         self._thread.start()
 
     def tell(self, number: int, event: EngineEvent) -> None:
-        """An event of the running step. On the engine's thread."""
-        self._step.append((number, event))
+        """An event of the running step. On the engine's thread. That a request begins is told before the step ends: if
+        the step is the end of this process, the front end knows in which requests it was."""
+        if isinstance(event, Admitted):
+            self.put(StepEvents(((number, event),)))
+        else:
+            self._step.append((number, event))
 
     def turned(self) -> None:
         """The step is over. On the engine's thread."""
@@ -94,12 +102,12 @@ class Outbox:
             self._messages.append(message)
             self._changed.notify()
 
-    def close(self) -> None:
-        """Send what is there still. The front end may be gone."""
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Send what is there still, for at most so long. The front end may be gone."""
         with self._changed:
             self._open = False
             self._changed.notify()
-        self._thread.join(END_SECONDS)
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while True:
@@ -119,7 +127,7 @@ class Outbox:
         """What cannot be sent is an error of the ask that it replies to."""
         log.error("a message to the front end could not be sent: %s", error)
         if isinstance(message, Reply):
-            self._link.send(Refusal(message.number, error))
+            self.put(Refusal(message.number, error))
 
 
 class SentSource:
@@ -166,7 +174,7 @@ class EngineProcess:
 
     def run(self) -> int:
         """Until the front end has gone. Returns the exit status of a process whose model cannot be loaded."""
-        start = self._link.receive()
+        front, start = os.getppid(), self._link.receive()
         assert isinstance(start, Start), "the first message says what to load"
         logger = logging.getLogger("kvcellar")
         logger.addHandler(LogSender(self._outbox))
@@ -181,7 +189,8 @@ class EngineProcess:
             return 1
         self._client = client
         self._outbox.put(Hello(VERSION, packed(client.card)))
-        while not self._ended.wait(BEAT):
+        # A fork of the front end may have the other end of the link as well: it stays open when the front end dies.
+        while not self._ended.wait(BEAT) and os.getppid() == front:
             self._beat(client)
         threading.Timer(END_SECONDS, os._exit, (1,)).start()  # a step that never ends must not keep the process
         client.close()
@@ -195,11 +204,17 @@ class EngineProcess:
         with listening(heard), ExitStack() as opened:
             client = ThreadClient(build(start.model, settings_of(start.settings), opened))
             opened.callback(client.close)
-            client.start(turned=self._outbox.turned, failed=lambda: os._exit(FAILED))
-            for adapter in start.adapters:
-                client.ask(adapter)
+            client.start(turned=self._outbox.turned, failed=self._failed)
+            for control in start.adapters:
+                if isinstance(control, AddAdapter) or control.name in {one.name for one in client.ask(ListAdapters())}:
+                    client.ask(control)
             opened.pop_all()
         return client
+
+    def _failed(self) -> None:
+        """What the log says of the error is sent before the process ends; the events of the running step are not."""
+        self._outbox.close(LAST_WORDS)
+        os._exit(FAILED)
 
     def _beat(self, client: ThreadClient) -> None:
         loop = client.built.loop

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from itertools import count
@@ -104,6 +104,7 @@ class _Request:
     deaths: int = 0  # of engines that had begun with it
     cancelled: bool = False
     failed: Exception | None = None  # its text
+    ask: int | None = None  # by which it is submitted, while the caller of `submit` waits for the reply
 
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
@@ -146,17 +147,29 @@ class _Request:
             for index, one in sorted(self.choices.items())
             if one.token_ids or one.ended is not None
         )
-        return replace(self.submission, produced=produced, prompt_told=self.prompt_told)
+        return replace(self.submission, produced=produced, prompt_told=self.prompt_told, goes_on=True)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Call:
+    """A caller that waits for the reply to an ask."""
+
+    request: _Request | None  # that it submits
+    answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
 class EngineProcess:
     """One process, from its start to its end."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, folder: str) -> None:
+        """`folder`: in which relative paths of `start` are."""
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as opened:
+            opened.enter_context(ours)
             command = [sys.executable, "-P", "-m", "kvcellar.engine.engine_process", str(theirs.fileno())]
-            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
+            fds = (theirs.fileno(),)
+            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, cwd=folder)
+            opened.pop_all()
         self.link: Link[FromEngine] = Link(ours, FromEngine)
         self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
         self.killed = ""  # why this side has killed it
@@ -167,24 +180,31 @@ class EngineProcess:
         return self._popen.pid
 
     def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
-        """Wait until the model is loaded. Raises what its load raises, and `EngineFailed` if the process ends."""
-        try:
+        """Wait until the model is loaded. Raises what its load raises, and `EngineFailed` if the process ends or is of
+        another version."""
+        with suppress(ConnectionError):  # the process has ended: it may have said why
             self.link.send(self._start)
-            while True:
-                match self.link.receive():
-                    case Hello(_, card):
-                        self.beaten = time.monotonic()
-                        return decode(card, EngineCard)
-                    case Loading() as loading:
-                        heard(loading)
-                    case Refusal(_, error):
-                        raise error
-                    case Logged() as line:
-                        logged(line)
-                    case _:
-                        pass
-        except (EOFError, ConnectionError) as error:
+        while True:
+            match self._received():
+                case Hello(_, card):
+                    self.beaten = time.monotonic()
+                    return decode(card, EngineCard)
+                case Loading() as loading:
+                    heard(loading)
+                case Refusal(_, error):
+                    raise error
+                case Logged() as line:
+                    logged(line)
+                case _:
+                    pass
+
+    def _received(self) -> FromEngine:
+        try:
+            return self.link.receive()
+        except EOFError as error:
             raise EngineFailed(f"the process of the engine {self.end(2.0)} while it loaded the model") from error
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
 
     def kill(self, why: str) -> None:
         """With what its threads are doing in the log."""
@@ -245,14 +265,13 @@ class ProcessClient:
     def __init__(self, model: str | None, settings: Mapping[str, Any]) -> None:
         """Blocks until the model is loaded, and reports that. Raises what the load raises."""
         self._start = Start(model, dict(settings), (), logging.getLogger("kvcellar").getEffectiveLevel())
-        self._owner = os.getpid()
+        self._owner, self._folder = os.getpid(), os.getcwd()
         self._numbers, self._asks = count(), count(1)
         self._changed = threading.Condition()  # held for what follows
         self._running: dict[int, _Request] = {}
-        self._waiting: dict[int, SimpleQueue[Reply | Refusal | Wanted]] = {}  # callers, by the number of their ask
-        self._submitting: dict[int, int] = {}  # of these, callers of `submit`: the numbers of their requests
+        self._waiting: dict[int, _Call] = {}  # by the number of the ask
         self._resumed: dict[int, int] = {}  # requests, by the number of the ask by which they go on
-        self._adapters: dict[str, AddAdapter] = {}
+        self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what the engine was told last of each name
         self._closing, self._given_up = False, ""
         self._ready = False  # an engine runs, and is told everything
         self._process = self._started(lambda loading: report(loading.stage, loading.done, loading.total))
@@ -263,7 +282,7 @@ class ProcessClient:
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
     def _started(self, heard: Callable[[Loading], None]) -> EngineProcess:
-        process = EngineProcess(replace(self._start, adapters=tuple(self._adapters.values())))
+        process = EngineProcess(replace(self._start, adapters=tuple(self._adapters.values())), self._folder)
         try:
             with self._changed:
                 if self._closing:
@@ -296,6 +315,7 @@ class ProcessClient:
         return next(self._numbers)
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        self.check_caller()
         number, request = submission.number, _Request(submission, deliver)
         try:
             self._asked(submission, request=request)
@@ -336,11 +356,9 @@ class ProcessClient:
     def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
         self.check_caller()
         found = decode(self._asked(control, source), REPLIES[type(control)])
-        with self._changed:
-            if isinstance(control, AddAdapter):
+        if isinstance(control, AddAdapter | RemoveAdapter):
+            with self._changed:
                 self._adapters[control.name] = control
-            elif isinstance(control, RemoveAdapter):
-                self._adapters.pop(control.name, None)
         return found
 
     def parts(self, control: ControlInParts) -> Iterator[Any]:
@@ -420,18 +438,17 @@ class ProcessClient:
     ) -> Raw:
         """The reply to a message. One that takes in a `request` is sent to each engine once: by this method to the one
         that runs now, and by `_go_on` to those that replace it before it has replied."""
-        answers: SimpleQueue[Reply | Refusal | Wanted] = SimpleQueue()
+        call = _Call(request)
         with self._changed:
             self._wait_until_ready()
-            self._waiting[number], process = answers, self._process
+            self._waiting[number], process = call, self._process
             if request is not None:
-                self._running[request.submission.number] = request
-                self._submitting[number] = request.submission.number
+                self._running[request.submission.number], request.ask = request, number
         try:
             with suppress(ConnectionError):
                 process.link.send(message)
             while True:
-                match answers.get():
+                match call.answers.get():
                     case Reply(_, value):
                         return value
                     case Refusal(_, error):
@@ -446,7 +463,8 @@ class ProcessClient:
         finally:
             with self._changed:
                 self._waiting.pop(number, None)
-                self._submitting.pop(number, None)
+                if request is not None:
+                    request.ask = None
 
     # -- on the thread that reads -------------------------------------------------------------------------------
 
@@ -478,11 +496,12 @@ class ProcessClient:
 
     def _tell(self, number: int, event: EngineEvent) -> None:
         with self._changed:
-            request = self._running.get(number)
+            if (request := self._running.get(number)) is None:
+                return
+            if request.ask is not None:  # it was taken in, and the engine may die before it replies that
+                self._reply(Reply(request.ask, packed(None)))
             if isinstance(event, Done | Failed):
-                self._running.pop(number, None)
-        if request is None:
-            return
+                del self._running[number]
         try:
             request.tell(event)
         except BaseException:  # noqa: BLE001 - an error of one receiver (a closed event loop) must not affect others
@@ -492,14 +511,24 @@ class ProcessClient:
 
     def _answered(self, message: Reply | Refusal | Wanted) -> None:
         with self._changed:
-            resumed, answers = self._resumed.pop(message.number, None), self._waiting.get(message.number)
-            if not isinstance(message, Wanted):
-                self._waiting.pop(message.number, None)
-                self._submitting.pop(message.number, None)
-        if answers is not None:
-            answers.put(message)
-        elif resumed is not None and isinstance(message, Refusal):
+            resumed = self._resumed.pop(message.number, None)
+            if isinstance(message, Wanted):
+                if (call := self._waiting.get(message.number)) is not None:
+                    call.answers.put(message)
+            else:
+                self._reply(message)
+        if resumed is not None and isinstance(message, Refusal):
             self._tell(resumed, Failed(message.error))
+
+    def _reply(self, answer: Reply | Refusal) -> None:
+        """To the caller, if there is one. While `_changed` is held."""
+        if (call := self._waiting.pop(answer.number, None)) is None:
+            return
+        if call.request is not None:
+            call.request.ask = None
+            if isinstance(answer, Refusal):
+                self._running.pop(call.request.submission.number, None)
+        call.answers.put(answer)
 
     def _replaced(self) -> bool:
         """The engine has died: start another one, which goes on with what ran. False at the end."""
@@ -511,15 +540,14 @@ class ProcessClient:
             if self._closing:
                 return self._over(EngineClosed("the engine was closed before the answer was complete"))
             died = EngineFailed(f"the process of the engine {how}; it is started again. Send this again")
-            for number in self._waiting.keys() - self._submitting.keys():
-                self._waiting.pop(number).put(Refusal(number, died))
-            submitting = {number: ask for ask, number in self._submitting.items()}
+            for number in [number for number, call in self._waiting.items() if call.request is None]:
+                self._reply(Refusal(number, died))
         self._report_death(process, how)
         for number, request in list(self._running.items()):
-            request.deaths += request.here or number in submitting
+            request.deaths += request.here or request.ask is not None
             request.here = False
             if request.deaths >= DEATHS:
-                self._refuse(number, submitting.get(number), how)
+                self._refuse(number, request, how)
         return self._start_again()
 
     def _report_death(self, process: EngineProcess, how: str) -> None:
@@ -531,29 +559,27 @@ class ProcessClient:
             *(beat.steps, beat.running, beat.waiting),
         )
 
-    def _refuse(self, number: int, ask: int | None, how: str) -> None:
-        """Fail a request that may be the reason why engines die. A caller may wait for the reply to this ask."""
+    def _refuse(self, number: int, request: _Request, how: str) -> None:
+        """Fail a request that may be the reason why engines die."""
         error = EngineFailed(f"the engine has died {DEATHS} times while it computed this request: its process {how}")
-        if ask is None:
-            self._tell(number, Failed(error))
-            return
         with self._changed:
-            self._running.pop(number, None)
-            self._submitting.pop(ask, None)
-            answers = self._waiting.pop(ask, None)
-        if answers is not None:
-            answers.put(Refusal(ask, error))
+            if request.ask is not None:
+                self._reply(Refusal(request.ask, error))
+                return
+        self._tell(number, Failed(error))
 
     def _start_again(self) -> bool:
-        card, pause = self.card, PAUSE
+        card, why = self.card, ""
         for attempt in range(STARTS):
-            if attempt and self._watching.wait(pause * 2 ** (attempt - 1)):
+            if attempt and self._watching.wait(PAUSE * 2 ** (attempt - 1)):
                 break
             began = time.monotonic()
             try:
                 process = self._started(lambda loading: None)
             except Exception as error:  # noqa: BLE001 - what a load raises
-                log.error("the engine could not be started again: %s", error)
+                if not self._closing:
+                    log.error("the engine could not be started again: %s", error)
+                why = str(error)
                 continue
             if self.card.model != card.model:
                 process.end(0.0)
@@ -562,14 +588,13 @@ class ProcessClient:
             return self._go_on(process)
         if self._closing:
             return self._over(EngineClosed("the engine was closed before the answer was complete"))
-        return self._over(EngineFailed(f"the engine has died, and could not be started again {STARTS} times"))
+        return self._over(EngineFailed(f"the engine has died, and could not be started again: {why}"))
 
     def _go_on(self, process: EngineProcess) -> bool:
         """Let a new engine go on with all requests."""
         with self._changed:
-            submitting = {number: ask for ask, number in self._submitting.items()}
             for number, request in self._running.items():
-                if (ask := submitting.get(number)) is None:
+                if (ask := request.ask) is None:
                     ask = next(self._asks)
                     self._resumed[ask] = number
                 messages: list[object] = [Ask(ask, packed(request.rest()))]
@@ -588,12 +613,8 @@ class ProcessClient:
             if not self._closing:
                 self._given_up = str(error)
             self._changed.notify_all()
-            for number, answers in self._waiting.items():
-                answers.put(Refusal(number, error))
-            self._waiting.clear()
-            for number in self._submitting.values():
-                self._running.pop(number, None)
-            self._submitting.clear()
+            for number in list(self._waiting):
+                self._reply(Refusal(number, error))
         for number in list(self._running):
             self._tell(number, Failed(error))
         self._watching.set()
@@ -613,8 +634,10 @@ class ProcessClient:
     def check(self) -> None:
         """Assert what is always true."""
         with self._changed:
-            assert self._submitting.keys() <= self._waiting.keys()
-            assert {*self._resumed.values(), *self._submitting.values()} <= self._running.keys()
-            for request in self._running.values():
+            for ask, call in self._waiting.items():
+                assert call.request is None or call.request.ask == ask
+            for number, request in self._running.items():
+                assert number == request.submission.number
+                assert request.ask is None or self._waiting[request.ask].request is request
                 assert request.deaths < DEATHS
                 assert all(0 <= index < request.submission.params.n for index in request.choices)

@@ -32,6 +32,6 @@ class ThreadClient:
         return self._loop.alive
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
-        if self._loop.backlog >= self.card.max_waiting:
+        if self._loop.backlog >= self.card.max_waiting and not submission.goes_on:
             raise Overloaded(f"{self._loop.backlog} requests are waiting already; try again later")
         self.built.intake.submit(submission, deliver, self._loop.submit)

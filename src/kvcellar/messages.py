@@ -278,12 +278,6 @@ class Fail(Tagged, frozen=True):
     error: Exception
 
 
-class EndSession(Tagged, frozen=True):
-    """No more requests of a session will follow."""
-
-    session: int
-
-
 class Ask(Tagged, frozen=True):
     """Take in a request, or do what a `Control` names. One `Reply` or `Refusal` of the same number follows; of a
     control in parts, the `Reply` says that there will be parts."""
@@ -312,7 +306,7 @@ class Given(Tagged, frozen=True):
     data: bytes
 
 
-ToEngine = Start | Cancel | Stop | Fail | EndSession | Ask | NextPart | EndParts | Given
+ToEngine = Start | Cancel | Stop | Fail | Ask | NextPart | EndParts | Given
 
 
 # From an engine in another process.

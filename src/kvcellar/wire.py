@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePath
+from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast, get_type_hints
 
@@ -138,7 +139,7 @@ class Link(Generic[T]):
 
     def __init__(self, end: socket.socket, receives: Any) -> None:
         """`end`: blocking, without a timeout. `receives`: the class of what arrives, or the union of such."""
-        self._end, self._sending = end, threading.Lock()
+        self._end, self._sending = end, threading.RLock()
         self._decoder = msgspec.msgpack.Decoder(receives, dec_hook=_from_plain)
 
     def send(self, message: object) -> None:
@@ -195,5 +196,34 @@ class Link(Generic[T]):
     def close(self) -> None:
         """From any thread; may be called again. A blocked `receive` of either end raises `EOFError`."""
         with suppress(OSError):  # the other end is closed, or this one was before
-            self._end.shutdown(socket.SHUT_RDWR)
-        self._end.close()
+            self._end.shutdown(socket.SHUT_RDWR)  # ends a `send` of another thread
+        with self._sending:
+            self._end.close()
+
+
+class Outbox:
+    """Sends messages in order, on a thread of its own: who puts them in waits for nothing."""
+
+    def __init__(self, link: Link[Any], unsent: Callable[[object, ValueError], None]) -> None:
+        """`unsent` is called with a message that cannot be sent, on the thread that sends."""
+        self._link, self._unsent, self._messages = link, unsent, SimpleQueue[object]()
+        self._thread = threading.Thread(target=self._run, name="kvcellar-send", daemon=True)
+        self._thread.start()
+
+    def put(self, message: object) -> None:
+        """From any thread. What is put in after the end of the link is dropped."""
+        self._messages.put(message)
+
+    def close(self, seconds: float) -> None:
+        """Send what was put in, for at most so long."""
+        self._messages.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (message := self._messages.get()) is not None:
+            try:
+                self._link.send(message)
+            except ConnectionError:
+                return  # the other end has gone: the thread that receives sees it, too
+            except ValueError as error:
+                self._unsent(message, error)

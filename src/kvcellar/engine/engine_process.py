@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -27,9 +26,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvcellar.engine.build import build
+from kvcellar.engine.process_client import ENDING_SIGNALS
 from kvcellar.engine.settings import settings_of
 from kvcellar.engine.thread_client import ThreadClient
-from kvcellar.errors import EngineFailed
+from kvcellar.errors import EngineFailed, KvcellarError
 from kvcellar.messages import (
     VERSION,
     AddAdapter,
@@ -40,8 +40,10 @@ from kvcellar.messages import (
     Control,
     ControlInParts,
     ControlWithReply,
+    DescribeCapacity,
+    DescribeDisk,
+    DescribeVariant,
     EndParts,
-    EndSession,
     EngineEvent,
     Fail,
     Given,
@@ -51,83 +53,31 @@ from kvcellar.messages import (
     Loading,
     Logged,
     NextPart,
+    ReadStats,
     Refusal,
+    RemoveAdapter,
     Reply,
     Start,
     StepEvents,
     Stop,
     Submission,
+    SurveyControl,
     ToEngine,
     Wanted,
 )
 from kvcellar.progress import Progress, listening
-from kvcellar.wire import Link, decode, packed
+from kvcellar.wire import Link, Outbox, decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
 END_SECONDS = 30.0  # until what is to be written is given up
 LAST_WORDS = 5.0  # seconds in which the front end has to read why this process ends
 BEAT = 1.0  # seconds
-COMPILING, CONTROLS = 8, 4  # requests whose grammars are compiled, and controls that are done, at once
+STALLED = 5.0  # seconds by which a wait is too long where the process was stopped meanwhile
+COMPILING = 8  # requests whose grammars are compiled at once
+READING, CHANGING = 4, 16  # controls that are done at once: those that only look, and those that may wait for others
+LOOKING = SurveyControl | ReadStats | DescribeCapacity | ListAdapters | DescribeDisk | DescribeVariant
 FAILED = 70  # exit status: an error has ended the engine (EX_SOFTWARE of sysexits.h)
-
-
-class Outbox:
-    """Sends messages in order on a thread of its own; those of a step as one."""
-
-    def __init__(self, link: Link[ToEngine]) -> None:
-        self._link, self._changed = link, threading.Condition()
-        self._messages: deque[object] = deque()
-        self._step: list[tuple[int, EngineEvent]] = []  # of the running step: the engine's thread alone has it
-        self._open = True
-        self._thread = threading.Thread(target=self._run, name="kvcellar-send", daemon=True)
-        self._thread.start()
-
-    def tell(self, number: int, event: EngineEvent) -> None:
-        """An event of the running step. On the engine's thread. That a request begins is told before the step ends: if
-        the step is the end of this process, the front end knows in which requests it was."""
-        if isinstance(event, Admitted):
-            self.put(StepEvents(((number, event),)))
-        else:
-            self._step.append((number, event))
-
-    def turned(self) -> None:
-        """The step is over. On the engine's thread."""
-        if self._step:
-            self.put(StepEvents(tuple(self._step)))
-            self._step.clear()
-
-    def put(self, message: object) -> None:
-        with self._changed:
-            self._messages.append(message)
-            self._changed.notify()
-
-    def close(self, seconds: float = END_SECONDS) -> None:
-        """Send what is there still, for at most so long. The front end may be gone."""
-        with self._changed:
-            self._open = False
-            self._changed.notify()
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._messages or not self._open)
-                if not self._messages:
-                    return
-                message = self._messages.popleft()
-            try:
-                self._link.send(message)
-            except ConnectionError:
-                return  # the front end has gone: the thread that reads sees it too
-            except ValueError as error:
-                self._unsent(message, error)
-
-    def _unsent(self, message: object, error: ValueError) -> None:
-        """What cannot be sent is an error of the ask that it replies to."""
-        log.error("a message to the front end could not be sent: %s", error)
-        if isinstance(message, Reply):
-            self.put(Refusal(message.number, error))
 
 
 class SentSource:
@@ -161,14 +111,15 @@ class EngineProcess:
     """The engine of this process, and what its front end asks of it."""
 
     def __init__(self, link: Link[ToEngine]) -> None:
-        self._link, self._outbox = link, Outbox(link)
+        self._link, self._outbox = link, Outbox(link, self._unsent)
+        self._step: list[tuple[int, EngineEvent]] = []  # events of the running step: the engine's thread alone has them
         self._client: ThreadClient | None = None  # None: the model is being loaded
         self._compiling = ThreadPoolExecutor(COMPILING, "kvcellar-compile")
-        self._controls = ThreadPoolExecutor(CONTROLS, "kvcellar-control")
+        self._reading = ThreadPoolExecutor(READING, "kvcellar-look")
+        self._changing = ThreadPoolExecutor(CHANGING, "kvcellar-control")
         self._ended = threading.Event()  # the front end has gone
         self._lock = threading.Lock()  # held for what follows
-        self._submitting: set[int] = set()  # requests that wait for a grammar
-        self._cancelled: set[int] = set()  # those of them that were cancelled
+        self._submitting: dict[int, list[Cancel | Fail]] = {}  # by request that waits for a grammar: what ends it
         self._parts: dict[int, Iterator[Any]] = {}  # by the number of the ask
         self._sources: dict[int, SentSource] = {}
 
@@ -181,20 +132,19 @@ class EngineProcess:
         logger.setLevel(start.log_level)
         logger.propagate = False
         threading.Thread(target=self._read, name="kvcellar-read", daemon=True).start()
+        threading.Thread(target=self._beats, args=(front,), name="kvcellar-beat", daemon=True).start()
         try:
             client = self._loaded(start)
         except BaseException as error:  # noqa: BLE001 - the front end raises it; a panic, too
             self._outbox.put(Refusal(0, error if isinstance(error, Exception) else EngineFailed(repr(error))))
-            self._outbox.close()
+            self._outbox.close(LAST_WORDS)
             return 1
         self._client = client
         self._outbox.put(Hello(VERSION, packed(client.card)))
-        # A fork of the front end may have the other end of the link as well: it stays open when the front end dies.
-        while not self._ended.wait(BEAT) and os.getppid() == front:
-            self._beat(client)
+        self._ended.wait()
         threading.Timer(END_SECONDS, os._exit, (1,)).start()  # a step that never ends must not keep the process
         client.close()
-        self._outbox.close()
+        self._outbox.close(LAST_WORDS)
         os._exit(0)
 
     def _loaded(self, start: Start) -> ThreadClient:
@@ -204,23 +154,79 @@ class EngineProcess:
         with listening(heard), ExitStack() as opened:
             client = ThreadClient(build(start.model, settings_of(start.settings), opened))
             opened.callback(client.close)
-            client.start(turned=self._outbox.turned, failed=self._failed)
+            client.start(turned=self._turned, failed=self._failed)
             for control in start.adapters:
-                if isinstance(control, AddAdapter) or control.name in {one.name for one in client.ask(ListAdapters())}:
-                    client.ask(control)
+                self._restore_adapter(client, control)
             opened.pop_all()
         return client
+
+    def _restore_adapter(self, client: ThreadClient, control: AddAdapter | RemoveAdapter) -> None:
+        """Requests that name an adapter which cannot be loaded any more are refused; others go on."""
+        try:
+            if isinstance(control, AddAdapter) or control.name in {one.name for one in client.ask(ListAdapters())}:
+                client.ask(control)
+        except KvcellarError as error:
+            log.error("the adapter %s cannot be loaded again: %s", control.name, error)
+
+    # -- on the engine's thread ---------------------------------------------------------------------------------
+
+    def _tell(self, number: int, event: EngineEvent) -> None:
+        """An event of the running step. That a request begins is told before the step ends: if the step is the end of
+        this process, the front end knows in which requests it was."""
+        if isinstance(event, Admitted):
+            self._outbox.put(StepEvents(((number, event),)))
+        else:
+            self._step.append((number, event))
+
+    def _turned(self) -> None:
+        if self._step:
+            self._outbox.put(StepEvents(tuple(self._step)))
+            self._step.clear()
 
     def _failed(self) -> None:
         """What the log says of the error is sent before the process ends; the events of the running step are not."""
         self._outbox.close(LAST_WORDS)
         os._exit(FAILED)
 
-    def _beat(self, client: ThreadClient) -> None:
-        loop = client.built.loop
+    # -- on threads of their own --------------------------------------------------------------------------------
+
+    def _beats(self, front: int) -> None:
+        """A fork of the front end may have the other end of the link as well, which stays open when the front end dies:
+        so its death is looked for here, too."""
+        last = time.monotonic()
+        while not self._ended.wait(BEAT):
+            now = time.monotonic()
+            stopped, last = now - last > BEAT + STALLED, now  # for all of this time, as a debugger does
+            if os.getppid() != front:
+                self._end()
+            if not stopped:
+                self._outbox.put(self._beat())
+
+    def _beat(self) -> Beat:
+        if self._client is None:
+            return Beat(0.0, 0, 0, 0)
+        loop = self._client.built.loop
         began, scheduler = loop.turn_began, loop.scheduler
         seconds = time.perf_counter() - began if began is not None else 0.0
-        self._outbox.put(Beat(seconds, loop.steps, len(scheduler.running), len(scheduler.waiting)))
+        return Beat(seconds, loop.steps, len(scheduler.running), len(scheduler.waiting))
+
+    def _unsent(self, message: object, error: ValueError) -> None:
+        """A reply becomes a refusal, and what cannot be told of a request the end of it."""
+        log.error("a message to the front end could not be sent: %s", error)
+        if isinstance(message, Reply):
+            self._outbox.put(Refusal(message.number, error))
+        elif isinstance(message, StepEvents) and len(message.events) > 1:
+            for event in message.events:
+                self._outbox.put(StepEvents((event,)))
+        elif isinstance(message, StepEvents) and self._client is not None:
+            for number, _ in message.events:
+                self._client.fail(number, EngineFailed(str(error)))
+
+    def _end(self) -> None:
+        """The front end has gone."""
+        if self._client is None:
+            os._exit(1)  # the model is being loaded: there is nothing to be written
+        self._ended.set()
 
     # -- on the thread that reads -------------------------------------------------------------------------------
 
@@ -229,25 +235,19 @@ class EngineProcess:
             while True:
                 self._take(self._link.receive())
         except EOFError:
-            pass
-        except Exception:
-            log.exception("the engine's process cannot read what its front end has sent, and ends")
-        if self._client is None:
-            os._exit(1)  # the model is being loaded: there is nothing to be written
-        self._ended.set()
+            self._end()
+        except BaseException:
+            log.exception("the process of the engine cannot do what its front end has sent, and ends")
+            self._failed()
 
     def _take(self, message: ToEngine) -> None:
         client = self._client
         assert client is not None, "the front end sends nothing before the model is loaded"
         match message:
-            case Cancel(number):
-                self._cancel(client, number)
+            case Cancel() | Fail():
+                self._end_request(client, message)
             case Stop(number, choice, tokens):
                 client.stop(number, choice, tokens)
-            case Fail(number, error):
-                client.fail(number, error)
-            case EndSession(session):
-                client.end_session(session)
             case _:
                 self._take_ask(client, message)
 
@@ -256,9 +256,9 @@ class EngineProcess:
             case Ask():
                 self._ask(client, message)
             case NextPart(number, of):
-                self._controls.submit(self._reply, number, partial(self._next, of))
+                self._reading.submit(self._reply, number, partial(self._next, of))
             case EndParts(of):
-                self._controls.submit(self._end_parts, of)
+                self._reading.submit(self._end_parts, of)
             case Given(number, data):
                 with self._lock:
                     source = self._sources.get(number)
@@ -279,19 +279,23 @@ class EngineProcess:
                 self._reply(number, partial(self._submit, client, asked))
                 return
             with self._lock:
-                self._submitting.add(asked.number)
+                self._submitting[asked.number] = []
             self._compiling.submit(self._reply, number, partial(self._submit, client, asked))
         elif isinstance(asked, ControlInParts):
-            self._controls.submit(self._reply, number, partial(self._begin_parts, client, number, asked))
+            self._reading.submit(self._reply, number, partial(self._begin_parts, client, number, asked))
         else:
-            self._controls.submit(self._reply, number, partial(self._control, client, number, asked))
+            pool = self._reading if isinstance(asked, LOOKING) else self._changing
+            pool.submit(self._reply, number, partial(self._control, client, number, asked))
 
-    def _cancel(self, client: ThreadClient, number: int) -> None:
+    def _end_request(self, client: ThreadClient, message: Cancel | Fail) -> None:
         with self._lock:
-            if number in self._submitting:
-                self._cancelled.add(number)
+            if (ends := self._submitting.get(message.number)) is not None:
+                ends.append(message)
                 return
-        client.cancel(number)
+        if isinstance(message, Fail):
+            client.fail(message.number, message.error)
+        else:
+            client.cancel(message.number)
 
     # -- on any thread ------------------------------------------------------------------------------------------
 
@@ -305,14 +309,12 @@ class EngineProcess:
     def _submit(self, client: ThreadClient, submission: Submission) -> None:
         number = submission.number
         try:
-            client.submit(submission, partial(self._outbox.tell, number))
+            client.submit(submission, partial(self._tell, number))
         finally:
             with self._lock:
-                self._submitting.discard(number)
-                cancelled = number in self._cancelled
-                self._cancelled.discard(number)
-        if cancelled:
-            client.cancel(number)
+                ends = self._submitting.pop(number, [])
+        for message in ends:
+            self._end_request(client, message)
 
     def _control(self, client: ThreadClient, number: int, control: ControlWithReply) -> object:
         if not isinstance(control, ImportStore):
@@ -350,9 +352,12 @@ def main() -> int:
     """Returns only where the model cannot be loaded. A terminal and a supervisor signal the front end, too, which ends
     this process in order: so signals that ask for the end are ignored."""
     faulthandler.enable()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    link = socket.socket(fileno=int(sys.argv[1]))
+    link.set_inheritable(False)  # a process that this one starts must not keep the link open
+    for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    return EngineProcess(Link(socket.socket(fileno=int(sys.argv[1])), ToEngine)).run()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # blocked by the front end until now
+    return EngineProcess(Link(link, ToEngine)).run()
 
 
 if __name__ == "__main__":

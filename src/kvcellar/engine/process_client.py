@@ -8,7 +8,9 @@ Always true:
   * `_running` are the requests that are not done, by number, with all that was told of each: what another engine needs
     to go on with it;
   * events are delivered by one thread, the one that reads messages, and no event after `Done` or `Failed`;
-  * a request that was running in `DEATHS` engines that died has failed: it may be the reason;
+  * after a death, requests go on one after the other: the next one when the one before was told something, or after
+    `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one that was in
+    `DEATHS` engines that died, and was told nothing in between, has failed;
   * the process is gone when `close` has returned, and ends by itself if this one dies.
 """
 
@@ -20,11 +22,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
+from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -42,13 +48,14 @@ from kvcellar.messages import (
     Ask,
     Beat,
     Cancel,
+    ClearCache,
+    ClearCacheAndStore,
     Control,
     ControlInParts,
     ControlWithReply,
     Drawn,
     Ended,
     EndParts,
-    EndSession,
     EngineEvent,
     Fail,
     FromEngine,
@@ -60,6 +67,7 @@ from kvcellar.messages import (
     Produced,
     Refusal,
     RemoveAdapter,
+    RemoveEntries,
     Reply,
     Start,
     StepEvents,
@@ -69,21 +77,28 @@ from kvcellar.messages import (
 )
 from kvcellar.progress import report
 from kvcellar.tiers.upkeep import Readable
-from kvcellar.wire import Link, decode, packed
+from kvcellar.wire import Link, Outbox, decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
-DEATHS = 2  # of engines that a request was running in
-STEP_SECONDS = 300.0  # that a step may take, and that may pass without a beat
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of a terminal and of supervisors
+DEATHS = 2  # of engines that a request was running in, without a token in between
+FRUITLESS = 5  # engines in a row that died before they told anything: then there will be no other one
+UNPROVEN_SECONDS = 2.0
+STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
+STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 CLOSE_SECONDS = 40.0  # until a process that does not end is killed
 WAIT_SECONDS = 60.0  # that a call waits while the engine is started again
 STARTS = 3  # in a row that fail before the engine is given up
+LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
+TICK = 0.5  # seconds between two looks at the process
+PINS = 256  # prompts, the last ones, that are pinned again in an engine that replaces another one
 PAUSE = 1.0  # seconds before a start that follows one that has failed, and twice as many before each further one
 
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    token_ids: list[int] = field(default_factory=list[int])  # of all its `Drawn`
+    token_ids: "array[int]" = field(default_factory=partial(array, "q"))  # of all its `Drawn`
     ended: int | None = None  # with how many tokens; None: it goes on
 
 
@@ -101,13 +116,16 @@ class _Request:
     cached: int = 0  # tokens of the prompt that came from memory, in the first engine
     prompt_told: bool = False
     here: bool = False  # the running engine has begun with it
-    deaths: int = 0  # of engines that had begun with it
+    deaths: int = 0  # of engines that had begun with it, since it was told something
+    went_on: bool = False  # more than one engine had it
     cancelled: bool = False
     failed: Exception | None = None  # its text
     ask: int | None = None  # by which it is submitted, while the caller of `submit` waits for the reply
 
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
+        if not isinstance(event, Admitted):
+            self.deaths = 0
         match event:
             case Admitted():
                 self.here, self.admitted = True, self.admitted or time.perf_counter()
@@ -116,9 +134,11 @@ class _Request:
             case Drawn():
                 event = self._drawn(event)
             case Ended():
-                self.choices.setdefault(event.choice, _Choice()).ended = event.tokens
-            case Done() if self.deaths:
-                usage = with_fields(event.usage, cached_tokens=self.cached)
+                choice = self.choices.setdefault(event.choice, _Choice())
+                choice.ended = event.tokens if choice.ended is None else choice.ended
+            case Done() if self.went_on:
+                cached = event.usage.cached_tokens if self.first_token is None else self.cached
+                usage = with_fields(event.usage, cached_tokens=cached)
                 event = replace(event, usage=usage, timings=self._timings())
             case _:
                 pass
@@ -128,7 +148,7 @@ class _Request:
         self.last_token = time.perf_counter()
         if self.first_token is None:
             self.first_token, self.cached = self.last_token, event.cached_tokens
-        self.choices.setdefault(event.choice, _Choice()).token_ids += event.token_ids
+        self.choices.setdefault(event.choice, _Choice()).token_ids.extend(event.token_ids)
         return event if event.cached_tokens == self.cached else replace(event, cached_tokens=self.cached)
 
     def _timings(self) -> Timings:
@@ -139,6 +159,11 @@ class _Request:
             first_token=first - self.submitted,
             decoding=(self.last_token or first) - first,
         )
+
+    @property
+    def length(self) -> int:
+        """Tokens that another engine has to compute before it draws one, at most."""
+        return len(self.submission.prompt) + max((len(one.token_ids) for one in self.choices.values()), default=0)
 
     def rest(self) -> Submission:
         """What is left of it, for another engine."""
@@ -158,19 +183,22 @@ class _Call:
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
+def _dropped(event: EngineEvent) -> None:
+    """Of a prompt that is pinned again, no caller waits for events."""
+
+
 class EngineProcess:
     """One process, from its start to its end."""
 
-    def __init__(self, start: Start, folder: str) -> None:
-        """`folder`: in which relative paths of `start` are."""
+    def __init__(self, start: Start, folder: str, unsent: Callable[[object, ValueError], None]) -> None:
+        """`folder`: in which relative paths of `start` are. `unsent` as `Outbox` has it."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as opened:
             opened.enter_context(ours)
-            command = [sys.executable, "-P", "-m", "kvcellar.engine.engine_process", str(theirs.fileno())]
-            fds = (theirs.fileno(),)
-            self._popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, cwd=folder)
+            self._popen = _spawned(theirs.fileno(), folder)
             opened.pop_all()
         self.link: Link[FromEngine] = Link(ours, FromEngine)
+        self._outbox = Outbox(self.link, unsent)
         self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
         self.killed = ""  # why this side has killed it
         self._start = start
@@ -179,15 +207,27 @@ class EngineProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def exited(self) -> bool:
+        return self._popen.poll() is not None
+
+    def send(self, message: object) -> None:
+        """Returns at once. One that has died is not told: what it has to know is in `ProcessClient._running`."""
+        self._outbox.put(message)
+
+    def end_sending(self) -> None:
+        """Let the process end when it has read what was sent."""
+        self._outbox.close(LAST_WORDS)
+        self.link.end_sending()
+
     def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
         """Wait until the model is loaded. Raises what its load raises, and `EngineFailed` if the process ends or is of
         another version."""
-        with suppress(ConnectionError):  # the process has ended: it may have said why
-            self.link.send(self._start)
+        self.send(self._start)
         while True:
-            match self._received():
+            message, self.beaten = self._received(), time.monotonic()
+            match message:
                 case Hello(_, card):
-                    self.beaten = time.monotonic()
                     return decode(card, EngineCard)
                 case Loading() as loading:
                     heard(loading)
@@ -218,6 +258,7 @@ class EngineProcess:
 
     def end(self, seconds: float) -> str:
         """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
+        self._outbox.close(0.0)
         self.link.close()
         try:
             status = self._popen.wait(seconds)
@@ -226,6 +267,25 @@ class EngineProcess:
             status, self.killed = self._popen.wait(), self.killed or f"it has not ended within {seconds:.0f} seconds"
         how = f"was ended by {_signal(-status)}" if status < 0 else f"has ended with exit code {status}"
         return f"{how} ({self.killed})" if self.killed else how
+
+
+def _spawned(link: int, folder: str) -> "subprocess.Popen[bytes]":
+    """The process, with this end of a link. It finds the package where this process has it. Signals that end a process
+    are blocked in it until it ignores them, which it does once its modules are imported."""
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvcellar.engine.engine_process", str(link)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # that of this process may be a pipe with data
+            pass_fds=(link,),
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _signal(number: int) -> str:
@@ -271,7 +331,11 @@ class ProcessClient:
         self._running: dict[int, _Request] = {}
         self._waiting: dict[int, _Call] = {}  # by the number of the ask
         self._resumed: dict[int, int] = {}  # requests, by the number of the ask by which they go on
+        self._to_go_on: deque[int] = deque()  # requests that the running engine has not been sent yet
+        self._unproven: tuple[int, float] | None = None  # the last one that it was sent, and when; None: it was told
+        self._fruitless = 0  # engines in a row that have died before they told anything
         self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what the engine was told last of each name
+        self._pins: dict[tuple[str, str | None, tuple[int, ...]], tuple[Submission, float]] = {}  # pinned, and when
         self._closing, self._given_up = False, ""
         self._ready = False  # an engine runs, and is told everything
         self._process = self._started(lambda loading: report(loading.stage, loading.done, loading.total))
@@ -282,7 +346,8 @@ class ProcessClient:
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
     def _started(self, heard: Callable[[Loading], None]) -> EngineProcess:
-        process = EngineProcess(replace(self._start, adapters=tuple(self._adapters.values())), self._folder)
+        start = replace(self._start, adapters=tuple(self._adapters.values()))
+        process = EngineProcess(start, self._folder, self._unsent)
         try:
             with self._changed:
                 if self._closing:
@@ -327,6 +392,8 @@ class ProcessClient:
             raise
 
     def cancel(self, number: int) -> None:
+        if self._owner != os.getpid():
+            return
         with self._changed:
             if (request := self._running.get(number)) is None:
                 return
@@ -348,32 +415,32 @@ class ProcessClient:
         self._send(Fail(number, error))
 
     def end_session(self, session: int) -> None:
+        if self._owner != os.getpid():
+            return
         with self._changed:
-            for request in self._running.values():
-                request.cancelled = request.cancelled or request.submission.session == session
-        self._send(EndSession(session))
+            every = [number for number, one in self._running.items() if one.submission.session == session]
+        for number in every:
+            self.cancel(number)
 
     def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
         self.check_caller()
         found = decode(self._asked(control, source), REPLIES[type(control)])
-        if isinstance(control, AddAdapter | RemoveAdapter):
-            with self._changed:
+        with self._changed:
+            if isinstance(control, AddAdapter | RemoveAdapter):
                 self._adapters[control.name] = control
+            elif isinstance(control, ClearCache | ClearCacheAndStore | RemoveEntries):
+                self._pins.clear()  # what was removed must not come back
         return found
 
-    def parts(self, control: ControlInParts) -> Iterator[Any]:
+    def parts(self, control: ControlInParts) -> Generator[Any]:
         self.check_caller()
         number, kind = next(self._asks), REPLIES[type(control)]
         self._asked(control, number=number)
-
-        def replies() -> Generator[Any]:
-            try:
-                while some := decode(self._part(number), list[kind]):
-                    yield from some
-            finally:
-                self._send(EndParts(number))
-
-        return replies()
+        try:
+            while some := decode(self._part(number), list[kind]):
+                yield from some
+        finally:
+            self._send(EndParts(number))
 
     def check_caller(self) -> None:
         if threading.current_thread() is self._reader:
@@ -386,8 +453,8 @@ class ProcessClient:
             self._closing = True
             self._changed.notify_all()
             process = self._process
-        process.link.end_sending()
         self._watching.set()
+        process.end_sending()
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_SECONDS)
             if self._reader.is_alive():
@@ -402,13 +469,20 @@ class ProcessClient:
         with self._changed:
             process = self._process if self._ready else None
         if process is not None:
-            with suppress(ConnectionError):
-                process.link.send(message)
+            process.send(message)
+
+    def _unsent(self, message: object, error: ValueError) -> None:
+        log.error("a message to the engine could not be sent: %s", error)
+        if isinstance(message, Ask | NextPart):
+            self._answered(Refusal(message.number, BadRequest(str(error))))
+
+    def _check_owner(self) -> None:
+        """Before a lock is acquired, which may be held for ever in a fork."""
+        if self._owner != os.getpid():
+            raise EngineClosed(f"the engine belongs to {forked_from(self._owner)}; make a new one after the fork")
 
     def _wait_until_ready(self) -> None:
         """While `_changed` is held. Raises `EngineClosed`, `EngineFailed` and `Overloaded`."""
-        if self._owner != os.getpid():
-            raise EngineClosed(f"the engine belongs to {forked_from(self._owner)}; make a new one after the fork")
         self._changed.wait_for(lambda: self._ready or not self.alive, WAIT_SECONDS)
         if self._closing:
             raise EngineClosed("the engine is closed; open a new one")
@@ -427,7 +501,11 @@ class ProcessClient:
     ) -> Raw:
         """The reply, which may be in parts. Raises the refusal."""
         number = next(self._asks) if number is None else number
-        return self._answer(number, Ask(number, packed(what)), source, request)
+        try:
+            message = Ask(number, packed(what))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return self._answer(number, message, source, request)
 
     def _part(self, of: int) -> Raw:
         number = next(self._asks)
@@ -438,6 +516,7 @@ class ProcessClient:
     ) -> Raw:
         """The reply to a message. One that takes in a `request` is sent to each engine once: by this method to the one
         that runs now, and by `_go_on` to those that replace it before it has replied."""
+        self._check_owner()
         call = _Call(request)
         with self._changed:
             self._wait_until_ready()
@@ -445,8 +524,7 @@ class ProcessClient:
             if request is not None:
                 self._running[request.submission.number], request.ask = request, number
         try:
-            with suppress(ConnectionError):
-                process.link.send(message)
+            process.send(message)
             while True:
                 match call.answers.get():
                     case Reply(_, value):
@@ -477,7 +555,12 @@ class ProcessClient:
                 pass
             except Exception:
                 log.exception("what the process of the engine has sent cannot be read; it is started again")
-            if not self._replaced():
+            try:
+                if not self._replaced():
+                    return
+            except BaseException as error:
+                log.exception("the engine has died, and starting it again has failed")
+                self._over(EngineFailed(f"the engine has died, and starting it again has failed: {error}"))
                 return
 
     def _take(self, message: FromEngine) -> None:
@@ -502,12 +585,22 @@ class ProcessClient:
                 self._reply(Reply(request.ask, packed(None)))
             if isinstance(event, Done | Failed):
                 del self._running[number]
+            if isinstance(event, Done) and request.submission.retention.pinned:
+                asked = request.submission
+                self._pins[asked.namespace, asked.adapter, asked.prompt] = asked, time.monotonic()
+                while len(self._pins) > PINS:
+                    del self._pins[next(iter(self._pins))]
+            proven = not isinstance(event, Admitted)
+            self._fruitless = 0 if proven else self._fruitless
+            proven = proven and self._unproven is not None and self._unproven[0] == number
         try:
             request.tell(event)
         except BaseException:  # noqa: BLE001 - an error of one receiver (a closed event loop) must not affect others
             with self._changed:
                 self._running.pop(number, None)
             self._send(Cancel(number))
+        if proven:
+            self._go_on_with_next()
 
     def _answered(self, message: Reply | Refusal | Wanted) -> None:
         with self._changed:
@@ -515,6 +608,8 @@ class ProcessClient:
             if isinstance(message, Wanted):
                 if (call := self._waiting.get(message.number)) is not None:
                     call.answers.put(message)
+                else:
+                    self._send(Given(message.number, b""))  # its caller has gone
             else:
                 self._reply(message)
         if resumed is not None and isinstance(message, Refusal):
@@ -533,10 +628,14 @@ class ProcessClient:
     def _replaced(self) -> bool:
         """The engine has died: start another one, which goes on with what ran. False at the end."""
         process = self._process
-        how = process.end(CLOSE_SECONDS if self._closing else 2.0)
         with self._changed:
             self._ready = False
+        how = process.end(CLOSE_SECONDS if self._closing else 2.0)
+        with self._changed:
+            suspects = {*self._resumed.values(), *([self._unproven[0]] if self._unproven is not None else ())}
             self._resumed.clear()
+            self._to_go_on.clear()
+            self._unproven = None
             if self._closing:
                 return self._over(EngineClosed("the engine was closed before the answer was complete"))
             died = EngineFailed(f"the process of the engine {how}; it is started again. Send this again")
@@ -544,10 +643,13 @@ class ProcessClient:
                 self._reply(Refusal(number, died))
         self._report_death(process, how)
         for number, request in list(self._running.items()):
-            request.deaths += request.here or request.ask is not None
-            request.here = False
+            request.deaths += request.here or request.ask is not None or number in suspects
+            request.here, request.went_on = False, True
             if request.deaths >= DEATHS:
                 self._refuse(number, request, how)
+        self._fruitless += 1
+        if self._fruitless > FRUITLESS:
+            return self._over(EngineFailed(f"{self._fruitless} engines in a row have died at once: the last {how}"))
         return self._start_again()
 
     def _report_death(self, process: EngineProcess, how: str) -> None:
@@ -571,7 +673,7 @@ class ProcessClient:
     def _start_again(self) -> bool:
         card, why = self.card, ""
         for attempt in range(STARTS):
-            if attempt and self._watching.wait(PAUSE * 2 ** (attempt - 1)):
+            if self._watching.wait(PAUSE * 2**attempt if attempt else PAUSE * (self._fruitless - 1)):
                 break
             began = time.monotonic()
             try:
@@ -585,27 +687,51 @@ class ProcessClient:
                 process.end(0.0)
                 return self._over(EngineFailed("the files of the model have changed; start the server again"))
             log.warning("the engine was started again in %.1f s", time.monotonic() - began)
-            return self._go_on(process)
+            return self._go_on()
         if self._closing:
             return self._over(EngineClosed("the engine was closed before the answer was complete"))
         return self._over(EngineFailed(f"the engine has died, and could not be started again: {why}"))
 
-    def _go_on(self, process: EngineProcess) -> bool:
-        """Let a new engine go on with all requests."""
+    def _go_on(self) -> bool:
+        """Let a new engine go on with all requests: those first that are the least likely to end it, and that are told
+        something soon."""
         with self._changed:
-            for number, request in self._running.items():
-                if (ask := request.ask) is None:
-                    ask = next(self._asks)
-                    self._resumed[ask] = number
-                messages: list[object] = [Ask(ask, packed(request.rest()))]
-                messages += [Cancel(number)] if request.cancelled else []
-                messages += [Fail(number, request.failed)] if request.failed is not None else []
-                with suppress(ConnectionError):  # this one has died, too
-                    for message in messages:
-                        process.link.send(message)
+            order = sorted(self._running.items(), key=lambda one: (one[1].ask is not None, one[1].length))
+            self._to_go_on.extend(number for number, _ in order)
+            pins = [one for one, at in self._pins.values() if time.monotonic() - at < (one.retention.ttl or inf)]
             self._ready = True
             self._changed.notify_all()
+        self._go_on_with_next()
+        for submission in pins:
+            self._pin_again(submission)
         return True
+
+    def _go_on_with_next(self) -> None:
+        with self._changed:
+            self._unproven = None
+            request = None
+            while self._to_go_on and request is None:
+                number = self._to_go_on.popleft()
+                request = self._running.get(number)
+            if request is None or not self._ready:
+                return
+            number, process = request.submission.number, self._process
+            if (ask := request.ask) is None:
+                ask = next(self._asks)
+                self._resumed[ask] = number
+            self._unproven = number, time.monotonic()
+        process.send(Ask(ask, packed(request.rest())))
+        if request.cancelled:
+            process.send(Cancel(number))
+        if request.failed is not None:
+            process.send(Fail(number, request.failed))
+
+    def _pin_again(self, submission: Submission) -> None:
+        again = replace(submission, number=self.number(), goes_on=True)
+        with self._changed:
+            ask = next(self._asks)
+            self._running[again.number], self._resumed[ask] = _Request(again, _dropped), again.number
+        self._send(Ask(ask, packed(again)))
 
     def _over(self, error: Exception) -> bool:
         """There will be no other engine: fail all requests."""
@@ -623,13 +749,26 @@ class ProcessClient:
     # -- on a thread of its own ---------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Kill a process that does not answer, or whose step does not end."""
-        while not self._watching.wait(1.0):
-            process = self._process
-            silent = time.monotonic() - process.beaten
-            if not self._ready or process.killed or max(silent, process.beat.seconds) <= STEP_SECONDS:
+        """Kill a process that does not answer, or whose step does not end; and go on with the next request where one
+        takes long."""
+        last, gone = time.monotonic(), None
+        while not self._watching.wait(TICK):
+            process, now = self._process, time.monotonic()
+            if now - last > TICK + STALLED:  # this process was stopped, and all with it
+                process.beaten = now
+            last = now
+            with self._changed:
+                late = self._unproven is not None and now - self._unproven[1] > UNPROVEN_SECONDS
+            if late:
+                self._go_on_with_next()
+            if process.exited:
+                if gone is process:  # and what it has sent was read meanwhile
+                    process.link.close()  # a process that it has started may have its end
+                gone = process
                 continue
-            process.kill(f"it was silent for {silent:.0f} s, or in one step for {process.beat.seconds:.0f} s")
+            silent = now - process.beaten
+            if not process.killed and max(silent, process.beat.seconds) > STEP_SECONDS:
+                process.kill(f"it was silent for {silent:.0f} s, or in one step for {process.beat.seconds:.0f} s")
 
     def check(self) -> None:
         """Assert what is always true."""

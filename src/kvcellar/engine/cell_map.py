@@ -4,17 +4,14 @@ Its cost is linear in the cells, so it is made on the thread of who asked for it
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from kvcellar.engine.picture import RUNS, CellMap, Kind, MapRun
 from kvcellar.plan import Run
 
-RUNS = 1024  # of a map
 FREE, OTHER, SHARED, FIRST = 0, 1, 2, 3  # codes; from `FIRST` on, odd ones are of entries, even ones of requests
-
-Kind = Literal["free", "kept", "request", "shared", "other"]
 
 
 class Holding(NamedTuple):
@@ -24,25 +21,6 @@ class Holding(NamedTuple):
     kind: Literal["kept", "request"]
     which: int
     runs: tuple[Run, ...]
-
-
-class MapRun(NamedTuple):
-    """So many cells in order. `which` is the index of the entry, or the number of the request, that has them; None for
-    other kinds: "shared" by running requests, and "other" ones that are held and were not looked at."""
-
-    cells: int
-    kind: Kind
-    which: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class CellMap:
-    """All cells of a group in order. If these had more than `RUNS` runs, `cells_each` of them are drawn as what the
-    busiest one is."""
-
-    cells_each: int
-    runs: list[MapRun]
-    counts: dict[Kind, int]  # cells, exactly
 
 
 def mapped(cells: int, free: Iterable[Run], holdings: Sequence[Holding]) -> CellMap:

@@ -3,13 +3,34 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvcellar.engine.cell_map import CellMap
 from kvcellar.engine.result import Ended
 from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Recall
 
 BEGINNING = 16  # tokens of an entry
+RUNS = 1024  # of a map of cells
 RECENT_SECONDS = 10.0  # over which a picture's tokens per second are counted
+
+Kind = Literal["free", "kept", "request", "shared", "other"]
+
+
+class MapRun(NamedTuple):
+    """So many cells in order. `which` is the index of the entry, or the number of the request, that has them; None for
+    other kinds: "shared" by running requests, and "other" ones that are held and were not looked at."""
+
+    cells: int
+    kind: Kind
+    which: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CellMap:
+    """All cells of a group in order. If these had more than `RUNS` runs, `cells_each` of them are drawn as what the
+    busiest one is."""
+
+    cells_each: int
+    runs: list[MapRun]
+    counts: dict[Kind, int]  # cells, exactly
 
 
 class StepRecord(NamedTuple):

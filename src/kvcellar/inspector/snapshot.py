@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 
-from kvcellar.engine.cell_map import CellMap, MapRun
-from kvcellar.engine.picture import RECENT_SECONDS, LiveRequest, Picture, StepRecord, TreeEntry, Way
+from kvcellar.engine.picture import RECENT_SECONDS, CellMap, LiveRequest, MapRun, Picture, StepRecord, TreeEntry, Way
 from kvcellar.engine.result import Ended
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Recall

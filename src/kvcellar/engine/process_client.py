@@ -83,7 +83,7 @@ log = logging.getLogger("kvcellar.engine")
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of a terminal and of supervisors
 DEATHS = 2  # of engines that a request was running in, without a token in between
-FRUITLESS = 5  # engines in a row that died before they told anything: then there will be no other one
+FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 UNPROVEN_SECONDS = 2.0
 STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
 STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
@@ -200,6 +200,7 @@ class EngineProcess:
         self.link: Link[FromEngine] = Link(ours, FromEngine)
         self._outbox = Outbox(self.link, unsent)
         self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
+        self.began = self.beaten  # when its model was loaded
         self.killed = ""  # why this side has killed it
         self._start = start
 
@@ -228,6 +229,7 @@ class EngineProcess:
             message, self.beaten = self._received(), time.monotonic()
             match message:
                 case Hello(_, card):
+                    self.began = time.monotonic()
                     return decode(card, EngineCard)
                 case Loading() as loading:
                     heard(loading)
@@ -647,7 +649,7 @@ class ProcessClient:
             request.here, request.went_on = False, True
             if request.deaths >= DEATHS:
                 self._refuse(number, request, how)
-        self._fruitless += 1
+        self._fruitless = self._fruitless + 1 if time.monotonic() - process.began < SOON else 1
         if self._fruitless > FRUITLESS:
             return self._over(EngineFailed(f"{self._fruitless} engines in a row have died at once: the last {how}"))
         return self._start_again()

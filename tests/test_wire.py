@@ -25,6 +25,7 @@ from kvcellar.messages import (
     EngineEvent,
     Fail,
     FromEngine,
+    Given,
     Hello,
     Refusal,
     Reply,
@@ -157,6 +158,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     msgspec.Raw: st.builds(packed, st.recursive(st.none() | ids | texts, st.lists, max_leaves=4)),
     SamplingParams: every_params,
     RetentionOptions: every_retention,
+    dict[str, Any]: st.dictionaries(texts, st.none() | ids | texts | st.binary(max_size=8), max_size=3),
     Hello: st.builds(Hello, version=st.just(VERSION), card=st.builds(packed, texts)),
 }
 
@@ -418,7 +420,7 @@ def test_a_part_is_decoded_by_who_knows_its_class() -> None:
     with pytest.raises(ValueError, match="expected"):
         decode(reply.value, Timings)
     ask = decode(encode(Ask(3, packed(Stop(1, 2, 3)))), Ask)
-    assert decode(ask.control, Stop) == Stop(1, 2, 3)
+    assert decode(ask.what, Stop) == Stop(1, 2, 3)
 
 
 @pytest.mark.parametrize("rest", [[], [{"a": 1}], [1, 2, 3]])
@@ -464,12 +466,12 @@ def in_threads(*calls: Callable[[], None]) -> None:
 def test_messages_of_many_threads_arrive_whole_and_in_the_order_of_each(links: tuple[Link[Any], Link[Any]]) -> None:
     """Some are larger than the buffer of the socket, so that a sender is stopped within a message."""
     front, engine = links
-    threads, each, arrived = 6, 40, list[Submission]()
+    threads, each, arrived = 6, 40, list[Given]()
 
     def send(thread: int) -> None:
         for place in range(each):
-            prompt = (thread,) * (150_000 if place % 10 == thread else place)
-            front.send(Submission(number=place, prompt=prompt, params=SamplingParams(), seed=0, session=thread))
+            size = 1_000_000 if place % 10 == thread else place
+            front.send(Given(number=thread * each + place, data=bytes((thread,)) * size))
 
     def receive() -> None:
         try:
@@ -479,10 +481,10 @@ def test_messages_of_many_threads_arrive_whole_and_in_the_order_of_each(links: t
 
     in_threads(receive, *(lambda thread=thread: send(thread) for thread in range(threads)))
     for thread in range(threads):
-        of = [one for one in arrived if one.session == thread]
-        assert [one.number for one in of] == list(range(each))
-        assert all(set(one.prompt) <= {thread} for one in of)
-        assert [len(one.prompt) for one in of] == [150_000 if at % 10 == thread else at for at in range(each)]
+        of = [one for one in arrived if one.number // each == thread]
+        assert [one.number % each for one in of] == list(range(each))
+        assert all(set(one.data) <= {thread} for one in of)
+        assert [len(one.data) for one in of] == [1_000_000 if at % 10 == thread else at for at in range(each)]
 
 
 def test_both_ends_send_and_receive(links: tuple[Link[Any], Link[Any]]) -> None:

@@ -56,6 +56,9 @@ class Ear:
         if isinstance(event, Done | Failed):
             self._over.set()
 
+    def tokens(self, choice: int) -> int:
+        return sum(len(e.token_ids) for e in list(self.events) if isinstance(e, Drawn) and e.choice == choice)
+
     def wait(self) -> list[EngineEvent]:
         assert self._over.wait(60), "the request does not come to an end"
         return self.events
@@ -71,9 +74,10 @@ def told(engine: Engine, submissions: Sequence[Submission]) -> list[list[EngineE
     return [ear.wait() for ear in ears]
 
 
-def submission(prompt: Sequence[int], **how: Any) -> Submission:
+def submission(prompt: Sequence[int], *, number: int = 0, **how: Any) -> Submission:
     params = SamplingParams(**how)
-    return Submission(number=0, prompt=tuple(prompt), params=params, seed=77 if params.seed is None else params.seed)
+    seed = 77 if params.seed is None else params.seed
+    return Submission(number=number, prompt=tuple(prompt), params=params, seed=seed)
 
 
 def singly(events: Sequence[EngineEvent]) -> list[EngineEvent]:

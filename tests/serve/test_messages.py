@@ -680,6 +680,7 @@ def test_connections(shared_engine: FakeEngine, engine: FakeEngine) -> None:
 # The code has no message that is not here.
 
 ROOT = Path(__file__).parents[2] / "src" / "kvcellar"
+ENGINE = ("allocate", "arguments", "build", "engine", "intake", "process_client", "request_builder", "text_codec")
 SOURCES = [
     *sorted(
         {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
@@ -687,7 +688,7 @@ SOURCES = [
     *(ROOT / "serve" / "openai").glob("*.py"),
     *(ROOT / "serve" / "responses_api").glob("*.py"),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
-    *((ROOT / "engine" / f"{name}.py") for name in ("allocate", "arguments", "build", "engine", "intake")),
+    *((ROOT / "engine" / f"{name}.py") for name in ENGINE),
     ROOT / "sample" / "params.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
@@ -708,6 +709,24 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "this server has no admin key, so its models cannot be changed by requests": "for an operator: test_ollama.py",
     "metrics are sums over all API keys, so none of several may read them: send a metrics key": "test_metrics.py",
     "the chat template does not write the text of the message that is continued": "tests/text/test_template.py",
+    "the name of an adapter has 1 to {} characters, not {}": "a program: tests/engine/test_adapters.py",
+    "an adapter is a directory, or a list of some that are added up, not {}": "likewise",
+    **dict.fromkeys(
+        (
+            "choice max_tokens is {} cannot have produced these {} tokens: {}",
+            "choice with the prompt there are {} tokens, in a context of {} cannot have produced these {} tokens: {}",
+            "choice its tokens do not match {}: {} cannot have produced these {} tokens: {}",
+            "choice the choices of this request are 0 to {}, each named once at most cannot have produced these {} "
+            "tokens: {}",
+            "choice it has ended with {} tokens cannot have produced these {} tokens: {}",
+            "choice token {} is in no text of this request cannot have produced these {} tokens: {}",
+        ),
+        "what a front end sends to an engine that goes on: tests/engine/test_going_on.py",
+    ),
+    "an engine in a process of its own loads a directory or a name, not a network": "a program: "
+    "tests/engine/test_engine_process.py",
+    "an engine in a process of its own makes its drafter by name, not by a function": "likewise",
+    "the engine has died and is started again; try again later": "likewise",
     "order must be asc or desc, not {}": "the items of a kept response: test_responses_api.py",
     "limit must be a number from 1 to {}, not {}": "likewise",
     "after is {}, which is no id of these items": "likewise",

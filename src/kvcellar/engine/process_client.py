@@ -644,8 +644,10 @@ class ProcessClient:
             for number in [number for number, call in self._waiting.items() if call.request is None]:
                 self._reply(Refusal(number, died))
         self._report_death(process, how)
+        # Where it has told of none that it began with it, it may have died in the first step of any.
+        unknown = not any(request.here for request in self._running.values())
         for number, request in list(self._running.items()):
-            request.deaths += request.here or request.ask is not None or number in suspects
+            request.deaths += request.here or request.ask is not None or number in suspects or unknown
             request.here, request.went_on = False, True
             if request.deaths >= DEATHS:
                 self._refuse(number, request, how)

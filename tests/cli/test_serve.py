@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -29,6 +30,8 @@ def test_serve_prints_its_address_and_ends_on_a_signal(tmp_path, word):
             body = {"model": "embedded", "prompt": "import os", "max_tokens": 3}
             response = client.post("/v1/completions", json=body).json()
             assert response["usage"]["completion_tokens"] == 3
+        if (maps := Path(f"/proc/{process.pid}/maps")).exists():
+            assert "libtorch" not in maps.read_text(), "only the process of the engine imports torch"
         process.send_signal(word)
         out, err = process.communicate(timeout=120)
     finally:

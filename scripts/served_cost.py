@@ -1,0 +1,169 @@
+"""What serving costs beside the engine: tokens per CPU second of a server, over those of an engine alone.
+
+    python -m scripts.served_cost [--streams 1,8,32] [--tokens 256] [--model DIRECTORY]
+
+Three rows for each number of streams: an engine that a program calls, `kvcellar serve` in one process, and with the
+engine in a process of its own; the CPU time of all processes counts. The clients, of the openai package, run in this
+process, whose time is not counted. Prints also tokens per second of the wall clock, the time to the first token, and
+the memory of each process.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import openai
+
+TICKS = os.sysconf("SC_CLK_TCK")
+START_SECONDS = 300.0
+ROUNDS = 3
+PROMPT = "def main():\n    "
+
+
+class Run(NamedTuple):
+    """`cpu` and `seconds` are of all tokens; `first`: the median of seconds until a stream had one."""
+
+    tokens: int
+    cpu: float
+    seconds: float
+    first: float
+
+
+def cpu_of(pids: list[int]) -> float:
+    """Seconds of CPU that processes have used."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(one[11]) + int(one[12]) for one in fields) / TICKS
+
+
+def memory_of(pid: int) -> int:
+    """MB that are resident."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("VmRSS"))
+
+
+def family(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, check=False).stdout.split()
+    return [pid, *map(int, found)]
+
+
+def measured(pids: list[int], streams: int, stream: Callable[[int], tuple[int, float]]) -> Run:
+    """`stream` returns how many tokens a client got, and after how many seconds the first."""
+    found: list[tuple[int, float]] = []
+    threads = [threading.Thread(target=lambda at=at: found.append(stream(at))) for at in range(streams)]
+    before, began = cpu_of(pids), time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - began
+    return Run(sum(one[0] for one in found), cpu_of(pids) - before, seconds, median(one[1] for one in found))
+
+
+@contextmanager
+def served(model: str | None, mode: str) -> Iterator[tuple[int, int]]:
+    """Process and port of a server."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "kvcellar", "serve", "--port", str(port), "--engine-process", mode]
+    command += ["--threads", "1", "--no-store", "--quiet", *([model] if model else [])]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}", api_key="none", max_retries=0)
+        until = time.monotonic() + START_SECONDS
+        while time.monotonic() < until:
+            with suppress(openai.APIError):
+                client.get("/ready", cast_to=object)
+                break
+            time.sleep(0.1)
+        try:
+            yield process.pid, port
+        finally:
+            process.terminate()
+
+
+def over_http(port: int, tokens: int) -> Callable[[int], tuple[int, float]]:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=600)
+    name = next(iter(client.models.list())).id
+
+    def stream(at: int) -> tuple[int, float]:
+        began, first, usage = time.perf_counter(), 0.0, None
+        more: Any = {"ignore_eos": True}
+        create: Any = client.completions.create
+        options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": tokens, "seed": at}
+        for chunk in create(model=name, prompt=PROMPT, extra_body=more, **options):
+            first = first or time.perf_counter() - began
+            usage = chunk.usage or usage
+        return usage.completion_tokens, first  # type: ignore[union-attr]
+
+    return stream
+
+
+def alone(model: str | None, streams: list[int], tokens: int) -> None:
+    """In a process of its own: an engine that streams to threads of a program. Prints a line for each run."""
+    from kvcellar import Engine
+
+    with Engine(model, threads=1) as engine:
+
+        def stream(at: int) -> tuple[int, float]:
+            began, first, count = time.perf_counter(), 0.0, 0
+            for delta in engine.stream(PROMPT, max_tokens=tokens, seed=at, ignore_eos=True):
+                first = first or time.perf_counter() - began
+                count += len(delta.token_ids)
+            return count, first
+
+        for number in streams:
+            for _ in range(ROUNDS + 1):
+                print(json.dumps([number, measured([os.getpid()], number, stream)]), flush=True)
+
+
+def best(runs: list[Run]) -> Run:
+    """The one with the most tokens for its CPU time: other load only takes. The first warms up."""
+    return max(runs[1:], key=lambda run: run.tokens / run.cpu)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--streams", default="1,8,32")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--model", default=None)
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    streams = [int(one) for one in given.streams.split(",")]
+    if given.alone:
+        alone(given.model, streams, given.tokens)
+        return
+    found: dict[str, dict[int, list[Run]]] = {"alone": {}, "no": {}, "yes": {}}
+    command = [sys.executable, "-m", "scripts.served_cost", "--alone", "--streams", given.streams]
+    command += ["--tokens", str(given.tokens), *(["--model", given.model] if given.model else [])]
+    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
+        number, run = json.loads(line)
+        found["alone"].setdefault(number, []).append(Run(*run))
+    for mode in ("no", "yes"):
+        with served(given.model, mode) as (pid, port):
+            pids, stream = family(pid), over_http(port, given.tokens)
+            for number in streams:
+                found[mode][number] = [measured(pids, number, stream) for _ in range(ROUNDS + 1)]
+            print(f"--engine-process {mode}: {[memory_of(one) for one in pids]} MB", flush=True)
+    for number in streams:
+        of = {mode: best(runs[number]) for mode, runs in found.items()}
+        base = of["alone"].tokens / of["alone"].cpu
+        for mode, run in of.items():
+            print(
+                f"{number} streams, {mode}: {run.tokens / run.cpu:.0f} tokens per CPU second "
+                f"({run.tokens / run.cpu / base:.2f}), {run.tokens / run.seconds:.0f} per second, first after "
+                f"{run.first * 1000:.0f} ms"
+            )
+
+
+if __name__ == "__main__":
+    main()

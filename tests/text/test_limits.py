@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,7 +361,7 @@ def test_one_that_is_slow_on_short_texts_is_refused_by_the_seconds_of_all_texts_
         return []
 
     now = [0.0]
-    monkeypatch.setattr("kvcellar.text.trial.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvcellar.text.trial.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(TextTokenizer, "encode", encode)
     with pytest.raises(ModelRefused, match="more than 5 seconds for short texts"):
         tried(lambda made: None)

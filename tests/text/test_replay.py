@@ -16,6 +16,7 @@ from kvcellar.errors import PromptTooLong
 from kvcellar.events import Rewrite
 from kvcellar.snapshot import Snapshot
 from kvcellar.spans import Span
+from kvcellar.text.meter import Caps
 from kvcellar.text.output import LONG_RUN, open_stream
 from kvcellar.text.replay import Replays
 from kvcellar.text.stored_texts import StoredTexts
@@ -38,7 +39,8 @@ def tokenizer(kind: str) -> TextTokenizer:
 
 @cache
 def template(name: str, kind: str) -> ChatTemplate:
-    return ChatTemplate(templates.ALL.get(name, name), tokenizer(kind))
+    caps = Caps(seconds=60.0)  # a collection of garbage counts as time of the template that it interrupts
+    return ChatTemplate(templates.ALL.get(name, name), tokenizer(kind), caps)
 
 
 def user(content: str) -> Message:

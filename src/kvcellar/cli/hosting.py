@@ -17,7 +17,7 @@ from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.in_library import in_library, located
-from kvcellar.engine.machine import free_cpu_bytes
+from kvcellar.engine.machine import free_cpu_bytes, own_python
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest
@@ -211,8 +211,9 @@ def _device(device: str) -> tuple[str, int]:
     """The kind of device that is meant, and its free bytes. Another process asks a GPU, so that this one neither
     imports torch nor takes memory there."""
     if device.startswith("cuda") or (device == "auto" and any(Path(file).exists() for file in GPU_FILES)):
-        asked = [sys.executable, "-P", "-c", FREE_CUDA_BYTES, device]
-        found = subprocess.run(asked, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        asked, environment = own_python("-c", FREE_CUDA_BYTES, device)
+        none = subprocess.DEVNULL
+        found = subprocess.run(asked, env=environment, stdin=none, capture_output=True, text=True, check=False)
         if found.returncode == 0 and found.stdout.strip():
             return "cuda", int(found.stdout)
         if device != "auto":

@@ -1,8 +1,13 @@
 """capabilities: what clients may ask of a model beside completions, by its engine, or by its files while it is not
 loaded."""
 
+import json
+import logging
+import subprocess
+import sys
 from pathlib import Path
 
+from kvcellar.engine.machine import own_python
 from kvcellar.engine.replies import Replies, ServedReplies
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import ModelRefused
@@ -10,6 +15,8 @@ from kvcellar.text.tokens import MOST_BYTES, bytes_for
 
 NOTHING = ("completion",)  # of every model
 CONTEXT = 2**20  # tokens; no conversation is rendered
+READ_SECONDS = 120.0  # until a tokenizer is given up
+log = logging.getLogger("kvcellar.serve")
 
 
 def capabilities(replies: ServedReplies, *, embeds: bool) -> tuple[str, ...]:
@@ -20,7 +27,26 @@ def capabilities(replies: ServedReplies, *, embeds: bool) -> tuple[str, ...]:
 
 def capabilities_of(directory: Path, template: str | None = None) -> tuple[str, ...]:
     """Those that an engine of the model in a directory would have, whose chat template is `template`, if that is given.
-    Reads the tokenizer, which takes up to seconds, and no weights."""
+    Another process reads the tokenizer, for seconds, and no weights: this one needs no transformers for that."""
+    asked, environment = own_python("-m", __name__, str(directory))
+    try:
+        found = subprocess.run(
+            asked,
+            env=environment,
+            input=json.dumps(template),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=READ_SECONDS,
+        )
+    except subprocess.SubprocessError as error:
+        log.error("what the model in %s can do cannot be read: %s", directory, error)
+        return NOTHING  # a request for the model gets the reason
+    return tuple(json.loads(found.stdout))
+
+
+def read(directory: Path, template: str | None) -> tuple[str, ...]:
+    """As `capabilities_of`, in this process."""
     from kvcellar.engine.open_model import with_template  # import transformers
     from kvcellar.models.load import text_of
     from kvcellar.models.pooling import pooling_of
@@ -35,3 +61,7 @@ def capabilities_of(directory: Path, template: str | None = None) -> tuple[str, 
     text_bytes = bytes_for(MOST_BYTES)
     codec = TextCodec(assets, why_not, frozenset(), context=CONTEXT, text_bytes=text_bytes, replay_bytes=0)
     return capabilities(Replies(codec), embeds=not isinstance(pooling_of(directory), str))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(read(Path(sys.argv[1]), json.load(sys.stdin))))

@@ -1,5 +1,5 @@
-"""machine: how many CPU threads and how much CPU memory this process may use, and memory given back. Standard library
-only.
+"""machine: how many CPU threads and how much CPU memory this process may use, memory given back, and how another
+process of this installation is started. Standard library only.
 
 The default of torch respects the CPU affinity of the process, but not the CPU quota of a container. Threads beyond the
 quota are all stopped until its next period, in the middle of a matrix product, which lasts until its slowest thread is
@@ -22,6 +22,14 @@ class Threads:
 
     count: int
     because: str
+
+
+def own_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of another process of this installation: it finds the package where this one has
+    it, and nothing in the directory in which it is started."""
+    package = str(Path(__file__).parents[2])
+    paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": paths}
 
 
 def most_threads() -> int:

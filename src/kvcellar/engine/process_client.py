@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from array import array
@@ -40,6 +39,7 @@ from msgspec.structs import replace
 
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.control_replies import REPLIES
+from kvcellar.engine.machine import own_python
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, Overloaded, WrongStage, forked_from
 from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
 from kvcellar.messages import (
@@ -272,19 +272,18 @@ class EngineProcess:
 
 
 def _spawned(link: int, folder: str) -> "subprocess.Popen[bytes]":
-    """The process, with this end of a link. It finds the package where this process has it. Signals that end a process
-    are blocked in it until it ignores them, which it does once its modules are imported."""
-    package = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    """The process, with this end of a link. Signals that end a process are blocked in it until it ignores them, which
+    it does once its modules are imported."""
+    command, environment = own_python("-m", "kvcellar.engine.engine_process", str(link))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvcellar.engine.engine_process", str(link)],
+            command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,  # that of this process may be a pipe with data
             pass_fds=(link,),
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": paths},
+            env=environment,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -307,7 +307,6 @@ def card_of(built: Built) -> EngineCard:
         },
         pooling=NONE if loaded.path is None else pooling_of(loaded.path),
         cache_bytes=_cache_bytes(built),
-        capacity=str(built.capacity),
         max_waiting=settings.max_waiting,
         text=loaded.text,
         without_text=loaded.without_text,

@@ -40,7 +40,6 @@ class EngineCard:
     cells: Mapping[str, int]  # of groups that cannot hold a prompt as long as the context: one cell for each token
     pooling: Pooling | str  # how it embeds, or why it does not
     cache_bytes: int  # most bytes on its device beside weights and adapters
-    capacity: str  # what fits into the granted bytes: a line with the sum, and one for each part
     max_waiting: int  # requests that wait for admission
     # of its text:
     text: TextAssets | None

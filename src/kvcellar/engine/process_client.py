@@ -634,6 +634,7 @@ class ProcessClient:
         how = process.end(CLOSE_SECONDS if self._closing else 2.0)
         with self._changed:
             suspects = {*self._resumed.values(), *([self._unproven[0]] if self._unproven is not None else ())}
+            unsent = set(self._to_go_on)
             self._resumed.clear()
             self._to_go_on.clear()
             self._unproven = None
@@ -646,7 +647,8 @@ class ProcessClient:
         # Where it has told of none that it began with it, it may have died in the first step of any.
         unknown = not any(request.here for request in self._running.values())
         for number, request in list(self._running.items()):
-            request.deaths += request.here or request.ask is not None or number in suspects or unknown
+            begun = request.here or request.ask is not None or number in suspects or unknown
+            request.deaths += begun and number not in unsent
             request.here, request.went_on = False, True
             if request.deaths >= DEATHS:
                 self._refuse(number, request, how)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -222,6 +222,31 @@ def test_the_request_that_engines_die_of_fails_and_later_ones_are_answered(serve
         assert "died 2 times while it computed this request" in str(error)
         assert "SIGSEGV" in str(error)
         assert len(server.started) == 3
+
+
+def test_streams_beside_a_request_that_engines_die_of_go_on(server, model) -> None:
+    """Engines die twice under them, and only the request which is the reason fails."""
+    streams, how = [(5, 6, 7, at) for at in range(8, 12)], LONG | {"max_tokens": 600}
+    with Engine(model, **SMALL) as engine:
+        wanted = [answered(ear.events, 0) for ear in told_all(engine, streams, how)]
+    server.faults = [{"prompt": POISON, "with_signal": signal.SIGSEGV}] * 2
+    with in_a_process(model) as engine:
+        ears = [sent(client_of(engine), prompt, **how)[1] for prompt in streams]
+        runs(*ears)
+        _, culprit = sent(client_of(engine), (POISON, 6), **GREEDY)
+        assert "died 2 times" in str(failed(culprit))
+        for ear in ears:
+            assert isinstance(ear.wait()[-1], Done)
+        assert len(server.started) == 3
+        assert [answered(ear.events, 0) for ear in ears] == wanted
+        client_of(engine).check()
+
+
+def told_all(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Any) -> list[Ear]:
+    ears = [sent(engine._client, prompt, **how)[1] for prompt in prompts]
+    for ear in ears:
+        ear.wait()
+    return ears
 
 
 def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expected) -> None:

@@ -225,11 +225,12 @@ def test_the_request_that_engines_die_of_fails_and_later_ones_are_answered(serve
 
 
 def test_streams_beside_a_request_that_engines_die_of_go_on(server, model) -> None:
-    """Engines die twice under them, and only the request which is the reason fails."""
+    """Engines die under them, and only the request which is the reason fails: after the second death, or after the
+    third where the first engine died before it had told that it began with it."""
     streams, how = [(5, 6, 7, at) for at in range(8, 12)], LONG | {"max_tokens": 600}
     with Engine(model, **SMALL) as engine:
         wanted = [answered(ear.events, 0) for ear in told_all(engine, streams, how)]
-    server.faults = [{"prompt": POISON, "with_signal": signal.SIGSEGV}] * 2
+    server.faults = [{"prompt": POISON, "with_signal": signal.SIGSEGV}] * 3
     with in_a_process(model) as engine:
         ears = [sent(client_of(engine), prompt, **how)[1] for prompt in streams]
         runs(*ears)
@@ -237,7 +238,7 @@ def test_streams_beside_a_request_that_engines_die_of_go_on(server, model) -> No
         assert "died 2 times" in str(failed(culprit))
         for ear in ears:
             assert isinstance(ear.wait()[-1], Done)
-        assert len(server.started) == 3
+        assert len(server.started) in (3, 4)
         assert [answered(ear.events, 0) for ear in ears] == wanted
         client_of(engine).check()
 

@@ -10,6 +10,7 @@ Always true:
 """
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -175,6 +176,12 @@ class Link(Generic[T]):
             raise ValueError(f"a message of {size} bytes was announced; {MOST} can be sent")
         frame = self._exactly(size)
         return _checked(lambda: self._decoder.decode(frame))
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait until a message arrives, or the end of the link, for at most so long. Whether it does."""
+        waiting = select.poll()  # unlike `select`, for any number of open files
+        waiting.register(self._end, select.POLLIN)
+        return bool(waiting.poll(1000 * seconds))
 
     def _exactly(self, size: int) -> bytearray:
         data = bytearray(size)

@@ -86,7 +86,7 @@ def fork_server(patch: Callable[[str, object], None]) -> Iterator[ForkServer]:
     assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
     server = ForkServer()
     names = {"Popen": server.popen, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    patch("kvcellar.engine.process_client.subprocess", SimpleNamespace(**names))
+    patch("kvcellar.engine.child_process.subprocess", SimpleNamespace(**names))
     try:
         yield server
     finally:

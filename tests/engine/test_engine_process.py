@@ -376,7 +376,11 @@ def test_a_process_that_dies_in_its_load_is_named(server, model) -> None:
         in_a_process(model)
 
 
-def test_a_load_that_is_interrupted_leaves_no_process(server, model) -> None:
+@pytest.mark.parametrize("faults", [[], [{"load": "hangs"}]], ids=["reports", "hangs"])
+def test_a_load_that_is_interrupted_leaves_no_process(server, model, faults) -> None:
+    """Also one that reports nothing."""
+    server.faults = faults
+
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

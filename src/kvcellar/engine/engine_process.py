@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvcellar.engine.build import build
-from kvcellar.engine.process_client import ENDING_SIGNALS
+from kvcellar.engine.child_process import ENDING_SIGNALS
 from kvcellar.engine.settings import settings_of
 from kvcellar.engine.thread_client import ThreadClient
 from kvcellar.errors import EngineFailed, KvcellarError

@@ -16,15 +16,11 @@ Always true:
 
 import logging
 import os
-import signal
-import socket
-import subprocess
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from functools import partial
@@ -37,9 +33,9 @@ from typing import Any
 from msgspec import Raw
 from msgspec.structs import replace
 
-from kvcellar.engine.card import EngineCard
+from kvcellar.engine.child_process import ChildProcess, logged
 from kvcellar.engine.control_replies import REPLIES
-from kvcellar.engine.machine import own_python
+from kvcellar.engine.request import timings_of
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, Overloaded, WrongStage, forked_from
 from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
 from kvcellar.messages import (
@@ -77,11 +73,10 @@ from kvcellar.messages import (
 )
 from kvcellar.progress import report
 from kvcellar.tiers.upkeep import Readable
-from kvcellar.wire import Link, Outbox, decode, packed
+from kvcellar.wire import decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of a terminal and of supervisors
 DEATHS = 2  # of engines that a request was running in, without a token in between
 FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 UNPROVEN_SECONDS = 2.0
@@ -90,7 +85,6 @@ STALLED = 5.0  # seconds by which a wait is too long where this process was stop
 CLOSE_SECONDS = 40.0  # until a process that does not end is killed
 WAIT_SECONDS = 60.0  # that a call waits while the engine is started again
 STARTS = 3  # in a row that fail before the engine is given up
-LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
 TICK = 0.5  # seconds between two looks at the process
 PINS = 256  # prompts, the last ones, that are pinned again in an engine that replaces another one
 PAUSE = 1.0  # seconds before a start that follows one that has failed, and twice as many before each further one
@@ -152,13 +146,7 @@ class _Request:
         return event if event.cached_tokens == self.cached else replace(event, cached_tokens=self.cached)
 
     def _timings(self) -> Timings:
-        now = time.perf_counter()
-        first = self.first_token or now
-        return Timings(
-            queued=(self.admitted or now) - self.submitted,
-            first_token=first - self.submitted,
-            decoding=(self.last_token or first) - first,
-        )
+        return timings_of(self.submitted, self.admitted, self.first_token, self.last_token)
 
     @property
     def length(self) -> int:
@@ -185,120 +173,6 @@ class _Call:
 
 def _dropped(event: EngineEvent) -> None:
     """Of a prompt that is pinned again, no caller waits for events."""
-
-
-class EngineProcess:
-    """One process, from its start to its end."""
-
-    def __init__(self, start: Start, folder: str, unsent: Callable[[object, ValueError], None]) -> None:
-        """`folder`: in which relative paths of `start` are. `unsent` as `Outbox` has it."""
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as opened:
-            opened.enter_context(ours)
-            self._popen = _spawned(theirs.fileno(), folder)
-            opened.pop_all()
-        self.link: Link[FromEngine] = Link(ours, FromEngine)
-        self._outbox = Outbox(self.link, unsent)
-        self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
-        self.began = self.beaten  # when its model was loaded
-        self.killed = ""  # why this side has killed it
-        self._start = start
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    @property
-    def exited(self) -> bool:
-        return self._popen.poll() is not None
-
-    def send(self, message: object) -> None:
-        """Returns at once. One that has died is not told: what it has to know is in `ProcessClient._running`."""
-        self._outbox.put(message)
-
-    def end_sending(self) -> None:
-        """Let the process end when it has read what was sent."""
-        self._outbox.close(LAST_WORDS)
-        self.link.end_sending()
-
-    def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
-        """Wait until the model is loaded. Raises what its load raises, and `EngineFailed` if the process ends or is of
-        another version."""
-        self.send(self._start)
-        while True:
-            message, self.beaten = self._received(), time.monotonic()
-            match message:
-                case Hello(_, card):
-                    self.began = time.monotonic()
-                    return decode(card, EngineCard)
-                case Loading() as loading:
-                    heard(loading)
-                case Refusal(_, error):
-                    raise error
-                case Logged() as line:
-                    logged(line)
-                case _:
-                    pass
-
-    def _received(self) -> FromEngine:
-        try:
-            return self.link.receive()
-        except EOFError as error:
-            raise EngineFailed(f"the process of the engine {self.end(2.0)} while it loaded the model") from error
-        except ValueError as error:
-            raise EngineFailed(str(error)) from error
-
-    def kill(self, why: str) -> None:
-        """With what its threads are doing in the log."""
-        self.killed = why
-        with suppress(ProcessLookupError):
-            self._popen.send_signal(signal.SIGABRT)
-        try:
-            self._popen.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-
-    def end(self, seconds: float) -> str:
-        """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
-        self._outbox.close(0.0)
-        self.link.close()
-        try:
-            status = self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            status, self.killed = self._popen.wait(), self.killed or f"it has not ended within {seconds:.0f} seconds"
-        how = f"was ended by {_signal(-status)}" if status < 0 else f"has ended with exit code {status}"
-        return f"{how} ({self.killed})" if self.killed else how
-
-
-def _spawned(link: int, folder: str) -> "subprocess.Popen[bytes]":
-    """The process, with this end of a link. Signals that end a process are blocked in it until it ignores them, which
-    it does once its modules are imported."""
-    command, environment = own_python("-m", "kvcellar.engine.engine_process", str(link))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # that of this process may be a pipe with data
-            pass_fds=(link,),
-            cwd=folder,
-            env=environment,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def logged(line: Logged) -> None:
-    """Into the log of this process."""
-    logging.getLogger(line.logger).log(line.level, "%s", line.text)
 
 
 def plain_settings(model: object, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
@@ -346,9 +220,9 @@ class ProcessClient:
         self._reader.start()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
-    def _started(self, heard: Callable[[Loading], None]) -> EngineProcess:
+    def _started(self, heard: Callable[[Loading], None]) -> ChildProcess:
         start = replace(self._start, adapters=tuple(self._adapters.values()))
-        process = EngineProcess(start, self._folder, self._unsent)
+        process = ChildProcess(start, self._folder, self._unsent)
         try:
             with self._changed:
                 if self._closing:
@@ -657,7 +531,7 @@ class ProcessClient:
             return self._over(EngineFailed(f"{self._fruitless} engines in a row have died at once: the last {how}"))
         return self._start_again()
 
-    def _report_death(self, process: EngineProcess, how: str) -> None:
+    def _report_death(self, process: ChildProcess, how: str) -> None:
         beat, running = process.beat, len(self._running)
         log.error(
             "the process %d of the engine %s, with %d requests; %.1f s before, it had made %d steps, %d completions "

@@ -194,13 +194,14 @@ class Request:
         return Usage(len(self.prompt), self.cached, sum(completion.counted for completion in self.completions))
 
     def timings(self) -> Timings:
-        now = time.perf_counter()
-        first = self.first_token or now
-        return Timings(
-            queued=(self.admitted or now) - self.submitted,
-            first_token=first - self.submitted,
-            decoding=(self.last_token or first) - first,
-        )
+        return timings_of(self.submitted, self.admitted, self.first_token, self.last_token)
+
+
+def timings_of(submitted: float, admitted: float | None, first: float | None, last: float | None) -> Timings:
+    """Up to now, from times of `time.perf_counter`; None: that has not been yet."""
+    now = time.perf_counter()
+    began = first or now
+    return Timings((admitted or now) - submitted, began - submitted, (last or began) - began)
 
 
 Token = tuple[int, TokenLogprob | None]  # a drawn token, with its log-probability if that is wanted

@@ -1,0 +1,140 @@
+"""child_process: the process of an engine, as the one that has started it sees it. No torch.
+
+Always true: when `end` has returned, the process is gone.
+"""
+
+import logging
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.machine import own_python
+from kvcellar.errors import EngineFailed
+from kvcellar.messages import Beat, FromEngine, Hello, Loading, Logged, Refusal, Start
+from kvcellar.wire import Link, Outbox, decode
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of a terminal and of supervisors
+AGAIN = 0.2  # seconds
+LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
+
+
+class ChildProcess:
+    """One process, from its start to its end."""
+
+    def __init__(self, start: Start, folder: str, unsent: Callable[[object, ValueError], None]) -> None:
+        """`folder`: in which relative paths of `start` are. `unsent` as `Outbox` has it."""
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as opened:
+            opened.enter_context(ours)
+            self._popen = _spawned(theirs.fileno(), folder)
+            opened.pop_all()
+        self.link: Link[FromEngine] = Link(ours, FromEngine)
+        self._outbox = Outbox(self.link, unsent)
+        self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
+        self.began = self.beaten  # when its model was loaded
+        self.killed = ""  # why this side has killed it
+        self._start = start
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exited(self) -> bool:
+        return self._popen.poll() is not None
+
+    def send(self, message: object) -> None:
+        """Returns at once. One that has died is not told: what it has to know is in `ProcessClient._running`."""
+        self._outbox.put(message)
+
+    def end_sending(self) -> None:
+        """Let the process end when it has read what was sent."""
+        self._outbox.close(LAST_WORDS)
+        self.link.end_sending()
+
+    def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
+        """Wait until the model is loaded. `heard` is called with what is being done, again every `AGAIN` seconds: what
+        it raises ends the wait. Raises what the load raises, and `EngineFailed` if the process ends or is of another
+        version."""
+        self.send(self._start)
+        loading = Loading("starting the process of the engine", 0, 0, "")
+        while True:
+            while not self.link.arrives(AGAIN):
+                heard(loading)
+            message, self.beaten = self._received(), time.monotonic()
+            match message:
+                case Hello(_, card):
+                    self.began = time.monotonic()
+                    return decode(card, EngineCard)
+                case Loading():
+                    heard(loading := message)
+                case Refusal(_, error):
+                    raise error
+                case Logged() as line:
+                    logged(line)
+                case _:
+                    pass
+
+    def _received(self) -> FromEngine:
+        try:
+            return self.link.receive()
+        except EOFError as error:
+            raise EngineFailed(f"the process of the engine {self.end(2.0)} while it loaded the model") from error
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
+
+    def kill(self, why: str) -> None:
+        """With what its threads are doing in the log."""
+        self.killed = why
+        with suppress(ProcessLookupError):
+            self._popen.send_signal(signal.SIGABRT)
+        try:
+            self._popen.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+
+    def end(self, seconds: float) -> str:
+        """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
+        self._outbox.close(0.0)
+        self.link.close()
+        try:
+            status = self._popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            status, self.killed = self._popen.wait(), self.killed or f"it has not ended within {seconds:.0f} seconds"
+        how = f"was ended by {_signal(-status)}" if status < 0 else f"has ended with exit code {status}"
+        return f"{how} ({self.killed})" if self.killed else how
+
+
+def _spawned(link: int, folder: str) -> "subprocess.Popen[bytes]":
+    """The process, with this end of a link. Signals that end a process are blocked in it until it ignores them, which
+    it does once its modules are imported."""
+    command, environment = own_python("-m", "kvcellar.engine.engine_process", str(link))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # that of this process may be a pipe with data
+            pass_fds=(link,),
+            cwd=folder,
+            env=environment,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def logged(line: Logged) -> None:
+    """Into the log of this process."""
+    logging.getLogger(line.logger).log(line.level, "%s", line.text)

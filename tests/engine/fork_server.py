@@ -71,12 +71,19 @@ class ForkServer:
         faults = self.faults.pop(0) if self.faults else {}
         plan = json.dumps({"folder": cwd, "front": os.getpid(), "faults": faults})
         socket.send_fds(self._control, [plan.encode()], list(pass_fds))
-        self.started.append(int(self._control.recv(100)))
-        return Forked(self.started[-1])
+        self.started.append(pid := int(self._control.recv(100)))
+        while _parent_of(pid) != os.getpid():  # until the process between has ended
+            time.sleep(0.001)
+        return Forked(pid)
 
     def close(self) -> None:
         self._control.close()
         self._process.wait()
+
+
+def _parent_of(pid: int) -> int:
+    with open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rpartition(")")[2].split()[1])
 
 
 @contextmanager

@@ -16,6 +16,8 @@ SMALL: Any = {"dtype": "float32", "cache_bytes": 8_000_000, "threads": 1, "recor
 GREEDY: Any = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
 SEEDED: Any = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "ignore_eos": True}
 LONG: Any = {"max_tokens": 100_000, "temperature": 0.0, "ignore_eos": True, "shift": True}  # it does not end by itself
+ASSISTANT = "{% if add_generation_prompt %}assistant:{% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}" + ASSISTANT
 SCHEMA = Constraint.json_schema(
     {
         "type": "object",
@@ -31,7 +33,7 @@ CHAT = [{"role": "user", "content": "Who keeps the cellar?"}]
 def model_in(folder: Path) -> Path:
     """With a tokenizer, a chat template and a pooling, and adapters in `adapter` and `other`."""
     network = saved(folder)
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     layers = lora.layers_of(network, lora.ends_with("q_proj", "v_proj"))
     for seed, name in enumerate(("adapter", "other")):
         lora.saved(folder / name, layers, seed=seed, strength=2.0)

@@ -22,6 +22,7 @@ from kvcellar.engine.capacity import resolve_capacity
 from kvcellar.engine.measures import Measures, digest, flags, model, shape
 from kvcellar.engine.reserve import scratch
 from kvcellar.engine.result import Ticket
+from kvcellar.engine.settings import step_tokens_of
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
 from kvcellar.models.guest import Guest
@@ -208,7 +209,7 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
     network = ARCHS[model].build() if isinstance(model, str) else model
     with made(network, **{"cache_bytes": 2**29, **settings}) as engine:
         built, given = engine._built, engine._built.settings
-        limits = {"context": built.intake.context, "step_tokens": given.step_tokens}
+        limits = {"context": built.intake.context, "step_tokens": step_tokens_of(given, "cpu")}
         deepest = built.drafts.deepest if built.drafts is not None else 0
         step = scratch(built.guest, measures=measured_once(built.guest), deepest=deepest, **limits)
         needs = Needs.of(built.guest, built.intake.context, step, shifts=True)

@@ -16,7 +16,7 @@ from kvcellar.contracts import Backend
 from kvcellar.engine.capacity import Capacity, Demand, resolve_capacity
 from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.reserve import check_room
-from kvcellar.engine.settings import SHARE_OF_FREE, Settings
+from kvcellar.engine.settings import SHARE_OF_FREE, Settings, step_tokens_of
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.models.guest import Guest
 
@@ -27,12 +27,13 @@ Scratch = Callable[[int, int, int], int]  # see `resolve_capacity`
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What one of the two memories takes. `context` is the most tokens of one of its sequences; `shifts`: whether their
-    texts can be shifted."""
+    """What one of the two memories takes on a kind of `device`. `context` is the most tokens of one of its sequences;
+    `shifts`: whether their texts can be shifted."""
 
     groups: tuple[Group, ...]
     itemsize: int
     backends: Mapping[str, Backend]
+    device: str
     bytes_per_row: int
     context: int
     scratch: Scratch
@@ -42,7 +43,8 @@ class Needs:
     def of(cls, guest: Guest, context: int, scratch: Scratch, *, shifts: bool = False) -> "Needs":
         recurrent = guest.shape.recurrent
         row = recurrent.bytes if recurrent is not None else 0
-        return cls(guest.shape.groups, guest.dtype.itemsize, guest.backends, row, context, scratch, shifts)
+        size, kind = guest.dtype.itemsize, guest.device.type
+        return cls(guest.shape.groups, size, guest.backends, kind, row, context, scratch, shifts)
 
     def demands(self) -> list[Demand]:
         return [self._demand(group) for group in self.groups]
@@ -126,7 +128,7 @@ def _resolved(needs: Needs, settings: Settings, budget: int, because: str) -> Ca
         scratch=needs.scratch,
         context=needs.context,
         max_sequences=settings.max_sequences,
-        step_tokens=settings.step_tokens,
+        step_tokens=step_tokens_of(settings, needs.device),
         bytes_per_row=needs.bytes_per_row,
     )
 

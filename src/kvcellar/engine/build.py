@@ -34,7 +34,7 @@ from kvcellar.engine.recorded import record_steps, without_preparing
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import SCORED, Chunks, Scheduler
-from kvcellar.engine.settings import Settings, text_bytes_of
+from kvcellar.engine.settings import Settings, step_tokens_of, text_bytes_of
 from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, forked_from
 from kvcellar.models.build_guest import build_guest
@@ -154,11 +154,12 @@ def _assembled(
         guest, plain, settings.adapters or {}, most_bytes=settings.adapter_bytes, default=settings.adapter
     )
     context = _context(settings, loaded.model)
-    limits = {"context": context, "step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
+    step_tokens = step_tokens_of(settings, guest.device.type)
+    limits = {"context": context, "step_tokens": step_tokens, "max_sequences": settings.max_sequences}
     measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
     drafts = open_drafts(loaded, guest, settings, context)
     deepest = drafts.deepest if drafts is not None else 0
-    steps = {"context": context, "step_tokens": settings.step_tokens, "deepest": deepest}
+    steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
     needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
     capacity, own = divided(needs, drafts.needs() if drafts is not None else None, settings, guest.device)
     measures.keep()
@@ -233,7 +234,7 @@ def _running(
         layouts,
         context=context,
         max_sequences=capacity.states.sequences,
-        step_tokens=settings.step_tokens,
+        step_tokens=step_tokens_of(settings, guest.device.type),
         draft=drafting.propose,
         scored=_scored(capacity, intake),
         scored_beside=max(LEAST_SCORED, SCORES_BESIDE // intake.vocab_size),

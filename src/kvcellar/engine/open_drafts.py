@@ -22,7 +22,7 @@ from kvcellar.engine.open_heads import Reads, open_head
 from kvcellar.engine.open_store import Source
 from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.reserve import prove, scratch
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.settings import Settings, step_tokens_of
 from kvcellar.engine.shares import Shares
 from kvcellar.errors import BadRequest, DraftRefused, ModelNotFound, ModelRefused, shown
 from kvcellar.kernels.packed import pack
@@ -212,10 +212,11 @@ def _model(
         pack(loaded.model)
     own = build_guest(loaded.model, named(None))
     record_steps(own, settings)
-    limits = {"context": context_of(loaded.model), **_limits(settings)}
+    steps = step_tokens_of(settings, own.device.type)
+    limits = {"context": context_of(loaded.model), "step_tokens": steps, "max_sequences": settings.max_sequences}
     measures = measures_of(own, loaded.path, began=began, limits=limits, environment=os.environ)
     ids = vocabulary_of(target.model)
-    deepest, steps = settings.draft_depth or DEEPEST, settings.step_tokens
+    deepest = settings.draft_depth or DEEPEST
     return DraftModel(loaded.name, loaded.path, fit, deepest, own, measures, steps, ids, loaded.multiplied)
 
 
@@ -238,10 +239,6 @@ def _loaded(
     fit = placed(before[0], target, loaded) if before else draft_fit(target, loaded, checks)
     fit.require()
     return loaded, fit
-
-
-def _limits(settings: Settings) -> dict[str, int]:
-    return {"step_tokens": settings.step_tokens, "max_sequences": settings.max_sequences}
 
 
 def _readable(forward: Forward, own: int, vocabulary: int) -> Forward:

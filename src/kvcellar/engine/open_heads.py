@@ -11,7 +11,7 @@ from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.open_store import Source
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.settings import Settings, step_tokens_of
 from kvcellar.engine.shares import Shares
 from kvcellar.kernels.packed import pack
 from kvcellar.models.assistant_head import AssistantHead
@@ -80,7 +80,9 @@ class MtpDrafts:
         def waiting(longest: int, tokens: int, sequences: int) -> int:
             return min(tokens, sequences * min(FLUSH, longest)) * state
 
-        return Needs(self.head.shape.groups, network.dtype.itemsize, backends, 0, self.context, waiting)
+        return Needs(
+            self.head.shape.groups, network.dtype.itemsize, backends, self.head.device.type, 0, self.context, waiting
+        )
 
     def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory]:
         assert capacity is not None, "MTP layers have a memory"
@@ -124,7 +126,8 @@ def open_head(
     paths = () if loaded.path is None else (loaded.path,)
     # They read what the model computes from its K/V.
     source = Source(paths, f"MTP layers, kv_dtype {settings.kv_dtype}", loaded.multiplied)
-    return MtpDrafts(fit.draft, fit, head, deepest, context, settings.step_tokens, source)
+    steps = step_tokens_of(settings, guest.device.type)
+    return MtpDrafts(fit.draft, fit, head, deepest, context, steps, source)
 
 
 def _described(head: MtpHead | AssistantHead) -> str:

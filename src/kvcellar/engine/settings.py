@@ -31,6 +31,8 @@ CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conver
 NO_DRAFT = "none"
 LEAST_GAP, MOST_GAP = 0.001, 60.0  # seconds
 MOST_DEPTH = 64  # drafts of a completion in a step
+# A forward of a GPU takes some 15 ms to launch, whatever it computes: see docs/howto/cuda.md.
+STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
 
 
@@ -50,7 +52,7 @@ class Settings:
     cache_bytes: int | None = None  # cap on the bytes of K/V, state, steps and edits; None: a share of free memory
     context: int | None = None  # most tokens of one sequence; None: from the config of the model
     max_sequences: int = 64  # most completions that run at once
-    step_tokens: int = 512  # most new tokens in one step
+    step_tokens: int | None = None  # most new tokens in one step; None: 512 on CPUs, 4096 on CUDA
     # most seconds between two tokens of a running completion: beside those, prompts are computed in chunks of fewer
     stream_gap: float = 0.1
     max_waiting: int = 512  # most requests waiting for admission; more raise `Overloaded`
@@ -115,11 +117,11 @@ class Settings:
             raise BadRequest(f"pack must be True or False, not {shown(self.pack)}", "pack")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
-        for name, least in (("max_sequences", 1), ("step_tokens", 1), ("max_waiting", 1), *TIERS):
+        for name, least in (("max_sequences", 1), ("max_waiting", 1), *TIERS):
             self._whole(name, getattr(self, name), least)
         self._whole("replay_bytes", self.replay_bytes, 0)
         optional = (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES))
-        for name, least in (*optional, ("host_bytes", 0), ("draft_bytes", 1)):
+        for name, least in (*optional, ("step_tokens", 1), ("host_bytes", 0), ("draft_bytes", 1)):
             if getattr(self, name) is not None:
                 self._whole(name, getattr(self, name), least)
         self._numbers()
@@ -205,7 +207,7 @@ class EngineOptions(TypedDict, total=False):
     cache_bytes: int | None
     context: int | None
     max_sequences: int
-    step_tokens: int
+    step_tokens: int | None
     stream_gap: float
     max_waiting: int
     text_bytes: int | None
@@ -244,6 +246,11 @@ def store_directory(environment: Mapping[str, str]) -> Path:
 def conversation_bytes(settings: Settings) -> int:
     """What of `store_bytes` is for named conversations."""
     return settings.store_bytes // CONVERSATION_SHARE
+
+
+def step_tokens_of(settings: Settings, kind: str) -> int:
+    """Most new tokens in a step on a kind of device: as set, or by default."""
+    return STEP_TOKENS[kind] if settings.step_tokens is None else settings.step_tokens
 
 
 def host_bytes_of(settings: Settings, kind: str, free: int) -> int:

@@ -185,7 +185,9 @@ def engine_options(function: F) -> F:
         click.option(
             "--max-sequences", type=int, default=64, show_default=True, help="Most completions that run at once."
         ),
-        click.option("--step-tokens", type=int, default=512, show_default=True, help="Most new tokens in one step."),
+        click.option(
+            "--step-tokens", type=int, help="Most new tokens in one step. Default: 512 on CPUs, 4096 on CUDA devices."
+        ),
         click.option(
             "--draft",
             help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",

@@ -116,7 +116,8 @@ def test_a_fault_is_answered_and_the_server_goes_on(
     assert not wrong, f"{len(wrong)} of {len(fault.cases)}:\n" + "\n".join(wrong[:60])
     for api in APIS.values():
         if api.path != CONVERSATIONS:
-            assert http.post(api.path, json=api.named("m")).status_code == 200, api.path
+            served = http.post(api.path, json=api.named("m"))
+            assert served.status_code == 200, f"{api.path}: {served.text}"
     engine.check()
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.cells_used, engine._built.intake.prompts.taken) == (0, 0, 0, 0)

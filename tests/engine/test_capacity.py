@@ -10,7 +10,7 @@ from kvcellar import BadRequest, CapacityTooSmall
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.engine.capacity import Demand, resolve_capacity
 from kvcellar.engine.machine import free_cpu_bytes
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.settings import Settings, step_tokens_of
 
 LAYOUTS = st.one_of(
     st.just(Causal()),
@@ -230,12 +230,12 @@ def test_this_machine_has_some():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        *[(name, value) for name in ("max_sequences", "max_waiting") for value in (0, -1, 1.5, True, None)],
         *[
             (name, value)
-            for name in ("max_sequences", "step_tokens", "max_waiting")
-            for value in (0, -1, 1.5, True, None)
+            for name in ("cache_bytes", "context", "step_tokens", "threads")
+            for value in (0, -1, 2.0, "5", False, 2**63)
         ],
-        *[(name, value) for name in ("cache_bytes", "context", "threads") for value in (0, -1, 2.0, "5", False, 2**63)],
         *[("device", value) for value in (None, "gpu", "cuda:", "cuda:x", "cpu:1", "mps", 0)],
         *[("dtype", value) for value in (None, "int8", "float64", 32)],
         ("attention", 5),
@@ -265,3 +265,8 @@ def test_who_can_fill_the_context_can_be_shifted_there_when_it_is_alone(demands,
             moved = min(held, context - context // 2)
             room -= demand.undo * max(0, moved - (got.cells[demand.name] - held))
         assert room >= 0
+
+
+def test_a_step_has_as_many_tokens_as_is_set_or_as_suits_the_device():
+    assert [step_tokens_of(Settings(), kind) for kind in ("cpu", "cuda")] == [512, 4096]
+    assert {step_tokens_of(Settings(step_tokens=7), kind) for kind in ("cpu", "cuda")} == {7}

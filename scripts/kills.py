@@ -99,8 +99,13 @@ def wait_until_ready(port: int) -> None:
 
 
 def engine_of(process: "subprocess.Popen[bytes]") -> int | None:
-    """The process of its engine."""
-    found = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "engine_process"], capture_output=True, check=False)
+    """The process of its engine, which another one has forked."""
+    server = child_of(process.pid)
+    return child_of(server) if server is not None else None
+
+
+def child_of(process: int) -> int | None:
+    found = subprocess.run(["pgrep", "-P", str(process), "-f", "fork_process"], capture_output=True, check=False)
     return int(found.stdout.split()[0]) if found.stdout.strip() else None
 
 

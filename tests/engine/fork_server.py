@@ -1,133 +1,53 @@
-"""Processes of engines that are forks of one process, which has imported torch before: a start takes tenths of a second
-in place of the seconds that imports take. And faults in them, at moments that a test names.
+"""Faults in processes of engines, at moments that a test names, and the processes that one server has forked."""
 
-A fork is a child of the process of tests: the server forks twice, and the process of tests adopts what has lost its
-parent (PR_SET_CHILD_SUBREAPER). So it is waited for, and sees its front end die, as in a process that was started.
-"""
-
-import ctypes
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36
-POLL = 0.005  # seconds
-HERE = "tests.engine.fork_server"
+from kvcellar.engine.fork_server import Fork, ForkServer
 
 
-class Forked:
-    """A fork, with the methods of `subprocess.Popen` that an engine's front end uses."""
+class FaultyForks(ForkServer):
+    """`faults`: those of the next engines, in order, and of all later ones none. `started`: their processes."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self._status = pid, None
-        self._lock = threading.Lock()
-
-    def poll(self) -> int | None:
-        with self._lock:
-            if self._status is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                self._status = os.waitstatus_to_exitcode(status) if pid else None
-            return self._status
-
-    def wait(self, timeout: float | None = None) -> int:
-        until = time.monotonic() + (float("inf") if timeout is None else timeout)
-        while (status := self.poll()) is None:
-            if time.monotonic() >= until:
-                raise subprocess.TimeoutExpired(["fork"], timeout or 0.0)
-            time.sleep(POLL)
-        return status
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-class ForkServer:
-    """Starts processes of engines. `faults`: those of the next ones, in order, and of all later ones none."""
+    module = "tests.engine.fork_server"
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-m", HERE, str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        super().__init__()
         self.faults: list[Mapping[str, Any]] = []
         self.started: list[int] = []
 
-    def popen(self, command: Sequence[str], *, pass_fds: tuple[int], cwd: str, **streams: Any) -> Forked:
-        """In place of `subprocess.Popen`: the environment and the standard streams are those of the server."""
+    def request(self, folder: str) -> bytes:
         faults = self.faults.pop(0) if self.faults else {}
-        plan = json.dumps({"folder": cwd, "front": os.getpid(), "faults": faults})
-        socket.send_fds(self._control, [plan.encode()], list(pass_fds))
-        self.started.append(pid := int(self._control.recv(100)))
-        while _parent_of(pid) != os.getpid():  # until the process between has ended
-            time.sleep(0.001)
-        return Forked(pid)
+        return json.dumps({"folder": folder, "faults": faults}).encode()
 
-    def close(self) -> None:
-        self._control.close()
-        self._process.wait()
+    def start(self, folder: str, waits: Callable[[], None]) -> tuple[socket.socket, Fork]:
+        link, fork = super().start(folder, waits)
+        self.started.append(fork.pid)
+        return link, fork
 
 
-def _parent_of(pid: int) -> int:
-    with open(f"/proc/{pid}/stat") as stat:
-        return int(stat.read().rpartition(")")[2].split()[1])
+# -- in the server and its forks --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def fork_server(patch: Callable[[str, object], None]) -> Iterator[ForkServer]:
-    """Within the block, clients of this process start their engines with it. `patch`: as that of `MonkeyPatch`."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-    server = ForkServer()
-    names = {"Popen": server.popen, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    patch("kvcellar.engine.child_process.subprocess", SimpleNamespace(**names))
-    try:
-        yield server
-    finally:
-        server.close()
-        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+def main() -> int:
+    from kvcellar.engine import engine_process
+    from kvcellar.engine.fork_process import ForkProcess
 
-
-# -- in the server ----------------------------------------------------------------------------------------------------
-
-
-def serve(control: socket.socket) -> None:
-    from kvcellar.engine import build, engine_process
-    from kvcellar.engine.engine import import_needed
-
-    import_needed()
-    while True:
-        data, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
-        if not data:
-            return
-        if (between := os.fork()) == 0:
-            if (pid := os.fork()) > 0:
-                control.send(str(pid).encode())
-                os._exit(0)
-            control.close()
-            plan = json.loads(data)
-            while os.getppid() != plan["front"]:
-                time.sleep(0.001)
-            os.chdir(plan["folder"])
-            build.TORCH = os.getpid()  # no thread of torch has run before
-            install(**plan["faults"])
-            sys.argv[1:] = [str(fds[0])]
-            os._exit(engine_process.main())
-        os.waitpid(between, 0)
-        os.close(fds[0])
+    engine_process.leave_ends_to_front()
+    forked = ForkProcess(socket.socket(fileno=int(sys.argv[1]))).run()
+    if forked is None:
+        return 0
+    request = json.loads(forked.request)
+    os.chdir(request["folder"])
+    install(**request["faults"])
+    return engine_process.run(forked.link)
 
 
 def install(
@@ -160,7 +80,7 @@ def install(
     if grammar:
         Grammars.matcher = die  # type: ignore[method-assign]
     if load is not None:
-        engine_process.build = die if load == "dies" else lambda *_: time.sleep(600)
+        engine_process.build = die if load == "dies" else lambda *_, **__: time.sleep(600)
     if version is not None:
         messages.VERSION = engine_process.VERSION = version
     if silent:
@@ -208,4 +128,4 @@ def be_silent() -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.exit(main())

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from kvcellar.engine import process_client
 from kvcellar.engine.process_client import ProcessClient
 from kvcellar.events import Done, Failed
 from kvcellar.messages import Drawn, ExportStore
-from tests.engine.fork_server import ForkServer, fork_server
+from tests.engine.fork_server import FaultyForks
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -44,13 +44,13 @@ POISON = 99  # prompts that begin with it
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with pytest.MonkeyPatch.context() as patch, fork_server(patch.setattr) as started:
+def server() -> Iterator[FaultyForks]:
+    with closing(FaultyForks()) as started:
         yield started
 
 
 @pytest.fixture(autouse=True)
-def none_left(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def none_left(server: FaultyForks, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test, no process of an engine is there, and all faults were met."""
     monkeypatch.setattr(process_client, "PAUSE", 0.01)
     server.faults, server.started = [], []
@@ -83,8 +83,8 @@ def there(pid: int) -> bool:
         return False
 
 
-def in_a_process(model: object, **settings: Any) -> Engine:
-    return Engine(model, process=True, **SMALL | settings)  # type: ignore[arg-type]
+def in_a_process(server: FaultyForks, model: object, **settings: Any) -> Engine:
+    return Engine(model, process=server, **SMALL | settings)  # type: ignore[arg-type]
 
 
 def client_of(engine: Engine) -> ProcessClient:
@@ -129,7 +129,7 @@ def failed(ear: Ear) -> Exception:
 def test_answers_are_those_of_an_engine_that_does_not_die(server, model, expected, fault) -> None:
     """With the tokens, the ends and the usage."""
     server.faults = [fault]
-    with in_a_process(model) as engine, ThreadPoolExecutor(len(ASKED)) as pool:
+    with in_a_process(server, model) as engine, ThreadPoolExecutor(len(ASKED)) as pool:
         calls = {name: pool.submit(asked, engine) for name, asked in ASKED.items()}
         for name, call in calls.items():
             assert call.result() == expected[name], name
@@ -141,14 +141,14 @@ def test_answers_are_those_of_an_engine_that_does_not_die(server, model, expecte
 def test_a_request_of_which_the_engine_has_told_something_is_taken_in(server, model, expected) -> None:
     """Before it replies that, and if it dies before it does."""
     server.faults = [{"silent": True}]
-    with in_a_process(model) as engine, ThreadPoolExecutor(1) as pool:
+    with in_a_process(server, model) as engine, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ASKED["greedy"], engine)
         eventually(answer.done, "it is answered")
         assert answer.result() == expected["greedy"]
 
 
 def test_an_engine_that_dies_while_none_is_asked_is_replaced(server, model, expected) -> None:
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         assert ASKED["greedy"](engine) == expected["greedy"]
         os.kill(pid := client_of(engine).pid, signal.SIGKILL)
         eventually(lambda: not there(pid), "it is gone")
@@ -160,7 +160,7 @@ def test_an_engine_that_dies_while_none_is_asked_is_replaced(server, model, expe
 def test_an_engine_that_dies_again_before_it_can_go_on_is_replaced_again(server, model, expected) -> None:
     """One dies while it loads the model."""
     server.faults = [{"step": 5}, {"load": "dies"}]
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         assert ASKED["outputs"](engine) == expected["outputs"]
         assert len(server.started) == 3
 
@@ -171,7 +171,7 @@ def test_events_of_a_request_that_goes_on_are_in_order_and_each_token_is_told_on
         _, whole = sent(engine._client, (5, 6, 7), **asked)
         last = whole.wait()[-1]
     server.faults = [{"step": 10}]
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         _, ear = sent(engine._client, (5, 6, 7), **asked)
         done = ear.wait()[-1]
     for choice in range(3):
@@ -184,7 +184,7 @@ def test_events_of_a_request_that_goes_on_are_in_order_and_each_token_is_told_on
 
 def test_all_that_was_taken_in_goes_on_however_many_wait(server, model) -> None:
     server.faults = [{"step": 40}]
-    with in_a_process(model, max_waiting=1, max_sequences=4) as engine:
+    with in_a_process(server, model, max_waiting=1, max_sequences=4) as engine:
         ears = []
         for one in range(5):
             ears.append(sent(engine._client, (5, 6, one), **GREEDY | {"max_tokens": 100})[1])
@@ -196,7 +196,7 @@ def test_all_that_was_taken_in_goes_on_however_many_wait(server, model) -> None:
 
 def test_a_cancel_while_the_engine_is_started_again_is_heard(server, model) -> None:
     server.faults = [{}, {"load": "dies"}]
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         client = client_of(engine)
         (number, ear), (_, other) = sent(client, (5, 6), **LONG), sent(client, (5, 7), **GREEDY | {"max_tokens": 200})
         runs(ear)
@@ -212,7 +212,7 @@ def test_a_cancel_while_the_engine_is_started_again_is_heard(server, model) -> N
 def test_the_request_that_engines_die_of_fails_and_later_ones_are_answered(server, model, expected) -> None:
     """It kills each in the first step that it is in."""
     server.faults = [{"prompt": POISON, "with_signal": signal.SIGSEGV}] * 2
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         client = client_of(engine)
         _, ear = sent(client, (POISON, 6), **GREEDY)
         pid = client.pid
@@ -231,7 +231,7 @@ def test_streams_beside_a_request_that_engines_die_of_go_on(server, model) -> No
     with Engine(model, **SMALL) as engine:
         wanted = [answered(ear.events, 0) for ear in told_all(engine, streams, how)]
     server.faults = [{"prompt": POISON, "with_signal": signal.SIGSEGV}] * 3
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         ears = [sent(client_of(engine), prompt, **how)[1] for prompt in streams]
         runs(*ears)
         _, culprit = sent(client_of(engine), (POISON, 6), **GREEDY)
@@ -252,7 +252,7 @@ def told_all(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Any) -> li
 
 def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expected) -> None:
     server.faults = [{"grammar": True}] * 2
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         with pytest.raises(EngineFailed, match="died 2 times while it computed this request"):
             engine.generate([5, 6], **MATCHING)
         assert ASKED["schema"](engine) == expected["schema"]
@@ -266,7 +266,7 @@ def test_what_is_asked_beside_requests_is_refused_when_the_engine_dies(server, m
             os.kill(client.pid, signal.SIGKILL)
             return b""
 
-    with in_a_process(model, store=str(tmp_path)) as engine:
+    with in_a_process(server, model, store=str(tmp_path)) as engine:
         client = client_of(engine)
         engine.generate([*range(5, 60)], **GREEDY)
         parts = client.parts(ExportStore())
@@ -280,7 +280,7 @@ def test_what_is_asked_beside_requests_is_refused_when_the_engine_dies(server, m
 
 def test_adapters_are_as_they_were_before_the_engine_died(server, model, expected) -> None:
     """Those that were added are there, and those that were removed are not."""
-    with in_a_process(model, adapters={"adapter": model / "adapter", "gone": model / "other"}) as engine:
+    with in_a_process(server, model, adapters={"adapter": model / "adapter", "gone": model / "other"}) as engine:
         engine.adapters.add("other", model / "other")
         engine.adapters.add("short", model / "other")
         for name in ("gone", "short"):
@@ -294,7 +294,7 @@ def test_adapters_are_as_they_were_before_the_engine_died(server, model, expecte
 
 def test_a_relative_path_is_of_the_folder_in_which_the_engine_was_opened(server, model, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(model.parent)
-    with in_a_process(model.name) as engine:
+    with in_a_process(server, model.name) as engine:
         monkeypatch.chdir(tmp_path)
         os.kill(pid := client_of(engine).pid, signal.SIGKILL)
         replaced(engine, pid)
@@ -305,7 +305,7 @@ def test_a_relative_path_is_of_the_folder_in_which_the_engine_was_opened(server,
 
 def test_an_engine_that_cannot_be_started_again_is_given_up_with_the_reason(server, model, tmp_path) -> None:
     (place := tmp_path / "model").symlink_to(model)
-    engine = in_a_process(place)
+    engine = in_a_process(server, place)
     client = client_of(engine)
     _, ear = sent(client, (5, 6), **LONG)
     runs(ear)
@@ -329,7 +329,7 @@ def test_an_engine_is_not_started_again_with_another_model(server, model, tmp_pa
     (tmp_path / "changed").mkdir()
     changed = model_in(tmp_path / "changed")
     (changed / "chat_template.jinja").write_text("{{ messages }}")
-    with in_a_process(place) as engine:
+    with in_a_process(server, place) as engine:
         place.unlink()
         place.symlink_to(changed)
         os.kill(client_of(engine).pid, signal.SIGKILL)
@@ -349,7 +349,7 @@ def test_the_error_of_a_load_is_that_of_an_engine_on_a_thread(server, model, tmp
         (model, {"draft": "mtp"}),
     ):
         errors = []
-        for process in (False, True):
+        for process in (False, server):
             with pytest.raises(KvcellarError, match=r".") as caught:
                 Engine(place, process=process, **SMALL | settings)
             errors.append((type(caught.value), str(caught.value)))
@@ -358,22 +358,22 @@ def test_the_error_of_a_load_is_that_of_an_engine_on_a_thread(server, model, tmp
 
 def test_objects_of_this_process_are_refused(server) -> None:
     with pytest.raises(BadRequest, match="not a network"):
-        in_a_process(ARCHS["llama"].build())
+        in_a_process(server, ARCHS["llama"].build())
     with pytest.raises(BadRequest, match="not by a function"):
-        in_a_process(None, draft=lambda *_: None)
+        in_a_process(server, None, draft=lambda *_: None)
     assert server.started == []
 
 
 def test_a_process_of_another_version_is_refused(server, model) -> None:
     server.faults = [{"version": "0.0.0"}]
     with pytest.raises(EngineFailed, match=r"runs kvcellar 0\.0\.0, and this one .*Restart both"):
-        in_a_process(model)
+        in_a_process(server, model)
 
 
 def test_a_process_that_dies_in_its_load_is_named(server, model) -> None:
     server.faults = [{"load": "dies"}]
     with pytest.raises(EngineFailed, match="was ended by SIGKILL while it loaded the model"):
-        in_a_process(model)
+        in_a_process(server, model)
 
 
 @pytest.mark.parametrize("faults", [[], [{"load": "hangs"}]], ids=["reports", "hangs"])
@@ -385,7 +385,7 @@ def test_a_load_that_is_interrupted_leaves_no_process(server, model, faults) -> 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        in_a_process(model, progress=interrupt)
+        in_a_process(server, model, progress=interrupt)
 
 
 # -- its log ----------------------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_a_load_that_is_interrupted_leaves_no_process(server, model, faults) -> 
 def test_what_the_process_logs_is_in_the_log_of_its_front_end(server, model, caplog) -> None:
     """The error that ends it, too, with where it was."""
     server.faults = [{"step": 3, "turn": True}]
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         engine.generate([5, 6], **GREEDY)
     logged = [one for one in caplog.records if one.name == "kvcellar.engine"]
     (error,) = [one for one in logged if "an error it did not expect" in one.getMessage()]
@@ -409,7 +409,7 @@ def test_what_the_process_logs_is_in_the_log_of_its_front_end(server, model, cap
 
 
 def test_a_process_that_stands_still_is_killed_and_replaced(server, model, monkeypatch) -> None:
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         client = client_of(engine)
         ear = sent(client, (5, 6), **GREEDY | {"max_tokens": 200})[1]
         runs(ear)
@@ -422,7 +422,7 @@ def test_a_process_that_stands_still_is_killed_and_replaced(server, model, monke
 
 
 def test_signals_that_ask_for_the_end_are_for_the_front_end(server, model, expected) -> None:
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         pid = client_of(engine).pid
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
@@ -433,7 +433,7 @@ def test_signals_that_ask_for_the_end_are_for_the_front_end(server, model, expec
 def test_an_engine_can_be_closed_while_it_is_started_again(server, model, monkeypatch) -> None:
     monkeypatch.setattr(process_client, "CLOSE_SECONDS", 600.0)  # no one has to be killed
     server.faults = [{}, {"load": "hangs"}]
-    engine = in_a_process(model)
+    engine = in_a_process(server, model)
     client = client_of(engine)
     ears = [sent(client, (5, 6, one), **LONG)[1] for one in range(2)]
     runs(*ears)
@@ -448,14 +448,14 @@ def test_an_engine_can_be_closed_while_it_is_started_again(server, model, monkey
 
 def test_a_process_that_does_not_end_is_killed(server, model, monkeypatch) -> None:
     monkeypatch.setattr(process_client, "CLOSE_SECONDS", 0.5)
-    engine = in_a_process(model)
+    engine = in_a_process(server, model)
     os.kill(pid := client_of(engine).pid, signal.SIGSTOP)
     engine.close()
     assert not there(pid)
 
 
 def test_a_receiver_that_submits_is_refused_as_it_would_wait_for_itself(server, model) -> None:
-    with in_a_process(model) as engine:
+    with in_a_process(server, model) as engine:
         client, told = client_of(engine), threading.Event()
 
         def deliver(event: object) -> None:
@@ -469,7 +469,7 @@ def test_a_receiver_that_submits_is_refused_as_it_would_wait_for_itself(server, 
 
 
 def test_an_engine_is_closed_where_a_receiver_closes_it(server, model) -> None:
-    engine, closed = in_a_process(model), threading.Event()
+    engine, closed = in_a_process(server, model), threading.Event()
     client = client_of(engine)
 
     def deliver(event: object) -> None:
@@ -484,7 +484,7 @@ def test_an_engine_is_closed_where_a_receiver_closes_it(server, model) -> None:
 
 
 def test_an_engine_that_no_one_refers_to_ends(server, model) -> None:
-    engine = in_a_process(model)
+    engine = in_a_process(server, model)
     pid = client_of(engine).pid
     del engine
     eventually(lambda: not there(pid), "it ends")

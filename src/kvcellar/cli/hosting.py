@@ -16,6 +16,7 @@ from kvcellar.cli.options import given
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine, import_needed
+from kvcellar.engine.fork_server import starter_for
 from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes, own_python
 from kvcellar.engine.settings import SHARE_OF_FREE
@@ -96,7 +97,7 @@ def hosting(
     made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process)
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
-    with closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
+    with closing(made), closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
         named = models or (None,)
         made.heard = host.startup.heard
 
@@ -112,18 +113,24 @@ def hosting(
 
 
 class Engines:
-    """Makes engines, each in a process of its own, or all on one device thread."""
+    """Makes engines, each in a process of its own, which have one starter, or all on one device thread."""
 
     def __init__(self, options: Mapping[str, Any], *, quiet: bool, max_bytes: int, process: bool) -> None:
         self.options, self._quiet, self._max_bytes = options, quiet, max_bytes
-        self._process, self._thread = process, None if process else DeviceThread()
+        self._starter = starter_for(sys.platform) if process else None
+        self._thread = None if process else DeviceThread()
         self.of_command: list[Engine] = []
         self.heard: Listener = lambda progress: None  # of models of the command line, while they are loaded
+
+    def close(self) -> None:
+        """When all engines are closed."""
+        if self._starter is not None:
+            self._starter.close()
 
     def on_demand(self, name: str, cache: int, going_on: Callable[[], None]) -> Engine:
         settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
         own = given(**settings, cache_bytes=cache, **self._adapters(None))
-        return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._process, **own)
+        return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._starter or False, **own)
 
     def variant(self, engine: ServedEngine, model: LibraryModel) -> Variant:
         assert isinstance(engine, Engine)
@@ -144,7 +151,7 @@ class Engines:
                     shown(progress)
 
             own = given(**settings | self._adapters(settings.get("adapters")), cache_bytes=cache)
-            engine = Engine(model, progress=heard, thread=self._thread, process=self._process, **own)
+            engine = Engine(model, progress=heard, thread=self._thread, process=self._starter or False, **own)
         self.of_command.append(engine)
         return engine
 

@@ -90,11 +90,13 @@ def build(
     settings: Settings,
     opened: ExitStack,
     thread: DeviceThread | None = None,
+    *,
+    torch_of: int = TORCH,
 ) -> Built:
     """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
     `resolve_capacity` raise. What has to be closed is entered into `opened` as soon as it is open; from the start of
-    the loop on, the loop closes it."""
-    settings = _in_a_fork(settings)
+    the loop on, the loop closes it. `torch_of`: the process that may have run torch before."""
+    settings = _in_a_fork(settings, torch_of)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
     if threads.count != torch.get_num_threads():
@@ -110,15 +112,15 @@ def build(
     return built
 
 
-def _in_a_fork(settings: Settings) -> Settings:
+def _in_a_fork(settings: Settings, torch_of: int) -> Settings:
     """Settings with one thread, if this process was forked after torch was imported.
 
     OpenMP threads that torch has started do not exist in a fork, and a computation that waits for them never ends;
     whether there were any cannot be determined afterwards.
     """
-    if TORCH == os.getpid():
+    if torch_of == os.getpid():
         return settings
-    owner = forked_from(TORCH)
+    owner = forked_from(torch_of)
     if settings.threads not in (None, 1):
         raise BadRequest(
             f"threads is {settings.threads}, but torch belongs to {owner}, and runs in one thread here. Leave threads "

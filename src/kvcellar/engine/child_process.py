@@ -5,34 +5,35 @@ Always true: when `end` has returned, the process is gone.
 
 import logging
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from kvcellar.engine.card import EngineCard
-from kvcellar.engine.machine import own_python
+from kvcellar.engine.fork_server import AGAIN, Starter, in_words
 from kvcellar.errors import EngineFailed
 from kvcellar.messages import Beat, FromEngine, Hello, Loading, Logged, Refusal, Start
 from kvcellar.wire import Link, Outbox, decode
 
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # of a terminal and of supervisors
-AGAIN = 0.2  # seconds
 LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
+STARTING = Loading("starting the process of the engine", 0, 0, "")
 
 
 class ChildProcess:
     """One process, from its start to its end."""
 
-    def __init__(self, start: Start, folder: str, unsent: Callable[[object, ValueError], None]) -> None:
-        """`folder`: in which relative paths of `start` are. `unsent` as `Outbox` has it."""
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as opened:
-            opened.enter_context(ours)
-            self._popen = _spawned(theirs.fileno(), folder)
-            opened.pop_all()
-        self.link: Link[FromEngine] = Link(ours, FromEngine)
+    def __init__(
+        self,
+        starter: Starter,
+        start: Start,
+        folder: str,
+        waits: Callable[[], None],
+        unsent: Callable[[object, ValueError], None],
+    ) -> None:
+        """`folder`: in which relative paths of `start` are. `waits` as `Starter` has it, `unsent` as `Outbox`."""
+        link, self._process = starter.start(folder, waits)
+        self.link: Link[FromEngine] = Link(link, FromEngine)
         self._outbox = Outbox(self.link, unsent)
         self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
         self.began = self.beaten  # when its model was loaded
@@ -41,11 +42,11 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        return self._popen.pid
+        return self._process.pid
 
     @property
     def exited(self) -> bool:
-        return self._popen.poll() is not None
+        return self._process.poll() is not None
 
     def send(self, message: object) -> None:
         """Returns at once. One that has died is not told: what it has to know is in `ProcessClient._running`."""
@@ -61,7 +62,7 @@ class ChildProcess:
         it raises ends the wait. Raises what the load raises, and `EngineFailed` if the process ends or is of another
         version."""
         self.send(self._start)
-        loading = Loading("starting the process of the engine", 0, 0, "")
+        loading = STARTING
         while True:
             while not self.link.arrives(AGAIN):
                 heard(loading)
@@ -91,48 +92,25 @@ class ChildProcess:
         """With what its threads are doing in the log."""
         self.killed = why
         with suppress(ProcessLookupError):
-            self._popen.send_signal(signal.SIGABRT)
+            self._process.send_signal(signal.SIGABRT)
         try:
-            self._popen.wait(2.0)
+            self._process.wait(2.0)
         except subprocess.TimeoutExpired:
-            self._popen.kill()
+            self._process.kill()
 
     def end(self, seconds: float) -> str:
         """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
         self._outbox.close(0.0)
         self.link.close()
-        try:
-            status = self._popen.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            status, self.killed = self._popen.wait(), self.killed or f"it has not ended within {seconds:.0f} seconds"
-        how = f"was ended by {_signal(-status)}" if status < 0 else f"has ended with exit code {status}"
+        with self._process:
+            try:
+                status = self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                status = self._process.wait()
+                self.killed = self.killed or f"it has not ended within {seconds:.0f} seconds"
+        how = in_words(status)
         return f"{how} ({self.killed})" if self.killed else how
-
-
-def _spawned(link: int, folder: str) -> "subprocess.Popen[bytes]":
-    """The process, with this end of a link. Signals that end a process are blocked in it until it ignores them, which
-    it does once its modules are imported."""
-    command, environment = own_python("-m", "kvcellar.engine.engine_process", str(link))
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # that of this process may be a pipe with data
-            pass_fds=(link,),
-            cwd=folder,
-            env=environment,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def logged(line: Logged) -> None:

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     from kvcellar.engine.build import Built
     from kvcellar.engine.device import DeviceThread
+    from kvcellar.engine.fork_server import Starter
     from kvcellar.engine.loop import Loop
 
 Prompt = str | Sequence[int]
@@ -68,7 +69,8 @@ class Engine:
     `progress` is called on the caller's thread with what is being done while the model is loaded, which may take
     minutes; what it raises ends the load. Engines that are given one `thread` are stepped by it in turn; None: a thread
     of its own. With `process` the engine is in a process of its own, which is started again if it dies: requests go on
-    from their last token. The other keyword arguments are the fields of `Settings`. Raises `ModelNotFound`,
+    from their last token. `process` may be the `Starter` of several engines, which stays open until they are closed.
+    The other keyword arguments are the fields of `Settings`. Raises `ModelNotFound`,
     `ModelRefused`, `CapacityTooSmall`, `BadRequest`.
     """
 
@@ -78,14 +80,15 @@ class Engine:
         *,
         progress: Callable[[Progress], None] | None = None,
         thread: "DeviceThread | None" = None,
-        process: bool = False,
+        process: "bool | Starter" = False,
         **settings: Unpack[EngineOptions],
     ) -> None:
         checked = settings_of(settings)
         with ExitStack() as opened:
             with listening(progress):
                 if process:
-                    client: EngineClient = ProcessClient(*plain_settings(model, settings))
+                    starter = None if process is True else process
+                    client: EngineClient = ProcessClient(*plain_settings(model, settings), starter)
                     opened.callback(client.close)
                 else:
                     client = _on_a_thread(model, checked, opened, thread)

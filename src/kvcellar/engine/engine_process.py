@@ -1,11 +1,12 @@
-"""engine_process: the process of an engine that has one of its own: `python -m kvcellar.engine.engine_process SOCKET`.
+"""engine_process: the process of an engine that has one of its own: a fork (`fork_process.py`), or
+`python -m kvcellar.engine.engine_process SOCKET`.
 
-It loads a model, and does what its front end tells it over the socket, whose number is its only argument.
+It loads a model, and does what its front end tells it over the socket.
 
 Always true:
   * neither the engine's step nor the thread that reads messages waits for the front end: a thread of its own sends;
-  * the process ends when the socket does, so when the front end closes it or dies: it writes what is to be written,
-    for at most `END_SECONDS`;
+  * the process ends when the socket does, so when the front end closes it or dies, and when its parent does: it writes
+    what is to be written, for at most `END_SECONDS`;
   * an error that ends the engine ends the process before a request is told, so that requests can go on in another one.
 """
 
@@ -26,7 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from kvcellar.engine.build import build
-from kvcellar.engine.child_process import ENDING_SIGNALS
+from kvcellar.engine.fork_server import ENDING_SIGNALS
 from kvcellar.engine.settings import settings_of
 from kvcellar.engine.thread_client import ThreadClient
 from kvcellar.errors import EngineFailed, KvcellarError
@@ -125,14 +126,14 @@ class EngineProcess:
 
     def run(self) -> int:
         """Until the front end has gone. Returns the exit status of a process whose model cannot be loaded."""
-        front, start = os.getppid(), self._link.receive()
+        parent, start = os.getppid(), self._link.receive()
         assert isinstance(start, Start), "the first message says what to load"
         logger = logging.getLogger("kvcellar")
         logger.addHandler(LogSender(self._outbox))
         logger.setLevel(start.log_level)
         logger.propagate = False
         threading.Thread(target=self._read, name="kvcellar-read", daemon=True).start()
-        threading.Thread(target=self._beats, args=(front,), name="kvcellar-beat", daemon=True).start()
+        threading.Thread(target=self._beats, args=(parent,), name="kvcellar-beat", daemon=True).start()
         try:
             client = self._loaded(start)
         except BaseException as error:  # noqa: BLE001 - the front end raises it; a panic, too
@@ -152,7 +153,7 @@ class EngineProcess:
             self._outbox.put(Loading(progress.stage, progress.done, progress.total, progress.unit))
 
         with listening(heard), ExitStack() as opened:
-            client = ThreadClient(build(start.model, settings_of(start.settings), opened))
+            client = ThreadClient(build(start.model, settings_of(start.settings), opened, torch_of=os.getpid()))
             opened.callback(client.close)
             client.start(turned=self._turned, failed=self._failed)
             for control in start.adapters:
@@ -190,14 +191,14 @@ class EngineProcess:
 
     # -- on threads of their own --------------------------------------------------------------------------------
 
-    def _beats(self, front: int) -> None:
+    def _beats(self, parent: int) -> None:
         """A fork of the front end may have the other end of the link as well, which stays open when the front end dies:
-        so its death is looked for here, too."""
+        so the death of the parent is looked for here, too. That is the front end, or ends with it."""
         last = time.monotonic()
         while not self._ended.wait(BEAT):
             now = time.monotonic()
             stopped, last = now - last > BEAT + STALLED, now  # for all of this time, as a debugger does
-            if os.getppid() != front:
+            if os.getppid() != parent:
                 self._end()
             if not stopped:
                 self._outbox.put(self._beat())
@@ -348,16 +349,24 @@ class EngineProcess:
             parts.close()
 
 
-def main() -> int:
-    """Returns only where the model cannot be loaded. A terminal and a supervisor signal the front end, too, which ends
-    this process in order: so signals that ask for the end are ignored."""
+def leave_ends_to_front() -> None:
+    """A terminal and a supervisor signal the front end, too, which ends this process in order: so signals that ask for
+    the end, which it has blocked until now, are ignored."""
     faulthandler.enable()
-    link = socket.socket(fileno=int(sys.argv[1]))
-    link.set_inheritable(False)  # a process that this one starts must not keep the link open
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)  # blocked by the front end until now
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+
+def run(link: socket.socket) -> int:
+    """The engine of a process that has just begun. Returns only where the model cannot be loaded."""
+    link.set_inheritable(False)  # a process that this one starts must not keep the link open
     return EngineProcess(Link(link, ToEngine)).run()
+
+
+def main() -> int:
+    leave_ends_to_front()
+    return run(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

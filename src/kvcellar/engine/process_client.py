@@ -16,11 +16,13 @@ Always true:
 
 import logging
 import os
+import sys
 import threading
 import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from functools import partial
@@ -33,8 +35,9 @@ from typing import Any
 from msgspec import Raw
 from msgspec.structs import replace
 
-from kvcellar.engine.child_process import ChildProcess, logged
+from kvcellar.engine.child_process import STARTING, ChildProcess, logged
 from kvcellar.engine.control_replies import REPLIES
+from kvcellar.engine.fork_server import Starter, starter_for
 from kvcellar.engine.request import timings_of
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, Overloaded, WrongStage, forked_from
 from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
@@ -197,8 +200,9 @@ def plain_settings(model: object, given: Mapping[str, Any]) -> tuple[str | None,
 class ProcessClient:
     """An engine in a process of its own."""
 
-    def __init__(self, model: str | None, settings: Mapping[str, Any]) -> None:
-        """Blocks until the model is loaded, and reports that. Raises what the load raises."""
+    def __init__(self, model: str | None, settings: Mapping[str, Any], starter: Starter | None = None) -> None:
+        """Blocks until the model is loaded, and reports that. Raises what the load raises. `starter`: that of several
+        engines; None: one of its own, which it closes."""
         self._start = Start(model, dict(settings), (), logging.getLogger("kvcellar").getEffectiveLevel())
         self._owner, self._folder = os.getpid(), os.getcwd()
         self._numbers, self._asks = count(), count(1)
@@ -213,7 +217,12 @@ class ProcessClient:
         self._pins: dict[tuple[str, str | None, tuple[int, ...]], tuple[Submission, float]] = {}  # pinned, and when
         self._closing, self._given_up = False, ""
         self._ready = False  # an engine runs, and is told everything
-        self._process = self._started(lambda loading: report(loading.stage, loading.done, loading.total))
+        with ExitStack() as opened:
+            if starter is None:
+                starter = opened.enter_context(closing(starter_for(sys.platform)))
+            self._starter = starter
+            self._process = self._started(lambda loading: report(loading.stage, loading.done, loading.total))
+            self._at_end = opened.pop_all()  # closed by the thread that reads
         self._ready = True
         self._watching = threading.Event()  # set at the end
         self._reader = threading.Thread(target=self._read, name="kvcellar-engine", daemon=True)
@@ -221,8 +230,13 @@ class ProcessClient:
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
     def _started(self, heard: Callable[[Loading], None]) -> ChildProcess:
+        def waits() -> None:
+            if self._closing:
+                raise EngineClosed("the engine is closed; open a new one")
+            heard(STARTING)
+
         start = replace(self._start, adapters=tuple(self._adapters.values()))
-        process = ChildProcess(start, self._folder, self._unsent)
+        process = ChildProcess(self._starter, start, self._folder, waits, self._unsent)
         try:
             with self._changed:
                 if self._closing:
@@ -422,21 +436,22 @@ class ProcessClient:
     # -- on the thread that reads -------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        while True:
-            try:
-                while True:
-                    self._take(self._process.link.receive())
-            except EOFError:
-                pass
-            except Exception:
-                log.exception("what the process of the engine has sent cannot be read; it is started again")
-            try:
-                if not self._replaced():
+        with self._at_end:
+            while True:
+                try:
+                    while True:
+                        self._take(self._process.link.receive())
+                except EOFError:
+                    pass
+                except Exception:
+                    log.exception("what the process of the engine has sent cannot be read; it is started again")
+                try:
+                    if not self._replaced():
+                        return
+                except BaseException as error:
+                    log.exception("the engine has died, and starting it again has failed")
+                    self._over(EngineFailed(f"the engine has died, and starting it again has failed: {error}"))
                     return
-            except BaseException as error:
-                log.exception("the engine has died, and starting it again has failed")
-                self._over(EngineFailed(f"the engine has died, and starting it again has failed: {error}"))
-                return
 
     def _take(self, message: FromEngine) -> None:
         match message:

@@ -40,8 +40,18 @@ def main() -> int:
     from kvcellar.engine import engine_process
     from kvcellar.engine.fork_process import ForkProcess
 
+    fork = os.fork
+
+    class Faulty(ForkProcess):
+        def _fork(self, request: bytes, link: socket.socket, tells: socket.socket) -> Any:
+            if (number := json.loads(request)["faults"].get("errno")) is None:
+                os.fork = fork
+            else:
+                os.fork = lambda: err(number)
+            return super()._fork(request, link, tells)
+
     engine_process.leave_ends_to_front()
-    forked = ForkProcess(socket.socket(fileno=int(sys.argv[1]))).run()
+    forked = Faulty(socket.socket(fileno=int(sys.argv[1]))).run()
     if forked is None:
         return 0
     request = json.loads(forked.request)
@@ -50,8 +60,13 @@ def main() -> int:
     return engine_process.run(forked.link)
 
 
+def err(number: int) -> int:
+    raise OSError(number, os.strerror(number))
+
+
 def install(
     *,
+    end: int | None = None,
     step: int | None = None,
     prompt: int | None = None,
     turn: bool = False,
@@ -64,7 +79,7 @@ def install(
     """Let this process die of a signal in its step of that number, in a step that has a request whose prompt begins
     with that token, or where a grammar is compiled. `turn`: when `step` is reached, the engine meets an error that ends
     it, in place of a signal. `load`: in its load it dies or hangs. `version`: of its messages. `silent`: it does not
-    reply that it has taken in a request."""
+    reply that it has taken in a request. `end`: it ends at once, with that exit code or negated signal."""
     from kvcellar import messages
     from kvcellar.engine import engine_process
     from kvcellar.sample.grammars import Grammars
@@ -73,6 +88,8 @@ def install(
         os.kill(os.getpid(), with_signal)
         time.sleep(600)
 
+    if end is not None:
+        end_with(end)
     if turn:
         err_after(step)
     else:
@@ -85,6 +102,13 @@ def install(
         messages.VERSION = engine_process.VERSION = version
     if silent:
         be_silent()
+
+
+def end_with(status: int) -> None:
+    if status >= 0:
+        os._exit(status)
+    os.kill(os.getpid(), -status)
+    time.sleep(600)
 
 
 def die_in(step: int | None, prompt: int | None, die: Callable[[], object]) -> None:

@@ -193,13 +193,14 @@ class EngineProcess:
 
     def _beats(self, parent: int) -> None:
         """A fork of the front end may have the other end of the link as well, which stays open when the front end dies:
-        so the death of the parent is looked for here, too. That is the front end, or ends with it."""
+        so the death of the parent is looked for here, too. That is the front end, or ends with it. Where it is not, no
+        request is told of the end: it goes on in another engine."""
         last = time.monotonic()
         while not self._ended.wait(BEAT):
             now = time.monotonic()
             stopped, last = now - last > BEAT + STALLED, now  # for all of this time, as a debugger does
             if os.getppid() != parent:
-                self._end()
+                self._link.close()
             if not stopped:
                 self._outbox.put(self._beat())
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from kvcellar.engine.fork_server import Fork, ForkServer
@@ -31,6 +32,24 @@ class FaultyForks(ForkServer):
         link, fork = super().start(folder, waits)
         self.started.append(fork.pid)
         return link, fork
+
+
+def there(pid: int) -> bool:
+    """Whether a process runs. One that has ended and is not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children() -> set[int]:
+    """Of this process."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(child) for task in tasks for child in (task / "children").read_text().split()}
 
 
 # -- in the server and its forks --------------------------------------------------------------------------------------

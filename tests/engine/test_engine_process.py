@@ -20,7 +20,7 @@ from kvcellar.engine import process_client
 from kvcellar.engine.process_client import ProcessClient
 from kvcellar.events import Done, Failed
 from kvcellar.messages import Drawn, ExportStore
-from tests.engine.fork_server import FaultyForks
+from tests.engine.fork_server import FaultyForks, parent_of, there
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -73,14 +73,6 @@ def expected(model: Path) -> dict[str, Any]:
             engine.adapters.add(name, model / name)
             found[name] = outcome(engine.generate([5, 6, 7], adapter=name, **GREEDY))
         return found
-
-
-def there(pid: int) -> bool:
-    """Whether a process runs. One that has ended and is not waited for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def in_a_process(server: FaultyForks, model: object, **settings: Any) -> Engine:
@@ -504,19 +496,21 @@ for _ in stream:
 """
 
 
-def test_the_process_ends_when_its_front_end_is_killed(model) -> None:
-    """Though a fork of the front end has the link still."""
+def test_the_process_and_its_fork_server_end_when_their_front_end_is_killed(model) -> None:
+    """Though a fork of the front end has its ends of their sockets still."""
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
     command = [sys.executable, "-c", FRONT, str(model)]
     with subprocess.Popen(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True) as front:
         assert front.stdout is not None
         pid, child = map(int, front.stdout.readline().split())
+        server = parent_of(pid)
         assert there(pid)
+        assert parent_of(server) == front.pid
         front.kill()
         front.wait()
         try:
-            eventually(lambda: not there(pid), "it ends")
+            eventually(lambda: not there(pid) and not there(server), "they end")
         finally:
-            for one in (pid, child):
+            for one in (pid, server, child):
                 with suppress(ProcessLookupError):
                     os.kill(one, signal.SIGKILL)

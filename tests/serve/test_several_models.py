@@ -16,10 +16,12 @@ import pytest
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines, hosted
 from kvcellar.collector import settled
+from kvcellar.engine.process_client import ProcessClient
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library
 from kvcellar.models.load import load
 from kvcellar.serve import Host, Server, ServeSettings, key_digest
+from tests.engine.fork_server import children, parent_of, there
 from tests.library.made import made
 from tests.models.lora import layers_of, merged, saved
 from tests.serve.declared import DeclaredClient
@@ -169,6 +171,19 @@ def test_the_operator_sees_the_cache_of_a_model_that_is_loaded(tiny: Path, libra
         assert [one["model"] for one in http.get("/admin/requests").json()["requests"]] == ["one"]
         record = http.get("/admin/requests").json()["requests"][0]["id"]
         assert http.get(f"/admin/requests/{record}").status_code == 200
+
+
+def test_engines_of_one_server_are_forks_of_one_process_and_end_with_their_models(tiny: Path, library: Library) -> None:
+    options = OPTIONS | {"engine_process": True}
+    with hosted((str(tiny), "one"), **options) as (host, _, engines), Server(host, ServeSettings(port=0)) as server:
+        assert completed(server, "one") == completed(server, "tiny")
+        pids = [client.pid for engine in engines if isinstance(client := engine._client, ProcessClient)]
+        (forker,) = {parent_of(pid) for pid in pids}
+        assert len({*pids}) == 2
+        assert forker in children()
+        engines[1].close()
+        assert [there(pid) for pid in (*pids, forker)] == [True, False, True]
+    assert not there(forker)
 
 
 def projections(network: Any) -> dict[str, tuple[int, int]]:

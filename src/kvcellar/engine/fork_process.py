@@ -52,7 +52,8 @@ class ForkProcess:
         waiting = select.poll()
         for one in (self._control, self._woken):
             waiting.register(one, select.POLLIN)
-        self._control.send(b"ready")
+        with suppress(ConnectionError):  # the front end has gone meanwhile
+            self._control.send(b"ready")
         while os.getppid() == self._front:
             arrived = [number for number, _ in waiting.poll(1000 * LOOK)]
             if self._woken.fileno() in arrived:

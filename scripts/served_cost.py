@@ -46,14 +46,15 @@ def cpu_of(pids: list[int]) -> float:
 
 
 def memory_of(pid: int) -> int:
-    """MB that are resident."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("VmRSS"))
+    """MB that are resident, divided by the number of processes that share them."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) // 1000 for line in lines if line.startswith("Pss:"))
 
 
 def family(pid: int) -> list[int]:
+    """A process and all that descend from it."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, check=False).stdout.split()
-    return [pid, *map(int, found)]
+    return [pid, *(one for child in found for one in family(int(child)))]
 
 
 def measured(pids: list[int], streams: int, stream: Callable[[int], tuple[int, float]]) -> Run:

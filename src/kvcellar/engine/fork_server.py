@@ -5,9 +5,9 @@ of a second in place of the seconds that imports take. On other systems each is 
 process that has used libraries of the system must not go on in a fork.
 
 Always true:
-  * this process has no child of which it does not know how it ended, but for engines whose fork server was killed;
-  * engines and the fork server have no open file of this process but their ends of sockets, and those that any of its
-    children has: standard input and output are empty, and errors go where those of this process go.
+  * how a process has ended is known exactly, except where the fork server was killed before it ended;
+  * a process inherits standard error, its ends of sockets and no other open file: its standard input and output are
+    empty.
 """
 
 import logging

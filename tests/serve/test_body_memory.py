@@ -24,7 +24,7 @@ from tests.serve.wire import connected, read_until
 
 SPACE, TEXT = 800_000, 200_000  # bytes of a body
 MESSAGES = [{"role": "user", "content": "x" * TEXT}]
-PARSED = "*/serve/body.py", "*/serve/json_reader.py", "*/json/decoder.py"  # where the objects of a body are made
+PARSED = "*/serve/body.py", "*/serve/parsing.py"  # where the objects of a body are made
 
 
 @pytest.fixture(scope="module")

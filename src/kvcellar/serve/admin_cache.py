@@ -22,11 +22,10 @@ from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.body_parts import next_part
-from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks, printable
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.messages import StrictModel
-from kvcellar.serve.parsing import parse_object, validated
+from kvcellar.serve.parsing import Limits, parse_object, validated
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.shared import Shared
 from kvcellar.tiers.upkeep import check_named

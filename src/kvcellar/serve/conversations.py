@@ -20,13 +20,12 @@ from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json
-from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import json_chunks
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import owner
 from kvcellar.serve.openai.completions import one_prompt
-from kvcellar.serve.parsing import parse_object, validated
+from kvcellar.serve.parsing import Limits, parse_object, validated
 from kvcellar.serve.sending import send_encoded, until_disconnected
 from kvcellar.serve.shared import Shared
 from kvcellar.text.conversation import checked

@@ -18,10 +18,9 @@ from kvcellar.durations import seconds_of
 from kvcellar.errors import EngineClosed
 from kvcellar.serve.body import RequestBody
 from kvcellar.serve.host import Host
-from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
-from kvcellar.serve.parsing import Fields, parse_object
+from kvcellar.serve.parsing import Fields, Limits, parse_object
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.servable import Servable
 

@@ -18,13 +18,12 @@ from kvcellar.durations import seconds_of
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.generation import GenerationHandler
-from kvcellar.serve.json_reader import Limits
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.model_use import sent_keep_alive
 from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.ollama_fields import GenerateBody, LoadBody, OllamaChatBody, ShowBody
 from kvcellar.serve.ollama_generate import parse_chat, parse_generate
-from kvcellar.serve.parsing import parse_object, validated
+from kvcellar.serve.parsing import Limits, parse_object, validated
 from kvcellar.serve.resident import FOREVER, Member
 from kvcellar.serve.sending import until_disconnected
 from kvcellar.serve.servable import Servable

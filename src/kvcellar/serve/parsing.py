@@ -1,21 +1,25 @@
 """parsing: converts the bytes of a body to a JSON object, and that to a validated record, or raises an error.
 
 Stricter than `json`, so that a proxy and this server cannot read one document differently: UTF-8 without a byte order
-mark, no duplicate keys, no NaN or Infinity, no unpaired surrogates, nothing after the end.
+mark, no duplicate keys, no NaN or Infinity, no unpaired surrogates, nothing after the end. msgspec parses, and refuses
+all of these except duplicate keys, of which it keeps the last.
+
+Always true:
+  * a body makes at most twice `Limits.values` strings and `Limits.containers` lists and objects: both are counted in
+    its bytes before it is parsed. What else it may hold, numbers and constants, takes some ten times its bytes.
 """
 
-import json
-import sys
 from codecs import BOM_UTF8
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ValidationError
 
-from kvcellar.errors import BadRequest
+from kvcellar.errors import PromptTooLong
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.json_reader import Limits, Malformed, read
 from kvcellar.serve.json_text import printable
 
 # What a field must be, in terms of JSON, by pydantic's name of the error.
@@ -40,27 +44,102 @@ MUST: Mapping[str, str] = MappingProxyType(
 
 Body = TypeVar("Body", bound=BaseModel)
 Fields = dict[str, object]  # a body
+_UNCOUNTED = bytes(set(range(256)) - set(b'"[{:'))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a whole body, far above what requests need. The limits of each field are checked later."""
+
+    context: int  # token ids of a prompt
+    values: int = 100_000  # of all kinds, except integers in lists
+    containers: int = 2**14  # lists and objects
+    items: int = 2**14  # of a list that is not a prompt; keys of an object
+    depth: int = 64
 
 
 def parse_object(raw: bytes | bytearray, limits: Limits) -> Fields:
     """`raw` as a JSON object. Raises `ApiError` 400 and `PromptTooLong`."""
     if raw.startswith(BOM_UTF8):
         raise _malformed("it begins with a byte order mark")
+    keys = count_keys(raw, limits)
     try:
-        value = read(raw.decode("utf-8"), limits)
-    except UnicodeDecodeError as error:
-        raise _malformed(f"byte {error.start} is not UTF-8") from None
-    except UnicodeEncodeError:
-        raise _malformed("a string has half of a surrogate pair") from None
-    except BadRequest:
-        raise
-    except (Malformed, json.JSONDecodeError) as error:
-        raise _malformed(printable(str(error))) from None
-    except ValueError:  # the limit of Python on the digits of an integer
-        raise _malformed(f"a number has more than {sys.get_int_max_str_digits()} digits") from None
+        value = msgspec.json.decode(raw)
+    except UnicodeDecodeError:
+        raise _malformed("a string is not UTF-8") from None
+    except msgspec.ValidationError:
+        raise _malformed("a number is out of range") from None
+    except msgspec.DecodeError as error:
+        raise _malformed(str(error).removeprefix("JSON is malformed: ")) from None
+    except RecursionError:
+        raise _malformed("it is nested too deeply") from None
     if not isinstance(value, dict):
         raise _malformed("this is JSON, but no object")
+    found = _Contents(limits)
+    found.add_keys(value)
+    for field, inner in value.items():
+        found.add(inner, field, 2)
+    if found.keys != keys:
+        raise _malformed("an object has a key twice")
     return value
+
+
+def count_keys(raw: bytes | bytearray, limits: Limits) -> int:
+    """The colons outside strings: the keys of all objects, duplicates too. Raises `ApiError` if there are more strings,
+    or lists and objects, than `limits` allow; where `raw` is not JSON, those up to its first error are counted."""
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of `"` begins and ends strings
+    marks = raw.translate(None, _UNCOUNTED)
+    if marks.count(b'"') > 4 * limits.values:  # a key and a value have two each
+        raise _too_many(f"the body has more than {limits.values} values")
+    outside = b"".join(marks.split(b'"')[::2])
+    if outside.count(b"[") + outside.count(b"{") > limits.containers:
+        raise _too_many(f"the body has more than {limits.containers} lists and objects")
+    return outside.count(b":")
+
+
+class _Contents:
+    """Counts what a body holds, and raises if it is more than `limits` allow."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.values = self.keys = 0
+
+    def add(self, value: Any, field: str, depth: int) -> None:
+        """`value` is in `field` of the body, in `depth` - 1 containers."""
+        if not isinstance(value, list | dict):
+            return
+        if depth > self._limits.depth:
+            raise _malformed("it is nested too deeply")
+        if isinstance(value, dict):
+            self.add_keys(value)
+            inner = value.values()
+        else:
+            self._check_length(value, field)
+            inner = [one for one in value if type(one) is not int]
+            self._add_values(len(inner))
+        for one in inner:
+            self.add(one, field, depth + 1)
+
+    def add_keys(self, value: Fields) -> None:
+        if len(value) > self._limits.items:
+            raise _too_many(f"an object has more than {self._limits.items} keys")
+        self.keys += len(value)
+        self._add_values(len(value))
+
+    def _add_values(self, count: int) -> None:
+        self.values += count
+        if self.values > self._limits.values:
+            raise _too_many(f"the body has more than {self._limits.values} values")
+
+    def _check_length(self, items: list[Any], field: str) -> None:
+        """Raises if a list is longer than any field, or any prompt, may be."""
+        limits = self._limits
+        if field == "prompt" and len(items) > max(limits.context, limits.items):
+            raise PromptTooLong(len(items), limits.context, "the model's context", at_least=True)
+        if field != "prompt" and len(items) > limits.items:
+            field = printable(field)
+            raise _too_many(f"{field} has a list of more than {limits.items} items", field)
 
 
 def validated(kind: type[Body], fields: Fields) -> Body:
@@ -97,3 +176,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 def _malformed(why: str) -> ApiError:
     return ApiError(400, f"the body must be a JSON object: {why}", code="invalid_json")
+
+
+def _too_many(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param, "too_many_values")

@@ -1,4 +1,4 @@
-"""Bodies are parsed incrementally, in limited memory, with the results of `json`."""
+"""Bodies and responses that are long: their memory is limited, and other tasks run meanwhile."""
 
 import asyncio
 import json
@@ -7,135 +7,16 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.errors import PromptTooLong
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
 from kvcellar.serve.connection import READ, Connection
-from kvcellar.serve.json_reader import RUN, JsonReader, Limits, read
 from kvcellar.serve.json_text import json_chunks, to_json
 from kvcellar.serve.sending import send_json
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_response, request
-
-LIMITS = Limits(context=10_000)
-
-
-def strict(text: str) -> Any:
-    """The same with `json`."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        assert len(dict(pairs)) == len(pairs)
-        return dict(pairs)
-
-    def no_constant(name: str) -> None:
-        raise AssertionError(name)
-
-    value = json.loads(text, object_pairs_hook=once, parse_constant=no_constant)
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
-def outcome(parse: Any, text: str) -> str | None:
-    try:
-        return repr(parse(text))
-    except (AssertionError, ValueError, RecursionError):
-        return None
-
-
-parts = st.sampled_from(
-    [*'[]{},:" \n\t', "1", "-0", "12,", "3 ,\n", "0.5", "1e9", "01", "-", "1.", '"a"', '"a":', "true", "nul", "null"]
-)
-soup = st.lists(
-    parts | st.sampled_from(['"\\ud83c\\udf47"', '"\\ud83c"', "NaN", '"\\x"', "\u00a0", "\u0661"]), max_size=14
-).map("".join)
-
-
-@given(soup | soup.map(lambda text: f"[{text}]") | soup.map(lambda text: f'{{"a":{text}}}'))
-@example("[1,2,]")
-@example("[1,2,,3]")
-@example("[1,2 3]")
-@example('{"a":1,}')
-@example("[,1]")
-@example("[1,2,[3,4,{}],5,6]")
-def test_results_equal_those_of_json(text: str) -> None:
-    assert outcome(lambda given: read(given, LIMITS), text) == outcome(strict, text)
-
-
-blanks = st.sampled_from(["", " ", "\n", " \t\r\n "])
-
-
-@given(
-    st.lists(st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | st.none(), max_size=8),
-    st.integers(0, 2 * RUN + 3),
-    blanks,
-    blanks,
-)
-def test_long_lists_of_numbers_are_parsed(some: list[Any], count: int, before: str, after: str) -> None:
-    items = [*range(count), *some, *range(count)]
-    text = "[" + f"{before},{after}".join(map(json.dumps, items)) + "]"
-    assert repr(read(text, LIMITS)) == repr(items)
-
-
-class Watch:
-    """Replaces `Pace`: records how many characters are parsed between two pauses."""
-
-    def __init__(self, reader: JsonReader) -> None:
-        self._reader, self._last = reader, 0
-        self.longest = 0
-
-    def pause(self) -> None:
-        self.longest = max(self.longest, self._reader._at - self._last)
-        self._last = self._reader._at
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        list(range(9_000)),
-        [[10**18] * 900] * 9,
-        [{}] * 9000,
-        [[[[[]]]]] * 3000,
-        {str(n): n for n in range(9000)},
-        ["ab"] * 9000,
-    ],
-    ids=["ids", "lists of ids", "objects", "deep", "keys", "texts"],
-)
-def test_little_is_parsed_between_two_pauses(value: object) -> None:
-    reader = JsonReader(json.dumps({"user": value}), LIMITS)
-    watch = reader._pace = Watch(reader)  # type: ignore[assignment]
-    assert reader.read() == {"user": value}
-    assert watch.longest < 25 * RUN
-
-
-MANY = {
-    "values": ('{"user":[' + ("[" + '"",' * 99 + '""],') * 11, "more than 999 values", None),
-    "lists": ('{"user":[' + "[]," * 100, "more than 99 lists and objects", None),
-    "items": ('{"stop":["a"' + ',"a"' * 500, "more than 500 items", "stop"),
-    "numbers": ('{"user":[' + "1," * 10_000, "more than 500 items", "user"),
-    "keys": ("{" + ",".join(f'"{n}":1' for n in range(501)), "more than 500 keys", None),
-}
-
-
-@pytest.mark.parametrize(("text", "message", "param"), MANY.values(), ids=MANY)
-def test_a_limit_is_applied_before_the_rest_is_parsed(text: str, message: str, param: str | None) -> None:
-    """The rest is not JSON, and is not parsed."""
-    with pytest.raises(ApiError, match=message) as refused:
-        read(text + " what is this", Limits(context=2000, values=999, containers=99, items=500))
-    assert (refused.value.status, refused.value.param, refused.value.code) == (400, param, "too_many_values")
-
-
-@pytest.mark.parametrize("opening", ['{"prompt":[', '{"n":1,"prompt":[[', '{"prompt":[[1],['])
-def test_token_ids_beyond_the_context_are_refused_before_the_rest_is_parsed(opening: str) -> None:
-    limits = Limits(context=20_000)
-    text = opening + "7," * 20_001
-    with pytest.raises(PromptTooLong) as refused:
-        read(text + " what is this", limits)
-    assert 20_000 < refused.value.tokens <= 20_000 + RUN
-    with pytest.raises(ValueError, match="Expecting value"):
-        read(opening + "7," * 20_000 + " what is this", limits)
 
 
 @given(

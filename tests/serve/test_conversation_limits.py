@@ -97,7 +97,7 @@ def test_a_client_that_does_not_read_holds_one_of_few_copies(engine, name) -> No
         running = [asyncio.create_task(client(found)) for found in sent]
         for _ in range(WHOLE):
             await asyncio.wait_for(begun.acquire(), PATIENCE)
-        await threads.for_admin(lambda: None)
+        await threads.run("admin", lambda: None)
         assert sum(map(len, sent)) == WHOLE
         reads.set()
         await asyncio.gather(*running)

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import random
-import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -17,7 +16,6 @@ from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefus
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.resident import Limits, Load, Member, Stage
-from kvcellar.short_switches import MOST_REST, SHORT, Rests, ShortSwitches
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}
@@ -423,27 +421,6 @@ def test_only_a_model_that_is_loaded_can_be_looked_into() -> None:
             assert lease.engine.model.name == "a"
 
     run(play)
-
-
-def test_threads_take_turns_more_often_only_while_a_model_is_loaded() -> None:
-    before, switches = sys.getswitchinterval(), ShortSwitches()
-    with switches:
-        with switches:
-            assert sys.getswitchinterval() == pytest.approx(SHORT)
-        assert sys.getswitchinterval() == pytest.approx(SHORT)
-    assert sys.getswitchinterval() == before
-
-
-def test_a_load_rests_as_long_as_it_worked_while_others_run() -> None:
-    now, slept, busy = [0.0], list[float](), [True]
-    rests = Rests(lambda: busy[0], lambda: now[0], slept.append)
-    for worked in (0.005, 5.0, 0.001):
-        now[0] += worked
-        rests()
-    assert slept == pytest.approx([0.005, MOST_REST, 0.001])
-    busy[0] = False
-    rests()
-    assert len(slept) == 3
 
 
 def test_what_never_fits_is_refused_at_once() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import socket
-import sys
 import threading
 import time
 import weakref
@@ -26,7 +25,6 @@ from kvcellar.serve import Server, ServeSettings, generation, key_digest
 from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.server import bind
-from kvcellar.short_switches import SHORT
 from tests.library.made import FakeTools, made
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
@@ -482,22 +480,6 @@ def test_a_client_that_leaves_does_not_wait_for_a_load(tmp_path: Path, source: P
         (load,) = world.host._waiting
         assert comes(lambda: load.waiting == 0)
         go_on.set()
-
-
-def test_a_creation_lets_other_threads_take_turns(tmp_path: Path, source: Path) -> None:
-    intervals: list[float] = []
-
-    class Noting(FakeTools):
-        def quantize(self, *args: Any, **options: Any) -> Any:
-            intervals.append(sys.getswitchinterval())
-            return super().quantize(*args, **options)
-
-    world = World(tmp_path / "models", Noting())
-    made(world.library, "one", f"FROM {source}", source.parent)
-    with world.serving() as server:
-        body = {"model": "two", "from": "one", "quantize": "int8", "stream": False}
-        assert httpx.post(f"{server.url}/api/create", json=body, timeout=PATIENCE).status_code == 200
-    assert intervals == [pytest.approx(SHORT)]
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/api/generate"])

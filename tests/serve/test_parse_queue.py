@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.pace import FREE, REST
 from kvcellar.serve import parse_queue
 from kvcellar.serve.connection import Connection
-from kvcellar.serve.parse_queue import SHARE, CpuBudget, ParseQueue
+from kvcellar.serve.parse_queue import FREE, REST, SHARE, CpuBudget, ParseQueue
 from tests.serve.wire import COMPLETIONS, completion, connected, read_response, request
 
 

@@ -18,7 +18,7 @@ def test_an_upload_ends_after_the_threads_were_closed_and_after_its_work() -> No
         order.append("written")
 
     async def run() -> None:
-        task = asyncio.create_task(threads.for_upload(write))
+        task = asyncio.create_task(threads.run("upload", write))
         await asyncio.sleep(0)  # it is submitted
         threads.close()
         asyncio.get_running_loop().run_in_executor(None, goes_on.set)
@@ -40,18 +40,18 @@ def test_a_second_end_is_run_as_well() -> None:
 @pytest.mark.parametrize(
     ("body", "pool"),
     [
-        (b'{"input": "hi"}', "kvcellar-read"),
-        (b'{"conversation": "a"}', "kvcellar-conversation"),
-        (b'{"previous_response_id": "resp_1"}', "kvcellar-conversation"),
-        (b'{"previous\\u005fresponse_id": "resp_1"}', "kvcellar-conversation"),
-        (b'{"input": "' + b"a" * SHORT_BODY + b'", "previous_response_id": "resp_1"}', "kvcellar-read-long"),
+        (b'{"input": "hi"}', "kvcellar-short"),
+        (b'{"conversation": "a"}', "kvcellar-files"),
+        (b'{"previous_response_id": "resp_1"}', "kvcellar-files"),
+        (b'{"previous\\u005fresponse_id": "resp_1"}', "kvcellar-files"),
+        (b'{"input": "' + b"a" * SHORT_BODY + b'", "previous_response_id": "resp_1"}', "kvcellar-long"),
     ],
 )
 def test_what_continues_stored_text_keeps_no_short_body_waiting(body: bytes, pool: str) -> None:
     threads, found = ReaderThreads(), RequestBody(BodyBudget(10**9))
     found.add(body)
     try:
-        name = asyncio.run(threads.run(found, lambda: threading.current_thread().name))
+        name = asyncio.run(threads.read(found, lambda: threading.current_thread().name))
     finally:
         found.release()
         threads.close()

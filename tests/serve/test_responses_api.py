@@ -509,7 +509,7 @@ def test_the_items_of_an_input_are_read_beside_the_event_loop(http, engine, monk
     monkeypatch.setattr(routes, "page", watched)
     response = created(http, engine)
     assert http.get(f"{PATH}/{response['id']}/input_items").status_code == 200
-    assert [name.rpartition("_")[0] for name in threads] == ["kvcellar-conversation"]
+    assert [name.rpartition("_")[0] for name in threads] == ["kvcellar-files"]
 
 
 def test_the_items_of_an_unknown_response_are_not_found(http, engine):

@@ -11,7 +11,6 @@ from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import EngineOptions
-from kvcellar.short_switches import Rests, ShortSwitches
 
 CACHE, ALONE = 64 << 20, 3.0  # bytes of each cache; seconds of a stream alone
 NAMES = ("one", "two")
@@ -37,9 +36,8 @@ def two_models(directory: Path, *, quick: bool, threads: int) -> Stall:
     device = DeviceThread()
 
     def engine(name: str) -> Engine:
-        rests = Rests(lambda: name == NAMES[1])
         settings: EngineOptions = {"threads": threads, "cache_bytes": CACHE, "max_sequences": 4}
-        return Engine(directory / name, thread=device, progress=lambda _: rests(), **settings)
+        return Engine(directory / name, thread=device, **settings)
 
     times: list[float] = []
     ended = threading.Event()
@@ -49,7 +47,7 @@ def two_models(directory: Path, *, quick: bool, threads: int) -> Stall:
         try:
             time.sleep(0.2 if quick else ALONE)
             began = time.perf_counter()
-            with ShortSwitches(), engine(NAMES[1]):  # as the server loads a model
+            with engine(NAMES[1]):
                 until = time.perf_counter()
         finally:
             ended.set()

@@ -96,7 +96,7 @@ class ServerSource:
                 return work(lease.engine)
 
         try:
-            return await self._threads.for_inspector(looked)
+            return await self._threads.run("inspector", looked)
         except (EngineClosed, ModelNotFound):
             raise
         except KvcellarError as error:

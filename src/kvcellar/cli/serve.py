@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from functools import partial
@@ -28,6 +29,7 @@ from kvcellar.serve.traces import open_traces, wanted
 
 log = logging.getLogger("kvcellar.serve")
 
+SWITCH = 1e-3  # seconds that a thread keeps the interpreter while others wait: the event loop waits for each of them
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
 SERVER_OPTIONS = (
     *("host", "port", "allow_open", "allowed_hosts", "cors_origins"),
@@ -158,6 +160,7 @@ def command(
     code 0; or 1 if the engine's current step takes longer than that. A second signal ends the process at once, with
     exit code 128 plus the number of the signal.
     """
+    sys.setswitchinterval(SWITCH)
     stored(options)
     server_options = {name: options.pop(name) for name in SERVER_OPTIONS}
     files = api_key_file, admin_key_file, metrics_key_file

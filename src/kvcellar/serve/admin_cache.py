@@ -120,15 +120,15 @@ class CacheHandler:
 
     async def export(self, request: Request) -> Response:
         await self._no_fields(request)
-        lease = await self._threads.for_admin(partial(self._host.loaded, request.query_params.get("model")))
+        lease = await self._threads.run("admin", partial(self._host.loaded, request.query_params.get("model")))
         try:
-            parts = await self._threads.for_admin(lease.engine.cache.export)
+            parts = await self._threads.run("admin", lease.engine.cache.export)
         except BaseException:
             lease.release()
             raise
 
         async def content() -> AsyncIterator[bytes]:
-            while part := await self._threads.for_admin(partial(next, parts, b"")):
+            while part := await self._threads.run("admin", partial(next, parts, b"")):
                 yield part
 
         return Exported(content(), lease)
@@ -169,7 +169,7 @@ class CacheHandler:
                 return b"".join(json_chunks(work(lease.engine)))
 
         try:
-            found = await self._threads.for_admin(answered)
+            found = await self._threads.run("admin", answered)
         except (EngineClosed, ModelNotFound):
             raise
         except KvcellarError as error:

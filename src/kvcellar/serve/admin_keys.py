@@ -21,7 +21,7 @@ class KeysHandler:
     async def reload(self, request: Request) -> Response:
         """The number of keys of each kind. Running requests go on, also those of keys that are gone."""
         try:
-            keys = await self._threads.for_admin(self._keys.reload)
+            keys = await self._threads.run("admin", self._keys.reload)
         except BadRequest as error:  # the message may name files of the server
             message = "the keys were not changed; the log of the server has the reason"
             raise ApiError(409, message, code="keys_not_changed") from error

@@ -116,7 +116,7 @@ class ConversationsHandler:
             if request.method == "POST":
                 await server.drain.run_before(receive_json(request.scope, request.receive, server.settings, body))
             owned = partial(work, owner(request.scope), body.data)
-            encoded = await server.threads.for_conversation(body, lambda: b"".join(json_chunks(owned())))
+            encoded = await server.threads.run("files", lambda: b"".join(json_chunks(owned())), body)
         finally:
             body.release()
         return Response(encoded, status, media_type="application/json")
@@ -162,7 +162,7 @@ class WholeHandler:
         server = self._server
         work = partial(self._encoded, scope["path_params"]["name"], owner(scope))
         async with self._sending:
-            await send_encoded(send, await server.threads.for_conversation(RequestBody(server.bodies), work))
+            await send_encoded(send, await server.threads.run("files", work))
 
     def _encoded(self, name: str, owner: str) -> bytes:
         """Encoded in pieces, so that other threads run meanwhile."""

@@ -116,7 +116,7 @@ class EmbeddingHandler:
                 with naming_fields({"prompt": prepared.request.field}):
                     request.submit(group, lambda ids, to: engine.embeddings.submit(ids, deliver=to, **how))
 
-            await server.drain.run_before(server.threads.run(RequestBody(server.bodies), submit))
+            await server.drain.run_before(server.threads.run("short", submit))
             while not request.finished:
                 batch = await request.next_batch()
                 log.count([(start + number, event) for number, event in batch])

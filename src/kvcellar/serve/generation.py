@@ -122,7 +122,7 @@ class GenerationHandler:
     async def _save(self, turn: ConversationTurn) -> None:
         """Add the turn to the conversation that the request continues, if there is one."""
         if turn.begun:
-            await self._server.threads.for_conversation(RequestBody(self._server.bodies), turn.save)
+            await self._server.threads.run("files", turn.save)
 
     async def _stream(self, request: HttpRequest, answer: Answer, stream: Stream) -> None:
         """The status is sent with the first event, or after `ping_seconds` without one."""

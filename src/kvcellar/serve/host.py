@@ -33,7 +33,6 @@ from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Sta
 from kvcellar.serve.residents import Residents
 from kvcellar.serve.servable import Catalogue, Servable, as_it_is, not_served
 from kvcellar.serve.startup import Startup
-from kvcellar.short_switches import Rests, ShortSwitches
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -64,7 +63,6 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._threads: set[threading.Thread] = set()
-        self.short_switches = ShortSwitches()  # for all long work beside requests
         self.startup = Startup()  # loads the models that stay
         self._closed = False
         # called with each model that is about to be unloaded, on the thread that does so
@@ -267,8 +265,7 @@ class Host:
         servable, error = load.servable, None
         began = self._clock()
         try:
-            with self.short_switches:
-                variant = self._joined(load.member, self._resting())
+            variant = self._joined(load.member, self._going_on)
         except BaseException as failure:  # noqa: BLE001 - logged, and given to the requests that wait; a panic, too
             log_failure(servable, failure)
             error = refused(servable, failure)
@@ -295,16 +292,6 @@ class Host:
     def _going_on(self) -> None:
         if self._closed:
             raise EngineClosed("the server was closed while the model was loaded")
-
-    def _resting(self) -> Callable[[], None]:
-        """Ends a load if the server is closed; else lets requests of other models go on."""
-        rests = Rests(lambda: any(one.leases for one in self.residents.all()))
-
-        def check() -> None:
-            self._going_on()
-            rests()
-
-        return check
 
     def _close(self, resident: Resident) -> None:
         engine = resident.engine

@@ -56,12 +56,12 @@ class ModelUse:
 
     async def run(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T]:
         """The result of `submit`, which is called in a thread with the engine and the body, and the engine."""
-        if (done := await self._threads.run(self._body, lambda: self._submit(submit))) is not None:
+        if (done := await self._threads.read(self._body, lambda: self._submit(submit))) is not None:
             return done
         if (servable := self.servable) is None:
-            servable = self.servable = await self._threads.for_library(lambda: self._host.find(self.name))
+            servable = self.servable = await self._threads.run("library", lambda: self._host.find(self.name))
         self._hold(await self._host.lease(servable, self._keep))
-        done = await self._threads.run(self._body, lambda: self._submit(submit))
+        done = await self._threads.read(self._body, lambda: self._submit(submit))
         assert done is not None
         return done
 

@@ -23,14 +23,14 @@ class ModelsHandler:
         self._created = int(time.time())
 
     async def list(self, request: Request) -> Response:
-        models = await self._server.threads.for_listing(self._server.host.all)
+        models = await self._server.threads.run("models", self._server.host.all)
         data = list(map(self._model, models))
         ends: Json = {"first_id": models[0].name if data else None, "last_id": models[-1].name if data else None}
         return self._json({"object": "list", "data": data, "has_more": False} | ends)
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["name"]
-        return self._json(self._model(await self._server.threads.for_listing(lambda: self._server.host.find(name))))
+        return self._json(self._model(await self._server.threads.run("models", lambda: self._server.host.find(name))))
 
     def _model(self, servable: Servable) -> Json:
         created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

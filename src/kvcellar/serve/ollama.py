@@ -64,7 +64,7 @@ class OllamaHandler:
         def work() -> Json:
             return {"models": [self._details.listed(one) for one in self._host.all()]}
 
-        return answer(await self._server.threads.for_listing(work))
+        return answer(await self._server.threads.run("models", work))
 
     async def show(self, request: Request) -> Response:
         body = await read(self._server, request, ShowBody)
@@ -79,13 +79,13 @@ class OllamaHandler:
                 if with_engine is not None:
                     with_engine.release()
 
-        return answer(await self._server.threads.for_listing(work))
+        return answer(await self._server.threads.run("models", work))
 
     async def running(self, request: Request) -> Response:
         def work() -> Json:
             return {"models": [self._running(one) for one in self._host.residents.members()]}
 
-        return answer(await self._server.threads.for_listing(work))
+        return answer(await self._server.threads.run("models", work))
 
     def _running(self, one: Member) -> Json:
         """`shared_size`: of `size`, the bytes that other models that are loaded use, too."""
@@ -103,7 +103,7 @@ class OllamaHandler:
     async def load(self, receive: Receive, body: LoadBody) -> Json:
         """Load a model, or with `keep_alive` 0 unload it."""
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
-        servable: Servable = await self._server.threads.for_library(lambda: self._host.find(body.named))
+        servable: Servable = await self._server.threads.run("library", lambda: self._host.find(body.named))
         if keep_alive == 0:
             if self._host.stays(servable):
                 message = f"the model {servable.name} was named when the server was started, and stays loaded"
@@ -161,7 +161,7 @@ class OllamaGeneration:
 
         try:
             await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            found = await server.threads.run(body, read)
+            found = await server.threads.read(body, read)
             if found is None:
                 await self._generation.handle(body, scope, receive, send)
                 return
@@ -180,7 +180,7 @@ async def read(server: Shared, request: Request, kind: type[Body]) -> Body:
         def parse() -> Body:
             return validated(kind, parse_object(body.data, Limits(server.host.longest)))
 
-        return await server.threads.run(body, parse)
+        return await server.threads.read(body, parse)
     finally:
         body.release()
 

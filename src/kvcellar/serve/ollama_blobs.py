@@ -32,7 +32,7 @@ class BlobHandler:
             raise ApiError(503, "this server has no library of models", code="no_library")
         if "origin" in request.headers:  # its type of content is one that a page may send to other servers
             raise ApiError(403, "web pages cannot upload files to this server", code="not_allowed")
-        there = await threads.for_upload(lambda: uploads.has(digest))
+        there = await threads.run("upload", lambda: uploads.has(digest))
         if request.method == "HEAD":
             return Response(status_code=200 if there else 404)
         if not there:
@@ -49,9 +49,9 @@ class BlobHandler:
             return upload
 
         try:
-            receiving = await threads.for_upload(begin)
+            receiving = await threads.run("upload", begin)
             await self._write(request, receiving)
-            await threads.for_upload(receiving.finish)
+            await threads.run("upload", receiving.finish)
         except UploadsFull as error:
             raise ApiError(413, str(error), code="uploads_full") from error
         except OSError as error:  # a full disk, for one
@@ -67,6 +67,6 @@ class BlobHandler:
         while (part := await next_part(parts, seconds, "file")) is not None:
             buffer += part
             if len(buffer) >= PART:
-                await self._server.threads.for_upload(partial(upload.write, bytes(buffer)))
+                await self._server.threads.run("upload", partial(upload.write, bytes(buffer)))
                 buffer.clear()
-        await self._server.threads.for_upload(partial(upload.write, bytes(buffer)))
+        await self._server.threads.run("upload", partial(upload.write, bytes(buffer)))

@@ -65,13 +65,13 @@ class LibraryHandler:
             except ModelNotFound as error:  # removed meanwhile
                 raise not_served(name) from error
 
-        await self._server.threads.for_library(work)
+        await self._server.threads.run("library", work)
         return Response()
 
     async def delete(self, request: Request) -> Response:
         body, library = await read(self._server, request, NamedBody), self._library
 
-        name = await self._server.threads.for_library(lambda: self._removed(library, body.named))
+        name = await self._server.threads.run("library", lambda: self._removed(library, body.named))
         self._server.host.unload(name)
         return Response()
 
@@ -101,7 +101,7 @@ class LibraryHandler:
         kinds = body.quantize, body.draft_quantize
 
         def work(_: Listener) -> None:
-            with self._server.host.short_switches, uploads.placed(files, adapters) as given:
+            with uploads.placed(files, adapters) as given:
                 create(library, name, modelfile, tools=tools(), given=given, quantize=kinds[0], draft_quantize=kinds[1])
 
         return await self._long(work, body.stream)

@@ -1,7 +1,7 @@
 """parse_queue: limits the CPU time that the event loop spends on parsing HTTP.
 
-A body in chunks of one byte takes some hundred times the CPU time of the same body in one chunk, all of it with the
-interpreter locked (see `kvcellar.pace`). Data of a connection that has used up its CPU budget is parsed from a queue.
+A body in chunks of one byte takes some hundred times the CPU time of the same body in one chunk, all of it on the
+event loop. Data of a connection that has used up its CPU budget is parsed from a queue.
 
 Always true, on the event loop:
   * the queue runs one job at a time, and its jobs take a third of the time, however many connections are waiting;
@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvcellar.pace import FREE, REST
-
+FREE = 0.02  # seconds of CPU time of a new connection
+REST = 0.004  # seconds between two jobs, at least
 SHARE = 1 / 3  # of the time that passes
 
 

@@ -49,7 +49,7 @@ class Run:
         self._lines: asyncio.Queue[Json | None] = asyncio.Queue()
         self._abandoned, self._last, self._stage = False, 0.0, ""
         self.error: ApiError | None = None
-        threads.begin_long(self._run)
+        threads.begin(self._run)
 
     def __enter__(self) -> "Run":
         return self

@@ -1,21 +1,35 @@
-"""reader_threads: thread pools in which request bodies are parsed and tokenized, and the work of operators is done, so
-that the event loop is not blocked.
+"""reader_threads: thread pools for work that would block the event loop: bodies are parsed and tokenized, files are
+read, engines are asked.
 
 Always true:
-  * short bodies wait neither for long ones nor for the files of conversations and models: each kind has its own pool;
-  * at most `LONG` long bodies are parsed or tokenized, and at most `CONVERSATIONS` requests read or write a named
-    conversation, or continue a stored response, at the same time. A long body that continues one is a long one.
+  * work waits only for work of its kind: short bodies neither for long ones nor for files, engines or operators;
+  * a kind with one thread is done one after another, in the order in which it was submitted;
+  * at most two long bodies of requests to models are parsed or tokenized at the same time.
 """
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Literal, TypeVar
 
 from kvcellar.serve.body import RequestBody
 
-SHORT, LONG, CONVERSATIONS, LISTING = 4, 2, 4, 2  # threads
+Kind = Literal["short", "long", "files", "models", "library", "create", "admin", "inspector", "upload"]
+THREADS: Mapping[Kind, int] = MappingProxyType(
+    {
+        "short": 4,  # bodies
+        "long": 2,  # bodies
+        "files": 5,  # conversations, responses that are kept, and /metrics: waits for seconds at most
+        "models": 2,  # shows models, and may compare their files
+        "library": 1,  # changes the library, or finds a model for a request
+        "create": 1,  # creates or downloads a model: takes hours
+        "admin": 1,  # of operators: may read the whole store
+        "inspector": 1,  # looks at an engine between its steps
+        "upload": 1,  # writes parts of files
+    }
+)
 # A field may be `conversation` or `previous_response_id` only where this matches: JSON has no other escapes of these
 # characters. Such a body is short, but what it continues may be long.
 _CONTINUES = re.compile(rb'"conversation"|"previous_response_id"|\\u00[567]')
@@ -27,73 +41,34 @@ class ReaderThreads:
     """Close it after the last request."""
 
     def __init__(self) -> None:
-        self._short = ThreadPoolExecutor(SHORT, "kvcellar-read")
-        self._long = ThreadPoolExecutor(LONG, "kvcellar-read-long")
-        self._conversations = ThreadPoolExecutor(CONVERSATIONS, "kvcellar-conversation")
-        self._library = ThreadPoolExecutor(1, "kvcellar-library")
-        self._listing = ThreadPoolExecutor(LISTING, "kvcellar-listing")
-        self._long_work = ThreadPoolExecutor(1, "kvcellar-create")
-        self._admin = ThreadPoolExecutor(1, "kvcellar-admin")
-        self._metrics = ThreadPoolExecutor(1, "kvcellar-metrics")
-        self._upload = ThreadPoolExecutor(1, "kvcellar-upload")
-        self._inspecting = ThreadPoolExecutor(1, "kvcellar-inspect")
+        self._pools = {kind: ThreadPoolExecutor(count, f"kvcellar-{kind}") for kind, count in THREADS.items()}
 
-    async def run(self, body: RequestBody, work: Callable[[], T]) -> T:
-        """The result of `work`, which reads `body`. If the request is cancelled meanwhile, the body is released when
-        `work` ends."""
-        if body.long:
-            return await self._run(self._long, body, work)
-        return await self._run(self._conversations if _CONTINUES.search(body.data) else self._short, body, work)
+    async def read(self, body: RequestBody, work: Callable[[], T]) -> T:
+        """The result of `work`, which reads `body`."""
+        short: Kind = "files" if _CONTINUES.search(body.data) else "short"
+        return await self.run("long" if body.long else short, work, body)
 
-    async def for_conversation(self, body: RequestBody, work: Callable[[], T]) -> T:
-        """As `run`, for work that reads or writes a named conversation: it may wait for a file."""
-        return await self._run(self._conversations, body, work)
-
-    async def _run(self, pool: ThreadPoolExecutor, body: RequestBody, work: Callable[[], T]) -> T:
-        future = pool.submit(work)
-        body.enter_thread()
-        future.add_done_callback(lambda _: body.leave_thread())
+    async def run(self, kind: Kind, work: Callable[[], T], body: RequestBody | None = None) -> T:
+        """The result of `work`. If the request is cancelled meanwhile, it is done all the same, and `body`, which it
+        reads, is released when it ends."""
+        future = self._pools[kind].submit(work)
+        if body is not None:
+            body.enter_thread()
+            future.add_done_callback(lambda _: body.leave_thread())
         return await asyncio.wrap_future(future)
 
-    async def for_listing(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which shows models, and may read files of all of them."""
-        return await asyncio.wrap_future(self._listing.submit(work))
-
-    async def for_library(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which changes the library or compares its files; one after another."""
-        return await asyncio.wrap_future(self._library.submit(work))
-
-    def begin_long(self, work: Callable[[], None]) -> None:
-        """Run `work`, which may take hours and raises nothing; one after another."""
-        self._long_work.submit(work)
-
-    async def for_admin(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which may take long; one after another."""
-        return await asyncio.wrap_future(self._admin.submit(work))
-
-    async def for_metrics(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which waits for engines; one after another."""
-        return await asyncio.wrap_future(self._metrics.submit(work))
-
-    async def for_inspector(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which looks at an engine between its steps; one after another."""
-        return await asyncio.wrap_future(self._inspecting.submit(work))
-
-    async def for_upload(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which writes a part of a file; one after another."""
-        return await asyncio.wrap_future(self._upload.submit(work))
+    def begin(self, work: Callable[[], None]) -> None:
+        """Create or download a model. `work` raises nothing."""
+        self._pools["create"].submit(work)
 
     def end_upload(self, work: Callable[[], object]) -> None:
         """Run `work` after what was submitted for uploads so far, also if this is closed before or meanwhile."""
         try:
-            self._upload.submit(work)
+            self._pools["upload"].submit(work)
         except RuntimeError:  # it is closed: nothing follows in its thread
-            self._upload.shutdown()
+            self._pools["upload"].shutdown()
             work()
 
     def close(self) -> None:
-        library = self._library, self._listing, self._long_work
-        looking = self._metrics, self._inspecting
-        for pool in (self._short, self._long, self._conversations, *library, self._admin, *looking):
-            pool.shutdown(wait=False, cancel_futures=True)
-        self._upload.shutdown(wait=False)
+        for kind, pool in self._pools.items():
+            pool.shutdown(wait=False, cancel_futures=kind != "upload")

@@ -130,7 +130,7 @@ class TokenizerInfo:
 
     async def get(self, request: Request) -> Response:
         server, name = self._server, request.query_params.get("model")
-        servable = await server.threads.for_library(lambda: server.host.find(name))
+        servable = await server.threads.run("library", lambda: server.host.find(name))
         lease = await server.drain.run_before(server.host.lease(servable))
         with lease:
             model = lease.engine.model

@@ -11,7 +11,6 @@ from itertools import accumulate, chain, islice
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
-from kvcellar.pace import Pace
 from kvcellar.text.meter import Caps
 from kvcellar.text.tokens import check_unicode
 
@@ -148,11 +147,9 @@ class Copier:
     def __init__(self, caps: Caps, param: str) -> None:
         self._caps, self._param = caps, param
         self._left = caps.message_chars
-        self._pace = Pace()
 
     def copy(self, value: object, where: str, depth: int = 0) -> Any:
         """A copy of `value`. `where` is its place in the request, for error messages."""
-        self._pace.pause()
         self._left -= 1 + (len(value) if isinstance(value, str) else 0)
         if self._left < 0:
             raise _wrong(f"{self._param}: more than {self._caps.message_chars} characters together", self._param)
@@ -201,7 +198,6 @@ class Marker:
         return self._marked(value, _Marking(mark, self._most))
 
     def _marked(self, value: Any, marking: "_Marking") -> Any:
-        marking.pace.pause()
         if isinstance(value, str):
             return self._text(value, marking)
         if isinstance(value, list):
@@ -219,7 +215,6 @@ class Marker:
         return key if key in _FIELDS else self._text(key, marking), self._marked(item, marking)
 
     def _everything(self, value: Any, marking: "_Marking") -> Any:
-        marking.pace.pause()
         if isinstance(value, dict):
             pairs = cast("dict[str, Any]", value).items()
             return {self._text(key, marking): self._everything(item, marking) for key, item in pairs}
@@ -233,18 +228,17 @@ class Marker:
         open_ended = any(tail[at:] in self._beginnings for at in range(len(tail)))
         parts: list[str] = []
         copied = 0
-        for found in self._found(text, end, marking.pace):
+        for found in self._found(text, end):
             marking.count()
             parts += text[copied : found + 1], marking.mark
             copied = found + 1
         parts += text[copied:end], marking.mark if open_ended else "", text[end:]
         return "".join(parts)
 
-    def _found(self, text: str, end: int, pace: Pace) -> Iterator[int]:
+    def _found(self, text: str, end: int) -> Iterator[int]:
         """Start of each match of a control token. Searches piece by piece; a match may extend beyond its piece."""
         at = 0
         for start in range(0, end, PIECE):
-            pace.pause()
             stop = min(start + PIECE, end)
             while at < stop and (found := self._whole.search(text, max(at, start), min(stop + self._longest, end))):
                 if found.start() >= stop:
@@ -257,12 +251,11 @@ class _Marking:
     """State while one conversation is marked."""
 
     def __init__(self, mark: str, most: int) -> None:
-        self.mark, self.pace = mark, Pace()
+        self.mark = mark
         self._most = self._left = most
 
     def count(self) -> None:
         self._left -= 1
-        self.pace.pause()
         if self._left < 0:
             raise _wrong(f"messages has more than {self._most} pieces of text that read like control tokens")
 
@@ -283,10 +276,9 @@ def unused(texts: Iterable[str]) -> str:
 
 def some_unused(texts: Iterable[str], count: int) -> list[str]:
     """The first `count` private-use characters that occur in none of the texts, or fewer if there are not so many."""
-    pace, used = Pace(), set[str]()
+    used = set[str]()
     for text in texts:
         for start in range(0, 0 if text.isascii() else len(text), PIECE):
-            pace.pause()
             used.update(text[start : start + PIECE])
     return list(islice((char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in used), count))
 

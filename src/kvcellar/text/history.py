@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from kvcellar.pace import Pace
 from kvcellar.text.conversation import texts
 from kvcellar.text.template import Rendered
 
@@ -27,11 +26,9 @@ class History:
 
 
 def history(rendered: Rendered, namespace: str) -> History:
-    pace = Pace()
     digest = blake2b(_json([namespace, rendered.settings]), digest_size=16)
     said, keys = list[bytes](), [digest.digest()]
     for message in rendered.messages:
-        pace.pause()
         said.append(blake2b(_json(message), digest_size=DIGEST).digest())
         digest.update(said[-1])
         keys.append(digest.digest())

@@ -24,7 +24,6 @@ from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Rewrite
-from kvcellar.pace import Pace
 from kvcellar.text.conversation import common, texts
 from kvcellar.text.history import History, as_generated, changed, history
 from kvcellar.text.output import DecoderKind, decoder_kind
@@ -34,7 +33,7 @@ from kvcellar.text.tokens import TextTokenizer
 from kvcellar.text.turns import Node, Turn, Turns, Walk, packed, prompt_key
 
 KNOWN_BYTES = 2**14  # tokens whose bytes are kept
-PAUSE = 256  # tokens
+HEAD = 256  # characters of a text that its first token is compared with
 TRIED = 4  # of the turns that a text begins with, how many are tried
 FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints
 
@@ -189,7 +188,7 @@ class Replays:
 
     def _rest(self, text: str, marks: tuple[int, ...]) -> list[int] | None:
         """The tokens of a text that continues another one. None if every way of tokenizing it adds a space to it."""
-        begins = text[:PAUSE].encode()
+        begins = text[:HEAD].encode()
         for lead, before in self._leads:
             ids = self._tokenizer.encode_marked(lead + text, [len(lead) + mark for mark in marks])
             rest = ids[len(before) :]
@@ -203,8 +202,7 @@ class Replays:
     def _cut(self, reply: Sequence[int], rest: Sequence[int]) -> tuple[int, int, int]:
         """After how many tokens of a reply, and how many of `rest`, the tokens of `rest` can follow those of the reply:
         where both have the same text so far, and the bytes of that text. As many as possible."""
-        pace = Pace()
-        ends, text = self._ends(reply, pace)
+        ends, text = self._ends(reply)
         most = len(text)
         head: list[int] = []
         size = 0
@@ -213,7 +211,7 @@ class Replays:
                 break
             head.append(token)
             size += len(self._bytes_of(token))
-        places, other = self._ends(head, pace)
+        places, other = self._ends(head)
         alike = _alike(text, other)
         after = {end: count for count, end in enumerate(places, start=1) if end <= alike}
         said, written = self._counts(reply), self._counts(head)  # of control tokens up to each place
@@ -226,12 +224,10 @@ class Replays:
                 return kept, after[end], end
         return 0, 0, 0
 
-    def _ends(self, ids: Sequence[int], pace: Pace) -> tuple[list[int], bytes]:
+    def _ends(self, ids: Sequence[int]) -> tuple[list[int], bytes]:
         """Where each token ends in the bytes of all of them, and these."""
         ends, parts, size = list[int](), list[bytes](), 0
-        for number, token in enumerate(ids):
-            if number % PAUSE == 0:
-                pace.pause()
+        for token in ids:
             parts.append(self._bytes_of(token))
             size += len(parts[-1])
             ends.append(size)
@@ -243,7 +239,7 @@ class Replays:
         """The bytes of a whole reply, and the tokens of what follows it, where the tokenizer has a token across its
         end; `rest` are those that it gives to `text`. None if the text does not begin with the reply, or its control
         tokens would be others."""
-        spoken = self._ends(reply, Pace())[1]
+        spoken = self._ends(reply)[1]
         try:
             said = spoken.decode()
         except UnicodeDecodeError:
@@ -298,11 +294,9 @@ class Replays:
     def _tokens_before(self, text: str, places: Sequence[int], ids: Sequence[int]) -> list[int]:
         """How many of its tokens are whole before each of these places in a text, ascending. None if the tokens do not
         spell the text, but for spaces that some tokenizers put in front of texts."""
-        written, found, at, pace = text.encode(), list[int](), 0, Pace()
+        written, found, at = text.encode(), list[int](), 0
         ends = [*accumulate(len(text[a:b].encode()) for a, b in pairwise([0, *places]))]
         for number, token in enumerate(ids):
-            if number % PAUSE == 0:
-                pace.pause()
             spelled = self._spelled(token)
             if not written.startswith(spelled, at):
                 spelled = spelled.removeprefix(b" ")

@@ -28,7 +28,7 @@ class MetricsHandler:
             aliases = [Aliases(found)] if self._server.settings.metrics_compat == "vllm" else []
             return page(found, accept, aliases)
 
-        body, content_type = await self._server.threads.for_metrics(work)
+        body, content_type = await self._server.threads.run("files", work)
         return Response(body, media_type=content_type)
 
     def _state(self) -> dict[str, float]:

@@ -20,5 +20,5 @@ class DocumentHandler:
 
     async def get(self, request: Request) -> Response:
         if self._made is None:
-            self._made = await self._threads.for_listing(lambda: to_json(document(self._mounted)))
+            self._made = await self._threads.run("models", lambda: to_json(document(self._mounted)))
         return Response(self._made, media_type="application/json")

@@ -7,7 +7,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.body import RequestBody
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.model_route import ModelRoute
@@ -52,8 +51,7 @@ class KeptHandler:
         def work() -> bytes:  # the input may be as long as a body
             return to_json(page(id, kept.input, query))
 
-        threads, no_body = self._server.threads, RequestBody(self._server.bodies)
-        return Response(await threads.for_conversation(no_body, work), media_type="application/json")
+        return Response(await self._server.threads.run("files", work), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]

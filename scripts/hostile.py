@@ -3,9 +3,9 @@
     python -m scripts.hostile [--only NAME] [--copies 4]
 
 Prints for each attack: the longest response time of /health, the longest time between two tokens of another stream, the
-growth of memory, and the status of the response; then the same as a line of JSON. Server and clients run in one
-process, so the clients' use of the interpreter counts too. Times are wall time: compare with the row `quiet`, without
-an attack.
+growth of memory, and the status of the response; then the same as a line of JSON. The engine has a process of its own,
+as in `kvcellar serve`. Server and clients run in one process, so the clients' use of the interpreter counts too. Times
+are wall time: compare with the row `quiet`, without an attack.
 """
 
 import argparse
@@ -188,7 +188,7 @@ def measured(name: str, engine: Engine, port: int, attack: Attack | None, copies
 @contextmanager
 def served(threads: int) -> Iterator[tuple[Engine, int]]:
     with (
-        Engine(device="cpu", cache_bytes=64_000_000, threads=threads) as engine,
+        Engine(device="cpu", cache_bytes=64_000_000, threads=threads, process=True) as engine,
         Server(engine, ServeSettings(port=0)) as server,
     ):
         gc.collect()

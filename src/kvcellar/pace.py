@@ -2,8 +2,8 @@
 
 CPython runs one thread at a time and makes a busy thread release the interpreter lock only every 5 ms
 (`sys.getswitchinterval`). A step of the engine releases and reacquires the lock in each of its hundreds of operations;
-while another thread is busy in Python, each of them can wait that long. Therefore all work whose time depends on the
-size of what a client sends sleeps between its parts.
+while another thread is busy in Python, each of them can wait that long. Therefore templates, which are code of a model,
+sleep between their parts (`text/meter.py`).
 
 Always true:
   * between two sleeps a thread works for at most `WORK` seconds of its own CPU time, and one part;

@@ -3,6 +3,7 @@
 import re
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import httpx
@@ -96,6 +97,14 @@ def test_a_port_in_use_is_refused_before_a_model_is_loaded(monkeypatch):
         output = refused_before_a_model_is_loaded(monkeypatch, "--port", port)
     assert "Invalid value for '--port': cannot listen on 127.0.0.1" in output
     assert "Address already in use" in output
+
+
+def test_threads_of_a_server_take_turns_more_often(monkeypatch):
+    """So that its event loop, which waits for one turn of each busy thread, does not wait for long."""
+    turns = list[float]()
+    monkeypatch.setattr(sys, "setswitchinterval", turns.append)
+    refused_before_a_model_is_loaded(monkeypatch, "--host", "256.0.0.1")
+    assert turns == [0.001]
 
 
 def test_a_key_file_without_keys_is_refused_before_a_model_is_loaded(monkeypatch, tmp_path):

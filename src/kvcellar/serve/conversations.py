@@ -165,7 +165,6 @@ class WholeHandler:
             await send_encoded(send, await server.threads.run("files", work))
 
     def _encoded(self, name: str, owner: str) -> bytes:
-        """Encoded in pieces, so that other threads run meanwhile."""
         info, dialogue = self._server.host.default.conversations.read(name, owner=owner)
         content: Json = {"messages": dialogue.messages} if dialogue.chat else {"token_ids": iter(dialogue.tokens)}
         return b"".join(json_chunks(described(info) | content))

@@ -14,7 +14,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.text.meter import Caps
 from kvcellar.text.tokens import check_unicode
 
-PIECE = 32 * 2**10  # characters that are searched at once
+PIECE = 32 * 2**10  # characters that are searched at once: a call keeps the interpreter until it returns
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first two
 

@@ -110,6 +110,16 @@ def _encode_into(frame: bytearray, value: object) -> None:
         raise ValueError(f"a {type(value).__name__} cannot be sent: {error}") from error
 
 
+def frame_of(message: object) -> bytearray:
+    """The frame of a message. Raises `ValueError` for what cannot be sent or is too long."""
+    frame = bytearray(_HEADER)
+    _encode_into(frame, message)
+    if (size := len(frame) - _HEADER) > MOST:
+        raise ValueError(f"a {type(message).__name__} has {size} bytes; {MOST} can be sent")
+    frame[:_HEADER] = size.to_bytes(_HEADER, "little")
+    return frame
+
+
 def encode(value: object) -> bytes:
     """A record as MessagePack. Raises `ValueError` for one that has what cannot be sent: an object of another kind than
     `messages` names, an int of more than 64 bits, a text with half of a surrogate pair."""
@@ -149,11 +159,10 @@ class Link(Generic[T]):
         Raises `ValueError` for what cannot be sent or is too long: then nothing was sent. Raises `ConnectionError` if
         one of both ends is closed. A call that is interrupted closes the link: part of its message may have been sent.
         """
-        frame = bytearray(_HEADER)
-        _encode_into(frame, message)
-        if (size := len(frame) - _HEADER) > MOST:
-            raise ValueError(f"a {type(message).__name__} has {size} bytes; {MOST} can be sent")
-        frame[:_HEADER] = size.to_bytes(_HEADER, "little")
+        self.write(frame_of(message))
+
+    def write(self, frame: "bytearray | memoryview") -> None:
+        """Send what `frame_of` has made, or the rest of it, as `send` does."""
         with self._sending:
             try:
                 self._end.sendall(frame)
@@ -164,6 +173,19 @@ class Link(Generic[T]):
             except BaseException:
                 self.close()
                 raise
+
+    def write_some(self, frame: bytearray) -> int:
+        """Send as much of a frame as the socket's buffer has room for, without waiting; returns how many bytes. The
+        rest must be what is sent next. Raises `ConnectionError` if one of both ends is closed."""
+        with self._sending:
+            try:
+                return self._end.send(frame, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return 0
+            except ConnectionError:
+                raise
+            except OSError as error:
+                raise ConnectionError(f"the link is closed: {error}") from error
 
     def receive(self) -> T:
         """The next message; blocks until it has arrived. By one thread at a time.
@@ -209,28 +231,48 @@ class Link(Generic[T]):
 
 
 class Outbox:
-    """Sends messages in order, on a thread of its own: who puts them in waits for nothing."""
+    """Sends messages in order: at once where the socket has room for them, else on a thread of its own. So who puts
+    them in waits for nothing. Nothing else is sent over its link."""
 
     def __init__(self, link: Link[Any], unsent: Callable[[object, ValueError], None]) -> None:
-        """`unsent` is called with a message that cannot be sent, on the thread that sends."""
-        self._link, self._unsent, self._messages = link, unsent, SimpleQueue[object]()
+        """`unsent` is called with a message that cannot be sent, by `put`."""
+        self._link, self._unsent = link, unsent
+        self._lock = threading.Lock()  # held for what follows
+        self._left = 0  # frames that the thread has got and has not sent: those that come meanwhile are behind them
+        self._frames = SimpleQueue[memoryview | None]()
         self._thread = threading.Thread(target=self._run, name="kvcellar-send", daemon=True)
         self._thread.start()
 
     def put(self, message: object) -> None:
-        """From any thread. What is put in after the end of the link is dropped."""
-        self._messages.put(message)
+        """From any thread. What is put in after the end of the link is dropped. A call that is interrupted closes the
+        link: part of its message may have been sent."""
+        try:
+            frame = frame_of(message)
+        except ValueError as error:
+            self._unsent(message, error)
+            return
+        with self._lock:
+            try:
+                sent = 0 if self._left else self._link.write_some(frame)
+                if sent < len(frame):
+                    self._left += 1
+                    self._frames.put(memoryview(frame)[sent:])
+            except ConnectionError:
+                return  # the other end has gone: the thread that receives sees it, too
+            except BaseException:
+                self._link.close()
+                raise
 
     def close(self, seconds: float) -> None:
         """Send what was put in, for at most so long."""
-        self._messages.put(None)
+        self._frames.put(None)
         self._thread.join(seconds)
 
     def _run(self) -> None:
-        while (message := self._messages.get()) is not None:
+        while (frame := self._frames.get()) is not None:
             try:
-                self._link.send(message)
+                self._link.write(frame)
             except ConnectionError:
-                return  # the other end has gone: the thread that receives sees it, too
-            except ValueError as error:
-                self._unsent(message, error)
+                return
+            with self._lock:
+                self._left -= 1

@@ -37,7 +37,7 @@ from kvcellar.messages import (
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
-from kvcellar.wire import ErrorRecord, Link, decode, encode, error_of, packed, record_of
+from kvcellar.wire import ErrorRecord, Link, Outbox, decode, encode, error_of, packed, record_of
 
 TO_ENGINE: Any = ToEngine
 FROM_ENGINE: Any = FromEngine
@@ -597,5 +597,96 @@ def test_nothing_follows_a_part_of_a_message(ends: tuple[socket.socket, socket.s
     with pytest.raises(ConnectionError):
         front.send(Cancel(3))
     assert engine.receive() == Cancel(1)
+    with pytest.raises(EOFError, match="before the end of a message"):
+        engine.receive()
+
+
+def refused(message: object, error: ValueError) -> None:
+    pytest.fail(f"{message} was not sent: {error}")
+
+
+def test_what_is_put_in_is_sent_at_once_where_the_socket_has_room(links: tuple[Link[Any], Link[Any]]) -> None:
+    front, engine = links
+    outbox = Outbox(engine, refused)
+    outbox.put(Given(1, b"all of it"))
+    assert front.arrives(0.0)
+    outbox.close(60.0)
+
+
+def test_what_is_put_in_waits_for_nothing_and_arrives_in_order(links: tuple[Link[Any], Link[Any]]) -> None:
+    """The other end reads nothing before all of it is put in, which is more than the buffer of the socket."""
+    front, engine = links
+    outbox, sizes = Outbox(engine, refused), [3, 1 << 20, 0, 40_000] * 5 + [7] * 100
+    for number, size in enumerate(sizes):
+        outbox.put(Refusal(number, errors.BadRequest("x" * size)))
+    for number, size in enumerate(sizes):
+        message = front.receive()
+        assert (message.number, len(str(message.error))) == (number, size)
+    outbox.close(60.0)
+    assert not outbox._thread.is_alive()
+
+
+def test_what_many_threads_put_in_arrives_whole_and_in_the_order_of_each(links: tuple[Link[Any], Link[Any]]) -> None:
+    front, engine = links
+    outbox, threads, each, arrived = Outbox(front, refused), 4, 40, list[Given]()
+
+    def put(number: int) -> None:
+        for at in range(each):
+            outbox.put(Given(number, bytes([at]) * (1 + 3001 * (at % 10))))
+
+    def receive() -> None:
+        for _ in range(threads * each):
+            message = engine.receive()
+            assert isinstance(message, Given)
+            arrived.append(message)
+
+    in_threads(receive, *(lambda number=number: put(number) for number in range(threads)))
+    for number in range(threads):
+        mine = [one.data for one in arrived if one.number == number]
+        assert mine == [bytes([at]) * (1 + 3001 * (at % 10)) for at in range(each)]
+
+
+def test_what_cannot_be_sent_is_given_back_and_the_rest_is_sent(links: tuple[Link[Any], Link[Any]]) -> None:
+    front, engine = links
+    found: list[object] = []
+    outbox, bad = Outbox(front, lambda message, error: found.append(message)), Given(2, [object()])  # type: ignore[arg-type]
+    for message in (Given(1, b"a"), bad, Given(3, b"b")):
+        outbox.put(message)
+    assert [engine.receive(), engine.receive()] == [Given(1, b"a"), Given(3, b"b")]
+    assert found == [bad]
+
+
+def test_what_is_put_in_after_the_end_of_a_link_is_dropped(links: tuple[Link[Any], Link[Any]]) -> None:
+    front, engine = links
+    outbox = Outbox(front, refused)
+    engine.close()
+    outbox.put(Cancel(1))
+    front.close()
+    outbox.put(Cancel(2))
+    outbox.close(60.0)
+    assert not outbox._thread.is_alive()
+
+
+class InterruptedInSend:
+    """A socket whose sender is interrupted when a part of a frame was sent."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, data: bytearray, flags: int) -> int:
+        self._end.send(data[: len(data) // 2], flags)
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._end, name)
+
+
+def test_nothing_follows_a_part_of_what_was_put_in(ends: tuple[socket.socket, socket.socket]) -> None:
+    front: Link[Any] = Link(InterruptedInSend(ends[0]), FROM_ENGINE)  # type: ignore[arg-type]
+    engine: Link[Any] = Link(ends[1], TO_ENGINE)
+    outbox = Outbox(front, refused)
+    with pytest.raises(KeyboardInterrupt):
+        outbox.put(Cancel(1))
+    outbox.put(Cancel(2))
     with pytest.raises(EOFError, match="before the end of a message"):
         engine.receive()

@@ -51,8 +51,7 @@ class Pooling:
     sizes: frozenset[int] | None = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """New text and tokens of one choice. `text` never ends inside a character; while one is incomplete it is empty."""
 
     choice: int
@@ -65,8 +64,7 @@ class Delta:
     reasoning_tokens: int = 0  # of token_ids, if it said so
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Struct, frozen=True):
     """The choice has ended. One that had not begun when its request was cancelled has no event. `stop_string` is the
     stop string that ended it, if one did. `scored`: whether log-probabilities were requested, which a choice without
     tokens has in no delta."""

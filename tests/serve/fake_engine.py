@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from kvcellar.engine.arguments import prompt_ids, tokens
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
@@ -156,7 +158,7 @@ class FakeReading:
 
 def _told(delta: Delta, pieces: Sequence[Piece], reasons: bool) -> Delta:
     text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    return replace(delta, text=text, pieces=tuple(joined(pieces)), reasoning_tokens=int(reasons))
+    return structs.replace(delta, text=text, pieces=tuple(joined(pieces)), reasoning_tokens=int(reasons))
 
 
 PLAIN = ReplyForm("plain", "nothing")

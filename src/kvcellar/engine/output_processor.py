@@ -58,12 +58,11 @@ class OutputProcessor:
         match event:
             case _ if self._over:
                 pass
+            case Drawn() | Ended():
+                if self._error is None:
+                    self._go_on(event)
             case Admitted():
                 self.begun = True
-            case Drawn() | Ended() if self._error is not None:
-                pass
-            case Drawn() | Ended():
-                self._go_on(event)
             case Done() if self._error is None:
                 self._conclude()
                 count = sum(choice.count for choice in self._choices.values())

@@ -124,12 +124,12 @@ class _Request:
         if not isinstance(event, Admitted):
             self.deaths = 0
         match event:
+            case Drawn():
+                event = self._drawn(event)
             case Admitted():
                 self.here, self.admitted = True, self.admitted or time.perf_counter()
             case PromptScored() | Embedded():
                 self.prompt_told = True
-            case Drawn():
-                event = self._drawn(event)
             case Ended():
                 choice = self.choices.setdefault(event.choice, _Choice())
                 choice.ended = event.tokens if choice.ended is None else choice.ended
@@ -145,7 +145,9 @@ class _Request:
         self.last_token = time.perf_counter()
         if self.first_token is None:
             self.first_token, self.cached = self.last_token, event.cached_tokens
-        self.choices.setdefault(event.choice, _Choice()).token_ids.extend(event.token_ids)
+        if (choice := self.choices.get(event.choice)) is None:
+            choice = self.choices[event.choice] = _Choice()
+        choice.token_ids.extend(event.token_ids)
         return event if event.cached_tokens == self.cached else replace(event, cached_tokens=self.cached)
 
     def _timings(self) -> Timings:

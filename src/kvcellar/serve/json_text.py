@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from json.encoder import encode_basestring_ascii as json_string
 from uuid import uuid4
 
 CHUNK_ITEMS = 64  # values of a list, those of lists in it counted one by one
@@ -27,7 +28,7 @@ class JsonTemplate:
         self._pattern = pattern
 
     def fill(self, **values: str | int) -> bytes:
-        json = {name: _ENCODER.encode(one) if isinstance(one, str) else repr(one) for name, one in values.items()}
+        json = {name: json_string(one) if isinstance(one, str) else repr(one) for name, one in values.items()}
         return (self._pattern % json).encode("ascii")
 
 

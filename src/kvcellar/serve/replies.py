@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec import Struct
+
 from kvcellar.events import Delta, Done, Event, Finished, PromptScored
 from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.speculations import draft_counts
@@ -31,8 +33,7 @@ class Reply:
         return "tool_calls" if self.end.reason == "stop" and self.reader.calls else self.end.reason
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyPart:
+class ReplyPart(Struct, frozen=True):
     """What one event has added to a choice: the event, which is a `Delta` or the `Finished`, and the pieces that were
     read from it, which may have the text of earlier tokens."""
 

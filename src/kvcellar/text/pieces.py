@@ -7,28 +7,26 @@ A `ReplyReader` reads the deltas of one choice and returns its pieces. The piece
     is closed once; at most one is open; the texts of its `CallArguments` make up JSON, unless the model wrote none.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from kvcellar.events import Delta, Finished
 
 
-@dataclass(frozen=True, slots=True)
-class Reasoning:
+class Reasoning(Struct, frozen=True):
     """Text that the model wrote before its answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Struct, frozen=True):
     """Text of the answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallOpened:
+class CallOpened(Struct, frozen=True):
     """A call of a tool begins. `call`: its number in the choice. `id`: the name that its result will refer to."""
 
     call: int
@@ -36,16 +34,14 @@ class CallOpened:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallArguments:
+class CallArguments(Struct, frozen=True):
     """More of the arguments of a call."""
 
     call: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallClosed:
+class CallClosed(Struct, frozen=True):
     """The call is complete."""
 
     call: int

@@ -29,10 +29,9 @@ from kvcellar.text.history import History, as_generated, changed, history
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import Rendered
-from kvcellar.text.tokens import TextTokenizer
+from kvcellar.text.tokens import KNOWN_BYTES, TextTokenizer
 from kvcellar.text.turns import Node, Turn, Turns, Walk, packed, prompt_key
 
-KNOWN_BYTES = 2**14  # tokens whose bytes are kept
 HEAD = 256  # characters of a text that its first token is compared with
 TRIED = 4  # of the turns that a text begins with, how many are tried
 FIRST_BORDERS, LAST_BORDERS = 2, 8  # of messages, where a prompt leaves checkpoints

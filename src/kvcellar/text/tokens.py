@@ -44,6 +44,7 @@ SHORT = 16 * 2**10  # bytes of text
 SHORTS = 4  # short texts at the same time
 PATIENCE = 10.0  # seconds that any text may take
 LEAST_SPEED = 50_000  # bytes of text in each further second; tokenizers do 20 times as much
+KNOWN_BYTES = 2**14  # tokens whose bytes are kept
 COMPOSED = 4  # the most characters that Unicode's composition (NFC, NFKC) merges into one, as in U+1F82
 
 
@@ -85,6 +86,7 @@ class TextTokenizer:
         self.decoder_steps = steps_of(tokenizer.decoder, "decoders")
         self._by_bytes = [step["type"] for step in self.decoder_steps if step["type"] != "Fuse"] == ["ByteLevel"]
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in self.decoder_steps)
+        self._known_bytes: dict[int, bytes] = {}  # of up to `KNOWN_BYTES` tokens
         self.bound = length_bound(tokenizer)
         self.limit = TokenizingLimit(most_bytes)
 
@@ -183,6 +185,13 @@ class TextTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that this token adds to a text that it does not begin. They may be a part of a character."""
+        if (known := self._known_bytes.get(token)) is None:
+            if len(self._known_bytes) >= KNOWN_BYTES:
+                self._known_bytes.clear()
+            known = self._known_bytes[token] = self._found_bytes(token)
+        return known
+
+    def _found_bytes(self, token: int) -> bytes:
         written = self.written(token)
         if written is None:
             return b""

@@ -13,9 +13,10 @@ and the timings those of llama.cpp and a record of our own.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Protocol
 from uuid import uuid4
+
+from msgspec.structs import replace
 
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.api_errors import ApiError
@@ -150,8 +151,10 @@ class ResponseWriter:
 
     def chunk(self, part: ReplyPart) -> bytes:
         """No chunk for an empty text, unless it has logprobs or token ids, which are in the last chunk of a part."""
-        if self._of_each_token or part.end is not None or len(part.pieces) != 1:
+        if self._of_each_token or part.end is not None or len(part.pieces) > 1:
             return self._chunks(part)
+        if not part.pieces:
+            return b""
         piece = part.pieces[0]
         if not isinstance(piece, Content | Reasoning):
             return self._chunks(part)

@@ -178,7 +178,9 @@ class Machine:
     def _take(self, count: int) -> str:
         """Take so many characters; returns them without control tokens."""
         text, self._text = self._text[:count], self._text[count:]
-        if not self._hidden or self._hidden[0][0] >= count:
+        if not self._hidden:
+            return text
+        if self._hidden[0][0] >= count:
             self._hidden = tuple((start - count, end - count) for start, end in self._hidden)
             return text
         shown, at = list[str](), 0
@@ -356,6 +358,8 @@ class Machine:
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:
     """The same with neighbours of one kind in one piece."""
+    if len(pieces) < 2:
+        return list(pieces)
     made: list[Piece] = []
     for piece in pieces:
         last = made[-1] if made else None

@@ -26,8 +26,8 @@ class Marks:
 
     def find(self, text: str, *, ended: bool) -> Found:
         """The first mark of a text. Unless it is `ended`, a mark that may still become another one is not met yet."""
-        if not self.texts:
-            return Found(len(text), len(text), "")
+        if self._firsts.isdisjoint(text):
+            return Found(len(text), len(text), "")  # no mark begins
         held = len(text) if ended else self._held(text)
         found = self._pattern.search(text)
         if found is not None and found.start() < held:

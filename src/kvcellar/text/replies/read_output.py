@@ -79,7 +79,8 @@ class ReadOutput(Output):
             if may_stop:
                 text, self.met = self._stops.push(text)
             shown.append(text)
-            self._pieces += [Content(text)] if text else []
+            if text:
+                self._pieces.append(piece if text == piece.text else Content(text))
         return "".join(shown)
 
     def _withheld(self) -> str:

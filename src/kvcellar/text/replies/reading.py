@@ -49,7 +49,8 @@ class DeltaReader:
     def add(self, delta: Delta) -> list[Piece]:
         pieces: list[Piece] = list(delta.pieces or ())
         self.reasoning_tokens += delta.reasoning_tokens
-        self.calls += sum(isinstance(piece, CallClosed) for piece in pieces)
+        for piece in pieces:
+            self.calls += isinstance(piece, CallClosed)
         return pieces
 
     def end(self, finished: Finished) -> list[Piece]:

@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from kvcellar.errors import BadRequest, NativePanic
+from kvcellar.text import tokens
 from kvcellar.text.tokens import RELEASE_ABOVE, TextTokenizer
 from tests.text.made import CONTROL, KINDS, byte_level, words
 
@@ -87,6 +88,19 @@ def test_the_bytes_of_a_word_hold_its_space(kind: str, text: str) -> None:
     vocabulary = words(kind)
     ids = vocabulary.encode("a" + text * 2, special=False)
     assert b"".join(vocabulary.token_bytes(token) for token in ids).endswith(text.encode() * 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bytes_of_a_token_stay_the_same_while_those_of_few_are_kept(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = KINDS[kind]()
+    vocabulary, again = TextTokenizer(made), TextTokenizer(Tokenizer.from_str(made.to_str()))
+    first = [vocabulary.token_bytes(token) for token in range(vocabulary.vocab_size)]
+    monkeypatch.setattr(tokens, "KNOWN_BYTES", 3)
+    for token in [*range(vocabulary.vocab_size)] * 2:
+        assert again.token_bytes(token) == again.token_bytes(token) == first[token]
+        assert len(again._known_bytes) <= 3
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("undecoded", "strange")])

@@ -1,6 +1,7 @@
 """json_text: encodes responses as JSON, whole or in chunks, and makes text from clients safe to print."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii as json_string
 from uuid import uuid4
@@ -22,14 +23,16 @@ class JsonTemplate:
 
     def __init__(self, write: Callable[..., bytes], *holes: str) -> None:
         marks = {name: uuid4().hex for name in holes}
-        pattern = write(**marks).decode("ascii").replace("%", "%%")
-        for name, mark in marks.items():
-            pattern = pattern.replace(f'"{mark}"', f"%({name})s")
-        self._pattern = pattern
+        names = {f'"{mark}"'.encode(): name for name, mark in marks.items()}
+        parts = re.split(b"(" + b"|".join(names) + b")", write(**marks))
+        self._parts = [names.get(part, part) for part in parts]  # of a hole its name, and the bytes between
 
     def fill(self, **values: str | int) -> bytes:
-        json = {name: json_string(one) if isinstance(one, str) else repr(one) for name, one in values.items()}
-        return (self._pattern % json).encode("ascii")
+        return b"".join([part if isinstance(part, bytes) else _json_scalar(values[part]) for part in self._parts])
+
+
+def _json_scalar(value: str | int) -> bytes:
+    return (json_string(value) if isinstance(value, str) else repr(value)).encode()
 
 
 class EncodedList:

@@ -1,5 +1,4 @@
-"""machine: how many CPU threads and how much CPU memory this process may use, memory given back, and how another
-process of this installation is started. Standard library only.
+"""machine: how many CPU threads and how much CPU memory this process may use, and memory given back.
 
 The default of torch respects the CPU affinity of the process, but not the CPU quota of a container. Threads beyond the
 quota are all stopped until its next period, in the middle of a matrix product, which lasts until its slowest thread is
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvcellar.worker import own_python as own_python
+
 PER_CPU = 4  # threads for each logical CPU of the machine that a user may set
 
 
@@ -22,14 +23,6 @@ class Threads:
 
     count: int
     because: str
-
-
-def own_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of another process of this installation: it finds the package where this one has
-    it, and nothing in the directory in which it is started."""
-    package = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": paths}
 
 
 def most_threads() -> int:

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from kvcellar.sample.compiling import lower
+from kvcellar.worker import lower
 
 MOST, OF_OWNER = 4, 2
 PATIENCE = 0.025  # seconds

@@ -1,0 +1,273 @@
+"""worker: untrusted work in processes of its own, with limits of time and memory. No torch.
+
+Compiled code that follows what a client wrote can end its process, stall, or take all memory, and cannot be stopped.
+So such work is done by a process that is started for one module (`python -m MODULE SOCKET`), which calls `serve`: it
+reads what all jobs need, once, and forks for each job.
+
+Always true:
+  * the process itself does no job, and has one thread; a fork of it does one job, and ends with it: what ends, stalls
+    or fills a fork is known to be that job, and reaches no other;
+  * a fork ends by itself when its time is over, whether or not the process and its owner are there;
+  * the process ends when its owner does, or closes it. One that has ended is started again for the next job;
+  * messages are data (`wire`): a job is what the module expects, and nothing else is done.
+"""
+
+import gc
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from kvcellar.errors import EngineClosed, EngineFailed, Overloaded
+from kvcellar.wire import Link, packed
+
+ALONE = 1.0  # seconds after which the process looks whether its owner is there
+SPARE = 5.0  # seconds by which a fork may end late, on a machine that is busy
+LONG = 2.0  # seconds after which a job gives way to others
+
+
+class Job(Struct, frozen=True, array_like=True):
+    seconds: float  # from when it is received
+    what: Raw
+
+
+class Begun(Struct, frozen=True, array_like=True, tag=True):
+    """What ends the fork from here on is the job."""
+
+
+class Done(Struct, frozen=True, array_like=True, tag=True):
+    value: Raw
+
+
+class Refused(Struct, frozen=True, array_like=True, tag=True):
+    error: Exception
+
+
+class JobEnded(Exception):
+    """A job has ended its process. `late`: because its time was over."""
+
+    def __init__(self, *, late: bool) -> None:
+        super().__init__("a job has ended its process")
+        self.late = late
+
+
+class Worker:
+    """The process of one module, as its owner sees it. Safe to use from several threads."""
+
+    def __init__(self, module: str, setup: Callable[[], object]) -> None:
+        """The process is started for the first job, with what `setup` returns."""
+        self._module, self._setup, self._owner = module, setup, os.getpid()
+        self._lock = threading.Lock()  # of what follows
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._popen.pid if self._popen is not None else None
+
+    def run(self, what: object, seconds: float) -> Raw:
+        """What the module returns for `what`, as `wire.packed` has it, or what it raises. Waits until the process is
+        started, and then for so many seconds. Raises `JobEnded`, and `Overloaded` where no process can be made."""
+        for _ in range(2):
+            with closing(self._lent()) as link:
+                until = time.monotonic() + seconds
+                begun = False
+                with suppress(ConnectionError, EOFError):
+                    link.send(Job(seconds, packed(what)))
+                    while link.arrives(max(0.0, until + SPARE - time.monotonic())):
+                        match link.receive():
+                            case Begun():
+                                begun = True
+                            case Done(value):
+                                return value
+                            case Refused(error):
+                                raise error
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            late = time.monotonic() >= until
+            if begun or late:
+                raise JobEnded(late=late)
+        raise Overloaded("the process that had to try this was ended; try again later")
+
+    def close(self) -> None:
+        """End the process and its forks. Jobs that run, and later ones, raise `EngineClosed`. Does nothing in a fork of
+        the owner."""
+        if self._owner == os.getpid():
+            with self._lock:
+                self._closed = True
+                if self._popen is not None:
+                    os.killpg(self._popen.pid, signal.SIGKILL)
+                self._end()
+
+    def _lent(self) -> Link[Begun | Done | Refused]:
+        """A link to a new fork."""
+        if self._owner != os.getpid():
+            raise EngineClosed("a fork of a process cannot use the processes that it has started")
+        with self._lock:
+            if self._closed:
+                raise EngineClosed("the engine is closed")
+            if self._control is None:
+                self._start()
+            try:
+                return self._passed()
+            except ConnectionError:  # it has ended meanwhile
+                self._end()
+                self._start()
+                return self._passed()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command, environment = own_python("-m", self._module, str(theirs.fileno()))
+            try:
+                self._popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    env=environment | {"OPENBLAS_NUM_THREADS": "1"},
+                    start_new_session=True,  # a terminal signals its owner only; and a group of processes to end
+                )
+            except OSError as error:
+                ours.close()
+                raise _no_process(error) from None
+        self._control = ours
+        try:
+            with closing(self._passed()) as link:
+                link.send(self._setup())
+                link.receive()
+        except (ConnectionError, EOFError) as error:
+            self._end()
+            raise EngineFailed(f"the process of {self._module} could not be started; see the log") from error
+
+    def _passed(self) -> Link[Begun | Done | Refused]:
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
+            except BaseException:
+                ours.close()
+                raise
+        return Link(ours, Begun | Done | Refused)
+
+    def _end(self) -> None:
+        if self._control is not None and self._popen is not None:
+            self._control.close()
+            self._popen.kill()
+            self._popen.wait()
+        self._control = self._popen = None
+
+
+def own_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment of another process of this installation: it finds the package where this one has
+    it, and nothing in the directory in which it is started."""
+    package = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": paths}
+
+
+def lower(thread: threading.Thread) -> None:
+    """Let a thread that works for long have what others leave of the CPUs. Only Linux has priorities of threads."""
+    if sys.platform == "linux" and (number := thread.native_id) is not None:
+        with suppress(OSError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, number, 5)  # a third of the share of others
+
+
+# -- in the process ---------------------------------------------------------------------------------------------------
+
+
+def serve(setup: Any, opened: Callable[[Any], Callable[[Raw], object]], *, stack: int, memory: int) -> None:
+    """Until the owner has gone. `opened` is called with the setup, of this class, and returns what is called with each
+    job, on a thread with `stack` bytes of stack, in a fork that may use `memory` bytes more than this process has."""
+    owner = os.getppid()
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    control.settimeout(ALONE)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so a fork that has ended needs no wait
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(stack)
+    work: Callable[[Raw], object] | None = None
+    while (lent := _next(control, owner)) is not None:
+        link = Link[Any](lent, setup if work is None else Job)
+        if work is None:
+            work = opened(link.receive())
+            gc.freeze()
+            link.send(Done(packed(None)))
+        else:
+            _fork(control, link, work, memory)
+        lent.close()  # and not the connection, which the fork has
+
+
+def _next(control: socket.socket, owner: int) -> socket.socket | None:
+    """Its end of the next link; None: the owner has gone. A fork of the owner may have the other end of `control`,
+    which stays open when the owner dies: so its death is looked for here, too."""
+    while os.getppid() == owner:
+        try:
+            _, fds, _, _ = socket.recv_fds(control, 1, 1)
+        except TimeoutError:
+            continue
+        if not fds:
+            return None
+        return socket.socket(fileno=fds[0])
+    return None
+
+
+def _fork(control: socket.socket, link: Link[Job], work: Callable[[Raw], object], memory: int) -> None:
+    try:
+        if os.fork():
+            return
+    except OSError as error:
+        link.send(Refused(_no_process(error)))
+        return
+    status = 1
+    try:
+        control.close()
+        job = link.receive()
+        signal.setitimer(signal.ITIMER_REAL, job.seconds)  # its signal ends the fork
+        _limit(memory)
+        link.send(Begun())
+        thread = threading.Thread(target=_answer, args=(link, work, job.what))
+        thread.start()
+        thread.join(LONG)
+        lower(thread)
+        thread.join()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _answer(link: Link[Job], work: Callable[[Raw], object], what: Raw) -> None:
+    try:
+        answer: object = Done(packed(work(what)))
+    except MemoryError:
+        os._exit(1)
+    except Exception as error:  # noqa: BLE001 - the owner raises it
+        answer = Refused(error)
+    with suppress(ConnectionError):  # the owner waits no longer
+        link.send(answer)
+
+
+def _limit(memory: int) -> None:
+    """Of addresses: what is mapped and not touched counts as well. Only Linux says how many there are."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        wanted = pages * resource.getpagesize() + memory
+        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+
+
+def _no_process(error: OSError) -> Overloaded:
+    return Overloaded(f"there is no memory for a process that tries this ({error.strerror}); try again later")

@@ -11,11 +11,13 @@ import pytest
 
 from kvcellar import BadRequest, Constraint, Engine, SamplingParams
 from kvcellar.errors import ConstraintFailed
+from kvcellar.events import Delta
 from kvcellar.sample.params import MAX_CHOICES
 from tests.engine.mixes import Ear, assert_at_rest
 from tests.engine.schemas import random_schema
 from tests.engine.speculating import Oracle, ask, speculates, told
 from tests.engine.test_limits import held
+from tests.sample.hostile import LARK
 
 MANY = 1000  # schemas with --long
 ORDER = {
@@ -199,6 +201,15 @@ def test_a_grammar_that_reaches_a_limit_fails_its_request_and_no_other(engine: E
     assert isinstance(failed.error, ConstraintFailed)
     assert "its constraint cannot be followed further: lexer error: too many expressions" in str(failed.error)
     assert other.reasons[0] == "length"
+    engine.check()
+
+
+def test_a_grammar_that_ends_its_compiler_is_refused_and_streams_go_on(engine: Engine) -> None:
+    stream = engine.stream("x", constraint=Constraint.regex("[a-z]{500}"), max_tokens=40)
+    next(stream)
+    with pytest.raises(BadRequest, match="this grammar ends its compiler"):
+        engine.generate("x", constraint=Constraint.grammar(LARK["rules"](7500)))
+    assert sum(len(event.token_ids) for event in stream if isinstance(event, Delta)) > 30
     engine.check()
 
 

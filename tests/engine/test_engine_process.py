@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar import BadRequest, Engine, EngineClosed, EngineFailed, KvcellarError, WrongStage
+from kvcellar import BadRequest, Constraint, Engine, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.engine import process_client
 from kvcellar.engine.process_client import ProcessClient
 from kvcellar.events import Done, Failed
@@ -37,6 +37,7 @@ from tests.engine.places import (
     submission,
 )
 from tests.engine.test_going_on import answered
+from tests.sample.hostile import LARK
 from tests.zoo import ARCHS
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +249,14 @@ def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expect
         with pytest.raises(EngineFailed, match="died 2 times while it computed this request"):
             engine.generate([5, 6], **MATCHING)
         assert ASKED["schema"](engine) == expected["schema"]
+
+
+def test_a_grammar_that_ends_its_compiler_ends_no_engine(server, model, expected) -> None:
+    with in_a_process(model) as engine:
+        with pytest.raises(BadRequest, match="this grammar ends its compiler"):
+            engine.generate([5, 6], constraint=Constraint.grammar(LARK["rules"](7500)))
+        assert ASKED["schema"](engine) == expected["schema"]
+        assert len(server.started) == 1
 
 
 def test_what_is_asked_beside_requests_is_refused_when_the_engine_dies(server, model, tmp_path) -> None:

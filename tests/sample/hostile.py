@@ -1,24 +1,10 @@
-"""Sources that lead the library as deep as one likes. `python -m tests.sample.hostile refused` compiles each of them
-far beyond the bound, as a request would; `allowed` each just within it, on a quarter of the stack. A crash ends it."""
+"""Sources that lead the library as deep as one likes, by kind and by how deep. Some stay within its stack at any depth
+that a source may have."""
 
 import json
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any
-
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer
-
-from kvcellar import BadRequest, Constraint
-from kvcellar.sample.compiling import STACK
-from kvcellar.sample.depth import MAX_GROUPS, of_lark, of_schema
-from kvcellar.sample.grammars import MAX_LEVELS
-from tests.sample.languages import COLUMNS, END, grammars, words
-
-FAR = 1990  # nearly as many properties and definitions as a schema may have
-MARGIN = 4
 
 
 def _chain(count: int, make: Callable[[Any], Any]) -> str:
@@ -87,71 +73,3 @@ LARK: Mapping[str, Callable[[int], str]] = {
     "ignored": lambda n: _rules(n, '"a" NEXT').replace("r0", "x", 1).replace("r", "T").replace("staTt", "start")
     + '%ignore T0\nx: "b"\n',
 }  # fmt: skip
-
-
-def _named(name: str, count: int) -> int:
-    """So that there are `count` properties and definitions at most."""
-    each = {"properties": 2, "typed": 2, "patternProperties": 2, "expanded": 3}
-    return count // each.get(name, 1)
-
-
-def _every(count: int) -> Mapping[str, tuple[str, str]]:
-    found = {f"json_schema, {name}": ("json_schema", make(_named(name, count))) for name, make in SCHEMAS.items()}
-    return found | {f"grammar, {name}": ("grammar", make(count)) for name, make in LARK.items()}
-
-
-def refused() -> None:
-    made = grammars()
-    for name, (kind, source) in _every(FAR).items():
-        sys.stdout.write(f"{name}\n")
-        sys.stdout.flush()
-        deep = _levels(name.partition(", ")[2], source) > MAX_LEVELS
-        said = ""
-        try:
-            made.matcher(Constraint(kind, source))  # pyright: ignore[reportArgumentType]
-        except BadRequest as error:
-            said = error.message
-        assert not deep or "levels into each other" in said or "brackets" in said, (name, said)
-
-
-def _largest(name: str, make: Callable[[int], str]) -> int:
-    """How much of a kind is within the bound."""
-    if name in ("templates", "conditions"):
-        return MAX_GROUPS - 4
-    least, most = (_levels(name, make(count)) for count in (20, 40))
-    return 20 + int((MAX_LEVELS - least) * 20 / max(1, most - least))
-
-
-def _levels(name: str, source: str) -> int:
-    if name in ("templates", "conditions") and source.count("(") + source.count("{") > MAX_GROUPS:
-        return MAX_LEVELS + 1
-    return of_schema(json.loads(source)) if name in SCHEMAS else of_lark(source)
-
-
-def allowed() -> None:
-    """The largest of each kind that is within the bound."""
-    reader = LLTokenizer(words().to_str(), n_vocab=COLUMNS, eos_token=[END], slices=[])
-    mask = np.zeros(-(-COLUMNS // 32), np.int32)
-    for name, make in (*SCHEMAS.items(), *LARK.items()):
-        source = make(_largest(name, make))
-        sys.stdout.write(f"{name}\n")
-        sys.stdout.flush()
-        if name in SCHEMAS:
-            source = LLMatcher.grammar_from_json_schema(source)
-        found: list[LLMatcher] = []
-        thread = threading.Thread(target=lambda source=source, found=found: found.append(LLMatcher(reader, source)))
-        threading.stack_size(STACK // MARGIN)
-        thread.start()
-        thread.join()
-        threading.stack_size(0)
-        copy = found[0].deep_copy()
-        for _ in range(3):
-            copy.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            tokens = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            if copy.is_error() or not len(tokens):
-                break
-            copy.consume_token(int(tokens[0]))
-
-
-if __name__ == "__main__":
-    {"refused": refused, "allowed": allowed}[sys.argv[1]]()

@@ -3,6 +3,7 @@
 The texts are enumerated from how an expression is built, without any library of regular expressions.
 """
 
+import atexit
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +15,7 @@ from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import Grammars
 from kvcellar.sample.matcher import Matcher
 from kvcellar.text.tokens import TextTokenizer
+from kvcellar.worker import Worker
 
 WORDS = ["a", "b", "c", "ab", "ba", "abc", "cc", "aab", '"', "{", "}", ":", ",", "1", "0", '"a', '":', "10", "[", "]"]
 END, START = len(WORDS), len(WORDS) + 1  # control tokens
@@ -68,7 +70,17 @@ def tokenizer() -> TextTokenizer:
 
 
 def grammars() -> Grammars:
-    return Grammars(words(), "", vocab_size=COLUMNS, end_ids=[END])
+    """All of them try their constraints in the same process."""
+    made = Grammars(words(), "", vocab_size=COLUMNS, end_ids=[END])
+    made._trial = _trial()
+    return made
+
+
+@cache
+def _trial() -> Worker:
+    found = Grammars(words(), "", vocab_size=COLUMNS, end_ids=[END])._trial
+    atexit.register(found.close)
+    return found
 
 
 def settle(matcher: Matcher, drafts: tuple[int, ...] = ()) -> None:

@@ -1,9 +1,11 @@
 """Constraints are compiled within limits, or refused with the reason; what one thread compiled others copy."""
 
 import random
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +13,24 @@ from tokenizers import Tokenizer
 
 from kvcellar import BadRequest
 from kvcellar.bench.structured import write_tokenizer
-from kvcellar.sample import grammars as module
+from kvcellar.sample import compiler
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import KEPT, Grammars
 from kvcellar.sample.matcher import Matcher
 from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, settle, words
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., Grammars]]:
+    """Grammars with a process of their own, which is ended."""
+    with ExitStack() as closing:
+
+        def made(*arguments: Any, **options: Any) -> Grammars:
+            found = Grammars(*arguments, **options)
+            closing.callback(found.close)
+            return found
+
+        yield made
 
 
 @pytest.mark.parametrize(
@@ -86,7 +101,7 @@ def test_every_kind_begins_with_what_it_says(constraint, first) -> None:
 
 def test_json_has_a_space_or_an_indented_line_between_its_parts_and_none_if_it_is_compact() -> None:
     schema = {"const": [1]}
-    made = Grammars(words(), "", vocab_size=COLUMNS, end_ids=[END])
+    made = grammars()
     matcher = made.matcher(Constraint.json_schema(schema, compact=True))
     assert {WORDS[token] for token in allowed(matcher)} == {"["}
     assert made.matcher(Constraint.json_schema(schema)) is not None
@@ -102,10 +117,10 @@ def test_without_a_tokenizer_or_an_end_or_with_too_few_columns_a_constraint_is_r
         Grammars(words(), "", vocab_size=5, end_ids=[2]).matcher(Constraint.json_object())
 
 
-def test_an_end_that_may_be_text_is_allowed_only_where_an_answer_is_complete() -> None:
+def test_an_end_that_may_be_text_is_allowed_only_where_an_answer_is_complete(opened) -> None:
     """Here the token "c" ends answers, and is no control token."""
     end = WORDS.index("c")
-    made = Grammars(words(), "", vocab_size=COLUMNS, end_ids=[end])
+    made = opened(words(), "", vocab_size=COLUMNS, end_ids=[end])
     matcher = made.matcher(Constraint.regex("[ac]b?"))
     assert end not in allowed(matcher)
     matcher.accept(WORDS.index("a"))
@@ -123,35 +138,15 @@ def test_the_last_grammars_are_kept_and_copied() -> None:
 
 
 def test_what_one_namespace_has_compiled_is_compiled_again_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, read = grammars(), list[str]()
-    real = module.as_read
-    monkeypatch.setattr(module, "as_read", lambda constraint: (read.append(constraint.source), real(constraint))[1])
+    made, tried = grammars(), list[Constraint]()
+    run = made._trial.run
+    monkeypatch.setattr(made, "_trial", SimpleNamespace(run=lambda one, *rest: (tried.append(one), run(one, *rest))[1]))
     for namespace in ("a", "a", "b", "a", "b", ""):
         made.matcher(Constraint.regex("a"), namespace=namespace)
-    assert len(read) == 3
+    assert len(tried) == 3
 
 
-def test_an_owner_whose_grammar_is_being_compiled_takes_no_turn_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, started, gate, real = grammars(), threading.Event(), threading.Event(), module.as_read
-
-    def slow(constraint: Constraint) -> str:
-        if constraint.source != "b":
-            started.set()
-            gate.wait(60)
-        return real(constraint)
-
-    monkeypatch.setattr(module, "as_read", slow)
-    with ThreadPoolExecutor(4) as threads:
-        asked = [threads.submit(made.matcher, Constraint.regex("a" * n), owner="one") for n in range(1, 5)]
-        started.wait(60)
-        assert made.matcher(Constraint.regex("b"), owner="other").error is None
-        assert not any(one.done() for one in asked)
-        gate.set()
-        assert all(one.result(60).error is None for one in asked)
-    made.check()
-
-
-def test_the_tokenizer_is_read_when_it_is_prepared_and_once() -> None:
+def test_the_tokenizer_is_read_when_it_is_prepared_and_once(opened) -> None:
     class Read:
         times = 0
 
@@ -163,7 +158,7 @@ def test_the_tokenizer_is_read_when_it_is_prepared_and_once() -> None:
             return words().to_str()
 
     source = Read()
-    made = Grammars(source, "", vocab_size=COLUMNS, end_ids=[END])
+    made = opened(source, "", vocab_size=COLUMNS, end_ids=[END])
     made.prepare()
     assert source.times == 1
     made.matcher(Constraint.json_object())
@@ -178,7 +173,7 @@ def test_what_cannot_be_prepared_is_refused_at_the_first_constraint() -> None:
         made.matcher(Constraint.json_object())
 
 
-def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
+def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch, opened) -> None:
     """Lengths by which tokens of strings are looked at together change no mask: also near the end of a string."""
     (tmp_path / "config.json").write_text("{}")
     write_tokenizer(vocabulary := 3000, tmp_path)
@@ -187,10 +182,10 @@ def test_masks_are_those_of_a_look_at_each_token(tmp_path, monkeypatch) -> None:
     schema = Constraint.json_schema({"type": "object", "properties": texts, "required": list(texts)})
 
     def start() -> Matcher:
-        return Grammars(backend, "", vocab_size=vocabulary, end_ids=[vocabulary - 1]).matcher(schema)
+        return opened(backend, "", vocab_size=vocabulary, end_ids=[vocabulary - 1]).matcher(schema)
 
     together = start()
-    monkeypatch.setattr(module, "SLICES", [])
+    monkeypatch.setattr(compiler, "SLICES", [])
     alone = start()
     for seed in range(8):
         draw, pair = random.Random(seed), (together.copy(), alone.copy())

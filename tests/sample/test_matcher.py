@@ -140,11 +140,11 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, made: Grammars, seconds: float) -> None:
         self.now, self.masks, self.seconds = 0.0, 0, seconds
         monkeypatch.setattr(module.time, "thread_time", lambda: self.now)
-        real = Matcher._fill
+        real, threads = Matcher._fill, made._compiler("")[1]._threads
 
         def fill(matcher: Matcher, library: LLMatcher, bits: NDArray[np.int32]) -> None:
             real(matcher, library, bits)
-            if matcher._threads is made._threads:
+            if matcher._threads is threads:
                 self.masks += 1
                 self.now += self.seconds
 

@@ -19,11 +19,18 @@ class ThreadClient:
         self.card = card_of(built)
         self.number, self.check_caller = self._loop.number, self._loop.check_caller
         self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail
-        self.end_session, self.close = self._loop.end_session, self._loop.close
+        self.end_session = self._loop.end_session
 
     def start(self, *, turned: Callable[[], None] = nothing, failed: Callable[[], None] = nothing) -> None:
         """As `Loop.start`."""
         self._loop.start(self.built.runner, turned=turned, failed=failed)
+
+    def close(self) -> bool:
+        """As `EngineClient.close`."""
+        closed = self._loop.close()
+        if closed:
+            self.built.intake.grammars.close()
+        return closed
 
     starting = False  # an engine on a thread that has died is not started again
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tests.sample.hostile import LARK
 from tests.serve.every_api import CONVERSATIONS, USER
 from tests.serve.faults.case import CHATS, FIELDS, MODEL, OLLAMA, Case, Fault, put, sent, valid, values
 
@@ -149,6 +150,7 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"regex": "a", "json": {}}},
     {"structured_outputs": {"structural_tag": "x"}},
     {"grammar": "x" * 500_000},
+    {"grammar": LARK["rules"](7500)},  # ends the process that compiles it
     {"json_schema": {"type": "wizard"}},
 )
 

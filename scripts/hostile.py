@@ -13,6 +13,7 @@ import gc
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvcellar import Engine
+from kvcellar.cli.serve import SWITCH
 from kvcellar.events import Delta, Event
 from kvcellar.serve import Server, ServeSettings
 
@@ -191,8 +193,9 @@ def served(threads: int) -> Iterator[tuple[Engine, int]]:
         Engine(device="cpu", cache_bytes=64_000_000, threads=threads, process=True) as engine,
         Server(engine, ServeSettings(port=0)) as server,
     ):
-        gc.collect()
-        gc.freeze()  # as `kvcellar serve` does
+        gc.collect()  # this and the next two as `kvcellar serve` does
+        gc.freeze()
+        sys.setswitchinterval(SWITCH)
         yield engine, server.port
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvcellar.errors import PromptTooLong
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
-from kvcellar.serve.parsing import Limits, count_keys, parse_object
+from kvcellar.serve.parsing import Limits, outside_strings, parse_object
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts
@@ -131,7 +132,7 @@ MANY = 10**6  # more than any body here has
 def refused(raw: bytes, **limits: int) -> bool:
     """Whether `raw` has too many of something, as is found before it is parsed."""
     try:
-        count_keys(raw, Limits(context=MANY, **{"values": MANY, "containers": MANY} | limits))
+        outside_strings(raw, Limits(context=MANY, **{"values": MANY, "containers": MANY} | limits))
     except ApiError:
         return True
     return False
@@ -144,7 +145,7 @@ def test_what_is_counted_in_bytes_is_what_a_parser_makes(value: dict[str, Any], 
     containers = sum(isinstance(part, list | dict) for part in parts)
     keys = sum(len(part) for part in parts if isinstance(part, dict))
     strings = keys + sum(isinstance(part, str) for part in parts)
-    assert count_keys(raw, LIMITS) == keys
+    assert outside_strings(raw, LIMITS).count(b":") == keys
     assert not refused(raw, containers=containers)
     assert refused(raw, containers=containers - 1)
     assert not refused(raw, values=(strings + 1) // 2)
@@ -157,7 +158,7 @@ jumble = st.text('\\"[{:,a', max_size=12).map(str.encode)
 @given(jumble, jumble, st.integers(0, 3))
 def test_what_was_counted_stays_whatever_follows(start: bytes, rest: bytes, most: int) -> None:
     """So what a parser makes of a text that is not JSON, before it finds the error, is counted."""
-    assert count_keys(start + rest, LIMITS) >= count_keys(start, LIMITS)
+    assert outside_strings(start + rest, LIMITS).startswith(outside_strings(start, LIMITS))
     for limit in ("values", "containers"):
         assert refused(start + rest, **{limit: most}) or not refused(start, **{limit: most})
 
@@ -198,6 +199,22 @@ def test_token_ids_beyond_the_context_are_refused(form: str) -> None:
         parsed((form % ("7," * 20_000 + "7")).encode(), limits)
     assert error.value.tokens == 20_001
     assert "prompt" in parsed((form % ("7," * 19_999 + "7")).encode(), limits)
+
+
+@pytest.mark.parametrize("number", ["7", "1.5", "null"])
+@pytest.mark.parametrize("text", ['{"n":1,"prompt":[%s]}', '{"a":[[2],[%s]]}', '{"prompt":[1],"a":{"b":[%s]}}'])
+def test_a_list_that_is_too_long_is_refused_before_it_is_parsed(text: str, number: str, monkeypatch) -> None:
+    made = list[object]()
+    decode = msgspec.json.decode
+    monkeypatch.setattr(msgspec.json, "decode", lambda raw, **how: made.append(how) or decode(raw, **how))
+    raw = (text % ",".join([number] * 501)).encode()
+    with pytest.raises((ApiError, PromptTooLong), match=r"501 tokens|a has a list of more than 500 items"):
+        parsed(raw, Limits(context=200, items=500))
+    assert made == [{"type": dict[str, msgspec.Raw]}]
+    with pytest.raises(ApiError, match="twice"):
+        parsed(raw[:-1] + b',"a":1,"prompt":1}', Limits(context=200, items=500))
+    assert made == [{"type": dict[str, msgspec.Raw]}] * 2
+    assert parsed((text % ",".join([number] * 500)).encode(), Limits(context=200, items=500))
 
 
 @pytest.mark.parametrize(("opening", "closing"), ["[]", ('{"a":', "}")])

@@ -5,10 +5,12 @@ mark, no duplicate keys, no NaN or Infinity, no unpaired surrogates, nothing aft
 all of these except duplicate keys, of which it keeps the last.
 
 Always true:
-  * a body makes at most twice `Limits.values` strings and `Limits.containers` lists and objects: both are counted in
-    its bytes before it is parsed. What else it may hold, numbers and constants, takes some ten times its bytes.
+  * a body makes at most twice `Limits.values` strings and `Limits.containers` lists and objects, and no list of more
+    numbers than a prompt may have: they are counted in its bytes before it is parsed. What else it may hold, numbers
+    and constants in many lists, takes some ten times its bytes.
 """
 
+import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +46,8 @@ MUST: Mapping[str, str] = MappingProxyType(
 
 Body = TypeVar("Body", bound=BaseModel)
 Fields = dict[str, object]  # a body
-_UNCOUNTED = bytes(set(range(256)) - set(b'"[{:'))
+NO_OBJECT, TWICE = "this is JSON, but no object", "an object has a key twice"
+_UNCOUNTED = bytes(set(range(256)) - set(b'"[]{}:,'))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +65,35 @@ def parse_object(raw: bytes | bytearray, limits: Limits) -> Fields:
     """`raw` as a JSON object. Raises `ApiError` 400 and `PromptTooLong`."""
     if raw.startswith(BOM_UTF8):
         raise _malformed("it begins with a byte order mark")
-    keys = count_keys(raw, limits)
+    outside = outside_strings(raw, limits)
     try:
+        if b"," * limits.items in outside:
+            _check_lists(raw, outside, limits)
         value = msgspec.json.decode(raw)
     except UnicodeDecodeError:
         raise _malformed("a string is not UTF-8") from None
-    except msgspec.ValidationError:
-        raise _malformed("a number is out of range") from None
+    except msgspec.ValidationError as error:
+        no_object = str(error).startswith("Expected `object`")  # of the first call; the second one takes any value
+        raise _malformed(NO_OBJECT if no_object else "a number is out of range") from None
     except msgspec.DecodeError as error:
         raise _malformed(str(error).removeprefix("JSON is malformed: ")) from None
     except RecursionError:
         raise _malformed("it is nested too deeply") from None
     if not isinstance(value, dict):
-        raise _malformed("this is JSON, but no object")
+        raise _malformed(NO_OBJECT)
     found = _Contents(limits)
     found.add_keys(value)
     for field, inner in value.items():
         found.add(inner, field, 2)
-    if found.keys != keys:
-        raise _malformed("an object has a key twice")
+    if found.keys != outside.count(b":"):
+        raise _malformed(TWICE)
     return value
 
 
-def count_keys(raw: bytes | bytearray, limits: Limits) -> int:
-    """The colons outside strings: the keys of all objects, duplicates too. Raises `ApiError` if there are more strings,
-    or lists and objects, than `limits` allow; where `raw` is not JSON, those up to its first error are counted."""
+def outside_strings(raw: bytes | bytearray, limits: Limits) -> bytes:
+    """The brackets, colons and commas outside strings: a colon for each key, duplicates too. Raises `ApiError` if there
+    are more strings, or lists and objects, than `limits` allow; where `raw` is not JSON, those up to its first error
+    are counted."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of `"` begins and ends strings
     marks = raw.translate(None, _UNCOUNTED)
@@ -95,7 +102,16 @@ def count_keys(raw: bytes | bytearray, limits: Limits) -> int:
     outside = b"".join(marks.split(b'"')[::2])
     if outside.count(b"[") + outside.count(b"{") > limits.containers:
         raise _too_many(f"the body has more than {limits.containers} lists and objects")
-    return outside.count(b":")
+    return outside
+
+
+def _check_lists(raw: bytes | bytearray, outside: bytes, limits: Limits) -> None:
+    """Raises if a list has too many items that are no lists and objects, one after the other."""
+    for field, part in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        commas = map(len, re.findall(rb",+", outside_strings(bytes(part), limits)))
+        _check_length(max(commas, default=0) + 1, field, limits)
+    if b"," * max(limits.context, limits.items) in outside:  # in no field: in one that another with its name replaces
+        raise _malformed(TWICE)
 
 
 class _Contents:
@@ -115,7 +131,7 @@ class _Contents:
             self.add_keys(value)
             inner = value.values()
         else:
-            self._check_length(value, field)
+            _check_length(len(value), field, self._limits)
             inner = [one for one in value if type(one) is not int]
             self._add_values(len(inner))
         for one in inner:
@@ -132,14 +148,14 @@ class _Contents:
         if self.values > self._limits.values:
             raise _too_many(f"the body has more than {self._limits.values} values")
 
-    def _check_length(self, items: list[Any], field: str) -> None:
-        """Raises if a list is longer than any field, or any prompt, may be."""
-        limits = self._limits
-        if field == "prompt" and len(items) > max(limits.context, limits.items):
-            raise PromptTooLong(len(items), limits.context, "the model's context", at_least=True)
-        if field != "prompt" and len(items) > limits.items:
-            field = printable(field)
-            raise _too_many(f"{field} has a list of more than {limits.items} items", field)
+
+def _check_length(length: int, field: str, limits: Limits) -> None:
+    """Raises if a list in `field` is longer than any field, or any prompt, may be."""
+    if field == "prompt" and length > max(limits.context, limits.items):
+        raise PromptTooLong(length, limits.context, "the model's context", at_least=True)
+    if field != "prompt" and length > limits.items:
+        field = printable(field)
+        raise _too_many(f"{field} has a list of more than {limits.items} items", field)
 
 
 def validated(kind: type[Body], fields: Fields) -> Body:

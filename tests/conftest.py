@@ -27,6 +27,10 @@ os.environ.update(
     KVCELLAR_MODELS="/nonexistent/kvcellar/models",  # so that no test finds the models of the user
 )
 
+# So that processes which tests start find the package `tests`, in whatever directory they are.
+ROOT = str(Path(__file__).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
+
 RECORD = ("auto", "off")
 RECORDED = ("cli", "engine", "serve")  # what users run
 TESTS = Path(__file__).parent

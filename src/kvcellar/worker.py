@@ -5,9 +5,10 @@ So such work is done by a process that is started for one module (`python -m MOD
 reads what all jobs need, once, and forks for each job.
 
 Always true:
-  * the process itself does no job, and has one thread; a fork of it does one job, and ends with it: what ends, stalls
-    or fills a fork is known to be that job, and reaches no other;
-  * a fork ends by itself when its time is over, whether or not the process and its owner are there;
+  * the process itself does no job, and has one thread; a fork of it does one job at a time: what ends, stalls or fills
+    a fork is known to be that job, and reaches no other;
+  * a fork ends by itself when the time of its job is over, whether or not the process and its owner are there; and else
+    when its owner closes the link to it, or dies;
   * the process ends when its owner does, or closes it. One that has ended is started again for the next job;
   * messages are data (`wire`): a job is what the module expects, and nothing else is done.
 """
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -64,12 +66,14 @@ class JobEnded(Exception):
 class Worker:
     """The process of one module, as its owner sees it. Safe to use from several threads."""
 
-    def __init__(self, module: str, setup: Callable[[], object]) -> None:
-        """The process is started for the first job, with what `setup` returns."""
-        self._module, self._setup, self._owner = module, setup, os.getpid()
+    def __init__(self, module: str, setup: Callable[[], object], *, again: bool = False) -> None:
+        """The process is started for the first job, with what `setup` returns, and ends with this object. `again`: a
+        fork that has done a job does later ones, too; jobs at the same time have forks of their own."""
+        self._module, self._setup, self._again, self._owner = module, setup, again, os.getpid()
         self._lock = threading.Lock()  # of what follows
         self._popen: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._idle: list[Link[Begun | Done | Refused]] = []
         self._closed = False
 
     @property
@@ -80,19 +84,24 @@ class Worker:
         """What the module returns for `what`, as `wire.packed` has it, or what it raises. Waits until the process is
         started, and then for so many seconds. Raises `JobEnded`, and `Overloaded` where no process can be made."""
         for _ in range(2):
-            with closing(self._lent()) as link:
-                until = time.monotonic() + seconds
-                begun = False
-                with suppress(ConnectionError, EOFError):
-                    link.send(Job(seconds, packed(what)))
-                    while link.arrives(max(0.0, until + SPARE - time.monotonic())):
-                        match link.receive():
-                            case Begun():
-                                begun = True
-                            case Done(value):
-                                return value
-                            case Refused(error):
-                                raise error
+            link, answered = self._lent(), False
+            until, begun = time.monotonic() + seconds, False
+            try:
+                link.send(Job(seconds, packed(what)))
+                while link.arrives(max(0.0, until + SPARE - time.monotonic())):
+                    match link.receive():
+                        case Begun():
+                            begun = True
+                        case Done(value):
+                            answered = True
+                            return value
+                        case Refused(error):
+                            answered = True
+                            raise error
+            except (ConnectionError, EOFError):
+                self._drop_idle()
+            finally:
+                self._give_back(link, answered)
             if self._closed:
                 raise EngineClosed("the engine is closed")
             late = time.monotonic() >= until
@@ -104,6 +113,7 @@ class Worker:
         """End the process and its forks. Jobs that run, and later ones, raise `EngineClosed`. Does nothing in a fork of
         the owner."""
         if self._owner == os.getpid():
+            self._drop_idle()
             with self._lock:
                 self._closed = True
                 if self._popen is not None:
@@ -117,6 +127,8 @@ class Worker:
         with self._lock:
             if self._closed:
                 raise EngineClosed("the engine is closed")
+            if self._idle:
+                return self._idle.pop()
             if self._control is None:
                 self._start()
             try:
@@ -125,6 +137,19 @@ class Worker:
                 self._end()
                 self._start()
                 return self._passed()
+
+    def _give_back(self, link: Link[Begun | Done | Refused], answered: bool) -> None:
+        with self._lock:
+            if answered and self._again and not self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def _drop_idle(self) -> None:
+        """A fork has ended, and others may have, too."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -143,6 +168,7 @@ class Worker:
                 ours.close()
                 raise _no_process(error) from None
         self._control = ours
+        self._finalizer = weakref.finalize(self, _ended, self._popen, ours, self._idle, self._owner)
         try:
             with closing(self._passed()) as link:
                 link.send(self._setup())
@@ -163,11 +189,18 @@ class Worker:
         return Link(ours, Begun | Done | Refused)
 
     def _end(self) -> None:
-        if self._control is not None and self._popen is not None:
-            self._control.close()
-            self._popen.kill()
-            self._popen.wait()
+        if self._popen is not None:
+            self._finalizer()
         self._control = self._popen = None
+
+
+def _ended(process: "subprocess.Popen[bytes]", control: socket.socket, idle: list[Link[Any]], owner: int) -> None:
+    if os.getpid() == owner:
+        while idle:
+            idle.pop().close()
+        control.close()
+        process.kill()
+        process.wait()
 
 
 def own_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
@@ -235,18 +268,25 @@ def _fork(control: socket.socket, link: Link[Job], work: Callable[[Raw], object]
     status = 1
     try:
         control.close()
-        job = link.receive()
-        signal.setitimer(signal.ITIMER_REAL, job.seconds)  # its signal ends the fork
         _limit(memory)
-        link.send(Begun())
-        thread = threading.Thread(target=_answer, args=(link, work, job.what))
-        thread.start()
-        thread.join(LONG)
-        lower(thread)
-        thread.join()
+        while True:
+            _work(link, work)
+    except EOFError:
         status = 0
     finally:
         os._exit(status)
+
+
+def _work(link: Link[Job], work: Callable[[Raw], object]) -> None:
+    job = link.receive()
+    signal.setitimer(signal.ITIMER_REAL, job.seconds)  # its signal ends the fork
+    link.send(Begun())
+    thread = threading.Thread(target=_answer, args=(link, work, job.what))
+    thread.start()
+    thread.join(LONG)
+    lower(thread)
+    thread.join()
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _answer(link: Link[Job], work: Callable[[Raw], object], what: Raw) -> None:

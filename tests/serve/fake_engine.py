@@ -24,8 +24,7 @@ from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, T
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams, check_ids
-from kvcellar.text.conversation import checked
-from kvcellar.text.meter import Caps
+from kvcellar.text.conversation import Caps, checked
 from kvcellar.text.pieces import Content, Piece
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.machine import Machine, joined

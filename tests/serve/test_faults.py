@@ -107,7 +107,7 @@ def test_a_fault_is_answered_and_the_server_goes_on(
         kind = {"Content-Type": "application/json"} if case.body is not None else {}
         with monkeypatch.context() as patch:
             if case.template is not None:
-                patch.setattr(codec, "_template", ChatTemplate(case.template, codec._tokenizer))
+                patch.setattr(codec, "_template", ChatTemplate(case.template, codec._tokenizer, codec._renderer))
             response = http.request(case.method, case.path, content=case.data, headers=kind | dict(case.headers))
         if (found := wrong_with(response, case)) is not None:
             wrong.append(

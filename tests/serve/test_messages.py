@@ -41,7 +41,7 @@ from kvcellar.text.tokens import SHORTS, TextTokenizer, TokenizingLimit
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion, connected, error_of, read_response, request
-from tests.text.made import byte_level
+from tests.text.made import RENDERER, byte_level
 
 MOST = 16 * 2**20  # bytes of a body
 JSON = {"content-type": "application/json"}
@@ -610,7 +610,7 @@ TEMPLATES = {  # the last part comes from the template or from Jinja
 def test_templates(
     client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch, source: str, message: str
 ) -> None:
-    template = ChatTemplate(source, TextTokenizer(byte_level())) if source else None
+    template = ChatTemplate(source, TextTokenizer(byte_level()), RENDERER) if source else None
     monkeypatch.setattr(real._codec, "_template", template)
     assert message_of(client.post(CHAT, json=talk(USER))) == message
 

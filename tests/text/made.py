@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models come with, trained on the spot."""
+"""Small tokenizers of the kinds that models come with, trained on the spot; and a process that runs templates."""
 
 import json
 from collections.abc import Callable
@@ -6,8 +6,10 @@ from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from kvcellar.text.rendering import Renderer
 from kvcellar.text.tokens import TextTokenizer
 
+RENDERER = Renderer()
 TEXT = [
     "The cellar is cool and dark; nothing in it is forgotten, and nothing is kept for ever.",
     "Don't ask why the naïve café owner said “no”: 你好，世界! Здравствуй, мир. 👩‍🔬 and 😀 don't mind.",

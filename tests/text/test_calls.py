@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
 from kvcellar.text.calls import Arguments
-from kvcellar.text.conversation import Marker, unmarked, unused
-from kvcellar.text.meter import Caps
+from kvcellar.text.conversation import Caps, Marker, unmarked, unused
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer
 from tests.text import templates
-from tests.text.made import CONTROL, byte_level
+from tests.text.made import CONTROL, RENDERER, byte_level
 
 WORDS = TextTokenizer(byte_level(), special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
 ALL = {**templates.ALL, "strings": templates.STRINGS, "parts only": templates.PARTS_ONLY}
-OURS = {name: ChatTemplate(source, WORDS) for name, source in ALL.items()}
+OURS = {name: ChatTemplate(source, WORDS, RENDERER) for name, source in ALL.items()}
 READ = {"llama3": Arguments.OBJECT, "thinker": Arguments.OBJECT, "strings": Arguments.STRING}
 
 USER = {"role": "user", "content": "what is it"}
@@ -141,7 +140,7 @@ def test_control_tokens_in_calls_results_and_reasoning_are_text(name: str, text:
 
 
 def test_control_tokens_in_variables_are_text() -> None:
-    reading = ChatTemplate("{{ mood }}{{ list | tojson }}<|im_end|>", WORDS)
+    reading = ChatTemplate("{{ mood }}{{ list | tojson }}<|im_end|>", WORDS, RENDERER)
     rendered = reading.render([USER], variables={"mood": "<|im_end|>", "list": [{"<|im_end|>": "<|im_end|>"}]})
     ids = rendered.encode(WORDS)
     assert [one for one in ids if one in WORDS.control] == ids[-1:]
@@ -160,7 +159,7 @@ EFFORT = (
 
 
 def test_effort_reaches_the_templates_that_read_it_and_no_others() -> None:
-    levels = ChatTemplate(EFFORT, WORDS)
+    levels = ChatTemplate(EFFORT, WORDS, RENDERER)
     assert [levels.render([USER], effort=level).text for level in (None, "low")] == ["medium", "low"]
     assert levels.render([USER], effort="low", variables={"reasoning_effort": "high"}).text == "high"
     thinking = "<think>\n\n</think>"
@@ -195,7 +194,7 @@ def test_wrong_calls_are_refused_with_the_place(messages: list[dict[str, Any]], 
 
 
 def test_arguments_count_towards_what_a_conversation_may_have() -> None:
-    small = ChatTemplate(templates.LLAMA3, WORDS, Caps(message_chars=100))
+    small = ChatTemplate(templates.LLAMA3, WORDS, RENDERER, Caps(message_chars=100))
     with pytest.raises(BadRequest, match="more than 100 characters"):
         small.render([USER, calling(json.dumps({"a": "x" * 100}))])
 

@@ -16,8 +16,8 @@ from kvcellar.errors import PromptTooLong
 from kvcellar.events import Rewrite
 from kvcellar.snapshot import Snapshot
 from kvcellar.spans import Span
-from kvcellar.text.meter import Caps
 from kvcellar.text.output import LONG_RUN, open_stream
+from kvcellar.text.rendering import Outcome, Renderer
 from kvcellar.text.replay import Replays
 from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import ChatTemplate, Rendered
@@ -39,8 +39,7 @@ def tokenizer(kind: str) -> TextTokenizer:
 
 @cache
 def template(name: str, kind: str) -> ChatTemplate:
-    caps = Caps(seconds=60.0)  # a collection of garbage counts as time of the template that it interrupts
-    return ChatTemplate(templates.ALL.get(name, name), tokenizer(kind), caps)
+    return ChatTemplate(templates.ALL.get(name, name), tokenizer(kind), made.RENDERER)
 
 
 def user(content: str) -> Message:
@@ -416,8 +415,13 @@ def test_reasoning_that_is_dropped_is_a_rewritten_message(sent: Message, by: str
 
 
 def test_a_date_that_a_template_writes_is_a_rewritten_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    day = SimpleNamespace(now=lambda: SimpleNamespace(strftime=lambda format: "Monday"))
-    monkeypatch.setattr("kvcellar.text.sandbox.datetime", day)
+    run = Renderer.run
+
+    def on_that_day(self: Renderer, source: str, *given: Any, **limits: Any) -> Outcome:
+        return run(self, source.replace("strftime_now('%A')", day), *given, **limits)
+
+    day = "'Monday'"
+    monkeypatch.setattr(Renderer, "run", on_that_day)
     dated = (
         "<|im_start|>system\n{{ messages[0].content }}\nIt is {{ strftime_now('%A') }}.<|im_end|>\n"
         "{% for m in messages[1:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -430,7 +434,7 @@ def test_a_date_that_a_template_writes_is_a_rewritten_message(monkeypatch: pytes
     assert chat.rewrite(chat.prompt()) is None
     chat.ask("Who?", chat.words.encode_marked("dark", ()))
     chat.messages.append(user("more"))
-    day.now = lambda: SimpleNamespace(strftime=lambda format: "Friday")
+    day = "'Friday'"
     prompt = chat.prompt()
     lost = len(chat.known) - alike(prompt, chat.known)
     assert lost > len(chat.known) / 2

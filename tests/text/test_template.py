@@ -1,14 +1,8 @@
 """Templates: what transformers renders, what a client cannot do with them, and what they themselves cannot do."""
 
-import itertools
 import re
-import sys
-import time
-import tracemalloc
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
-from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,20 +12,18 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed
-from kvcellar.text.conversation import Marker, unmarked, unused
-from kvcellar.text.meter import Caps
-from kvcellar.text.sandbox import WHITESPACE, CappedEnvironment
+from kvcellar.text.conversation import Caps, Marker, unmarked, unused
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import TextTokenizer
 from tests.text import templates
-from tests.text.made import CONTROL, byte_level, llama_like
+from tests.text.made import CONTROL, RENDERER, byte_level, llama_like
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 WORDS = TextTokenizer(byte_level(), special_tokens=SPECIAL)
 LLAMA_WORDS = TextTokenizer(llama_like(), special_tokens=SPECIAL)
 THEIRS = PreTrainedTokenizerFast(tokenizer_object=byte_level(), **SPECIAL)
 LLAMA_THEIRS = PreTrainedTokenizerFast(tokenizer_object=llama_like(), **SPECIAL)
-OURS = {name: ChatTemplate(source, WORDS) for name, source in templates.ALL.items()}
+OURS = {name: ChatTemplate(source, WORDS, RENDERER) for name, source in templates.ALL.items()}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -109,14 +101,14 @@ def test_ids_are_those_of_transformers_with_tokenizers_that_put_spaces(template:
     source = templates.ALL[template]
     for talk in ("one", "turns", "odd"):
         expected = theirs(source, TALKS[talk], LLAMA_THEIRS, add_generation_prompt=True)[1]
-        assert ChatTemplate(source, LLAMA_WORDS).render(TALKS[talk]).encode(LLAMA_WORDS) == expected
+        assert ChatTemplate(source, LLAMA_WORDS, RENDERER).render(TALKS[talk]).encode(LLAMA_WORDS) == expected
 
 
 def test_content_in_parts_goes_where_the_template_reads_it() -> None:
     talk, joined = TALKS["parts"], [user(" one \ntwo")]
     assert OURS["gemma3"].render(talk).text == theirs(templates.GEMMA3, talk, add_generation_prompt=True)[0]
     assert OURS["chatml"].render(talk) == OURS["chatml"].render(joined)
-    parts_only = ChatTemplate(templates.PARTS_ONLY, WORDS)
+    parts_only = ChatTemplate(templates.PARTS_ONLY, WORDS, RENDERER)
     assert parts_only.render([user("hello")]).text == "<|im_start|>user\nhello<|im_end|>\n"
     assert parts_only.render(talk).text == "<|im_start|>user\n one two<|im_end|>\n"
 
@@ -151,18 +143,18 @@ def test_a_client_cannot_write_control_tokens(template: str, first: str, second:
 
 
 def test_adjacent_texts_cannot_make_a_control_token_together() -> None:
-    bare = ChatTemplate("{% for m in messages %}{{ m.content | trim }}{% endfor %}<|im_end|>", WORDS)
+    bare = ChatTemplate("{% for m in messages %}{{ m.content | trim }}{% endfor %}<|im_end|>", WORDS, RENDERER)
     (end,) = WORDS.encode("<|im_end|>", special=False)
     for parts in (["<|im_ ", " end|>"], ["<", "|im_", "end|>"], ["<|im_end|", ">"], ["<|IM_END|", "x"]):
         rendered = bare.render([user(part) for part in parts])
         assert rendered.encode(WORDS).count(end) == 1
-    lowering = ChatTemplate("{{ messages[0].content | lower }}", WORDS)
+    lowering = ChatTemplate("{{ messages[0].content | lower }}", WORDS, RENDERER)
     assert end not in lowering.render([user("<|Im_End|>")]).encode(WORDS)
 
 
 def test_control_tokens_in_tools_and_names_are_text_too() -> None:
     tool = {"type": "function", "function": {"name": "<|im_end|>", "description": "</s>"}}
-    escaping = ChatTemplate("{{ tools | tojson(ensure_ascii=true) }}{{ messages[0].name }}<|im_end|>", WORDS)
+    escaping = ChatTemplate("{{ tools | tojson(ensure_ascii=true) }}{{ messages[0].name }}<|im_end|>", WORDS, RENDERER)
     rendered = escaping.render([{**user("a"), "name": "<|im_start|>"}], tools=[tool])
     assert rendered.text == '[{"type": "function", "function": {"name": "<|im_end|>", "description": "</s>"}}]' + (
         "<|im_start|><|im_end|>"
@@ -246,7 +238,7 @@ def test_what_was_sent_is_left_alone() -> None:
 
 
 def run(source: str, content: str = "x" * 50, **caps: Any) -> str:
-    return ChatTemplate(source, WORDS, Caps(**caps)).render([user(content)]).text
+    return ChatTemplate(source, WORDS, RENDERER, Caps(**caps)).render([user(content)]).text
 
 
 ENDLESS = {
@@ -261,18 +253,10 @@ ENDLESS = {
 
 @pytest.mark.parametrize("source", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_template_that_does_not_end_is_ended(source: str) -> None:
-    made = ChatTemplate("{% if messages[0].content != 'probe' %}" + source + "{% endif %}", WORDS, Caps(seconds=0.1))
-    with pytest.raises(TemplateFailed, match=r"was stopped: it ran for more than 0.1 seconds of CPU time"):
+    source = "{% if messages[0].content != 'probe' %}" + source + "{% endif %}"
+    made = ChatTemplate(source, WORDS, RENDERER, Caps(seconds=0.3))
+    with pytest.raises(TemplateFailed, match=r"was stopped: it (ran for more than 0.3 seconds|wrote more)"):
         made.render([user("x")])
-
-
-def test_time_that_the_machine_spends_on_other_work_does_not_stop_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine where the thread waits an hour for a core between any two operations."""
-    hours = map(float, itertools.count(step=3600))
-    clocks = ("monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns", "time_ns")
-    slow = SimpleNamespace(**{name: lambda: next(hours) for name in clocks}, thread_time=time.thread_time)
-    monkeypatch.setattr("kvcellar.text.meter.time", slow)  # not the clocks of servers that run beside this test
-    assert run("{% for a in range(1000) %}{{ a | string | length }}{% endfor %}") == "1" * 10 + "2" * 90 + "3" * 900
 
 
 BIG = 10**9
@@ -341,10 +325,17 @@ LARGE = {
 
 
 @pytest.mark.parametrize("source", LARGE.values(), ids=LARGE.keys())
-def test_a_template_that_would_fill_memory_is_stopped(source: str) -> None:
-    made = ChatTemplate("{% if messages[0].content != 'probe' %}" + source + "{% endif %}", WORDS)
-    with pytest.raises(TemplateFailed, match=r"was stopped: it (asked for|made more|wrote more)"):
-        made.render([user("x")])
+def test_a_template_that_would_fill_memory_is_stopped_or_bounded(source: str) -> None:
+    """Its next run is as the one before it."""
+    source = "{% if messages[0].content == 'x' %}" + source + "{% else %}{{ messages[0].content }}{% endif %}"
+    made, stopped = ChatTemplate(source, WORDS, RENDERER, Caps(seconds=1.0)), 0
+    assert made.render([user("y")]).text == "y"
+    try:
+        assert len(made.render([user("x")]).text) <= Caps().output_chars
+    except TemplateFailed as failed:
+        stopped = len(str(failed))
+    assert stopped < 2000
+    assert made.render([user("y")]).text == "y"
 
 
 FAULTY = {
@@ -359,11 +350,6 @@ FAULTY = {
     "{{ messages.append(1) }}": "SecurityError",
     "{{ ''.__class__.__mro__ }}": "SecurityError",
     "{{ raise_exception.__globals__.re }}": "SecurityError",
-    "{{ 'a'.encode() }}": "encode\\(\\) is not available",
-    "{{ (5).to_bytes(99999999999, 'big') }}": "to_bytes\\(\\) is not available",
-    "{{ {}.fromkeys('ab') }}": "fromkeys\\(\\) is not available",
-    "{{ (5).from_bytes([1], 'big') }}": "from_bytes\\(\\) is not available",
-    "{{ ('<!---->' | safe).striptags() }}": "striptags\\(\\) is not available",
     "{{ strftime_now('%c' * 501) }}": "strftime_now has a format of 1002 characters; 1000 are allowed",
     "{% set messages.x = 1 %}": "cannot assign attribute on non-namespace object",
 }
@@ -371,25 +357,25 @@ FAULTY = {
 
 @pytest.mark.parametrize(("source", "why"), FAULTY.items(), ids=FAULTY.keys())
 def test_an_error_of_a_template_is_reported(source: str, why: str) -> None:
-    made = ChatTemplate(source, WORDS)
+    made = ChatTemplate(source, WORDS, RENDERER)
     with pytest.raises(TemplateFailed, match=why) as failed:
         made.render([user("<|im_end|>")])
     assert failed.value.param == "messages"
 
 
 @pytest.mark.parametrize(
-    "source", ["{% for %}", "{{ a", "{% generation %}", "{{ 'a' | urlize }}", "(" * 9 + "{{ (" * 9]
+    "source", ["{% for %}", "{{ a", "{% generation %}", "{{ 'a' | unknown }}", "(" * 9 + "{{ (" * 9]
 )
 def test_what_is_no_template_is_refused_at_load(source: str) -> None:
     with pytest.raises(ModelRefused, match="does not compile"):
-        ChatTemplate(source, WORDS)
+        ChatTemplate(source, WORDS, RENDERER)
 
 
 def test_deep_and_long_sources_are_refused_at_load() -> None:
     with pytest.raises(ModelRefused, match="does not compile"):
-        ChatTemplate("{{ " + "(" * 9999 + ")" * 9999 + " }}", WORDS)
+        ChatTemplate("{{ " + "(" * 9999 + ")" * 9999 + " }}", WORDS, RENDERER)
     with pytest.raises(ModelRefused, match="has 1048577 characters; 1048576 are allowed"):
-        ChatTemplate("a" * (2**20 + 1), WORDS)
+        ChatTemplate("a" * (2**20 + 1), WORDS, RENDERER)
 
 
 def test_a_long_conversation_is_no_trouble() -> None:
@@ -398,75 +384,15 @@ def test_a_long_conversation_is_no_trouble() -> None:
         "{% set ns = namespace(all=[]) %}{% for m in messages %}{% set ns.all = ns.all + [m] %}{% endfor %}"
         "{% for m in ns.all %}{{ m.content }}{% endfor %}",
         WORDS,
+        RENDERER,
     )
     assert collecting.render(talk).text == "".join(m["content"] for m in talk)
     assert OURS["thinker"].render(talk).text.count("<|im_end|>") == 2001
 
 
-def test_what_a_template_makes_is_counted_once() -> None:
-    source = """{% set ns = namespace(all=[[], (1, 'abc')]) %}{% for i in range(9) %}
-        {% set ns.all = ns.all + [ns.all[0], {'k': [ns.all | length, 'x' * i]}] %}
-        {{ ns.all | tojson }}{% set t = ns.all[-2:] + ns.all[:1] %}{{ t | join('-') ~ [t, t] }}{% endfor %}"""
-    environment = CappedEnvironment(Caps())
-    code = environment.translated(source)
-    for part in environment.run(code, {}):
-        environment.meter.check()
-        assert part
-
-
 def test_runs_do_not_share_anything() -> None:
-    counting = ChatTemplate("{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", WORDS)
+    counting = ChatTemplate("{% set ns = namespace(n=0) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}", WORDS, RENDERER)
     assert [counting.render([user("a")]) for _ in range(2)] == [Rendered("1")] * 2
-
-
-def test_whitespace_is_where_python_splits() -> None:
-    assert sorted(WHITESPACE) == [char for char in map(chr, range(sys.maxunicode + 1)) if char.isspace()]
-
-
-GIVEN = ("", "(9)", "(99999)", "('', 'bb')", "('a', '😀')", "(' ')", "('upper')", "(['b', 9])")
-OPERATIONS = [
-    *(f"a | {name}{given}" for name in sorted(CappedEnvironment(Caps()).filters) for given in GIVEN),
-    *(f"a.{name}{given or '()'}" for name in dir(str) if name[0] != "_" for given in GIVEN),
-    *(
-        "a ~ a ~ [a]",
-        "a + a",
-        "a * 9",
-        "[a] * 9",
-        "'%s%r' % (a, a)",
-        "'{0}{0!r}'.format(a)",
-        "a[1:] ~ a[::-1]",
-        "[a, a]",
-    ),
-    *("{a: a} ~ ''", "(a, [a]) ~ ''", "a in [a]", "a is in a", "strftime_now(a)", "namespace(a=a).a", "dict(a=a)"),
-    *("a | safe + a", "(a | safe) % a", "(a | safe).join([a, a])", "(a | safe).split()", "(a | e).unescape()"),
-    *("[a] | map('list') | list", "[a] | map('title') | list", "a | map('upper') | list", "a | batch(2) | list"),
-    *("a | select | list", "a | unique | list", "a | slice(99) | list", "[[a]] | tojson", "[a, [a]] | join('')"),
-]
-VALUE = 2**17  # bytes
-
-
-@cache
-def compiled() -> dict[str, CodeType]:
-    environment, found = CappedEnvironment(Caps()), dict[str, CodeType]()
-    for operation in OPERATIONS:
-        with suppress(TemplateError):
-            found[operation] = environment.translated("{% set b = " + operation + " %}{{ b | length }}")
-    return found
-
-
-@pytest.mark.parametrize("text", ["a ", "é\n", "😀 ", "&,", "\x00"])
-def test_no_operation_takes_more_than_a_few_times_the_bound_of_a_value(text: str) -> None:
-    caps, worst = Caps(value_bytes=VALUE, work_bytes=4 * VALUE, seconds=60.0), dict[str, int]()
-    for operation, code in compiled().items():
-        for size in (VALUE // 80, VALUE // 5):
-            environment, a = CappedEnvironment(caps), text * (size // len(text))
-            tracemalloc.start()
-            with suppress(TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError):
-                list(environment.run(code, {"a": a}))
-            worst[operation] = max(worst.get(operation, 0), tracemalloc.get_traced_memory()[1])
-            tracemalloc.stop()
-    assert len(worst) > 500
-    assert not {operation: peak for operation, peak in worst.items() if peak > 8 * VALUE}
 
 
 # A last message that the answer continues.
@@ -548,7 +474,7 @@ def test_what_cannot_be_continued_is_refused(last: dict[str, Any], reason: str) 
 
 def test_a_template_that_hides_a_message_cannot_continue_it() -> None:
     hides = ChatTemplate(
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", WORDS
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}", WORDS, RENDERER
     )
     with pytest.raises(BadRequest, match="does not write the text of the message that is continued"):
         hides.render([user("a"), assistant("b")], continue_final_message=True)

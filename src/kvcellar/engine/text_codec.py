@@ -8,9 +8,10 @@ from kvcellar.engine.arguments import namespace_name
 from kvcellar.engine.card import EngineCard
 from kvcellar.errors import BadRequest
 from kvcellar.text.assets import TextAssets
-from kvcellar.text.meter import caps_for
+from kvcellar.text.conversation import caps_for
 from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
+from kvcellar.text.rendering import Renderer
 from kvcellar.text.replay import Replays
 from kvcellar.text.replies.read_output import ReadOutput
 from kvcellar.text.replies.reading import ReplyReading
@@ -44,6 +45,7 @@ class TextCodec:
         used."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
+        self._renderer = Renderer()  # that of variants, too
         self.replays: Replays | None = None  # where there is a tokenizer
         self._why_not, self._preamble, self._context = why_not, preamble, context
         self.response_template = None if assets is None else assets.response_template  # of the checkpoint's template
@@ -84,7 +86,7 @@ class TextCodec:
 
     def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
         caps = caps_for(tokenizer.bound.characters, self._context)
-        return None if template is None else ChatTemplate(template, tokenizer, caps)
+        return None if template is None else ChatTemplate(template, tokenizer, self._renderer, caps)
 
     @property
     def has_text(self) -> bool:

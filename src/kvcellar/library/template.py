@@ -5,8 +5,7 @@ import re
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from kvcellar.errors import ModelRefused
-from kvcellar.text.meter import Caps
-from kvcellar.text.sandbox import CappedEnvironment
+from kvcellar.text.sandbox import ChatEnvironment
 
 # Actions that templates of Go have and those of Jinja cannot have.
 _GO = re.compile(
@@ -25,7 +24,7 @@ def check_template(text: str) -> None:
             f"{{% for message in messages %}}{{{{ message.content }}}}{{% endfor %}}"
         )
     try:
-        CappedEnvironment(Caps()).translated(text)
+        ChatEnvironment().compiled(text)
     except TemplateSyntaxError as error:
         raise ModelRefused(
             f"TEMPLATE is no chat template in Jinja: line {error.lineno} of it: {error.message}"

@@ -28,8 +28,7 @@ from kvcellar.serve.openai.completions import one_prompt
 from kvcellar.serve.parsing import Limits, parse_object, validated
 from kvcellar.serve.sending import send_encoded, until_disconnected
 from kvcellar.serve.shared import Shared
-from kvcellar.text.conversation import checked
-from kvcellar.text.meter import Caps
+from kvcellar.text.conversation import Caps, checked
 
 PATH = "/kvcellar/conversations"
 NAMED = f"{PATH}/{{name}}"

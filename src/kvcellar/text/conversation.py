@@ -7,16 +7,40 @@ the template, even if the template changed the text around them.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
-from kvcellar.text.meter import Caps
 from kvcellar.text.tokens import check_unicode
 
 PIECE = 32 * 2**10  # characters that are searched at once: a call keeps the interpreter until it returns
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms; templates read the first two
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Limits for rendering one conversation. Characters are Unicode code points."""
+
+    messages: int = 10_000
+    message_chars: int = 2**23  # all strings of the messages together
+    depth: int = 32  # of lists and objects within a message
+    marks: int = 100_000  # matches of control tokens in the messages' text
+    seconds: float = 5.0  # of a run of the template
+    output_chars: int = 2**24
+
+
+LEAST_MESSAGE_CHARS = 2**20
+SPARE = 4  # messages may have so many times the text that fits the context: templates omit some of it (reasoning)
+
+
+def caps_for(characters: int | None, context: int) -> Caps:
+    """Caps on a conversation, by how much text fits the context, whose tokens have at most so many characters."""
+    caps = Caps()
+    if characters is None:
+        return caps
+    return replace(caps, message_chars=min(caps.message_chars, max(LEAST_MESSAGE_CHARS, SPARE * context * characters)))
 
 
 def checked(messages: object, caps: Caps) -> list[dict[str, Any]]:

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from kvcellar.errors import BadRequest, ModelRefused, TemplateFailed, shown
 from kvcellar.text.calls import Arguments, CallForm, probe
 from kvcellar.text.conversation import (
+    Caps,
     Copier,
     Marker,
     checked,
@@ -37,8 +38,8 @@ from kvcellar.text.conversation import (
     unmarked,
     unused,
 )
-from kvcellar.text.meter import Caps, OverCaps
-from kvcellar.text.sandbox import CappedEnvironment, Refused
+from kvcellar.text.rendering import FAULTS, OVER, Outcome, Renderer
+from kvcellar.text.sandbox import ChatEnvironment, Refused
 from kvcellar.text.tokens import TextTokenizer
 
 MAX_SOURCE_CHARS = 2**20
@@ -46,19 +47,6 @@ MAX_REASON_CHARS = 1000
 
 _OWN = ("messages", "tools", "documents", "add_generation_prompt")  # variables that a client cannot set
 _THINKING = ("enable_thinking", "thinking")  # variables by which templates switch reasoning on and off
-
-# Exceptions that a faulty template can raise. All others are defects of kvcellar and are not caught.
-_FAULTS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,  # includes RecursionError
-    TemplateError,
-    TypeError,
-    ValueError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +115,19 @@ def checked_options(options: Options) -> Options:
 class ChatTemplate:
     """A model's compiled template. Thread-safe: each run has an environment of its own."""
 
-    def __init__(self, source: str, tokenizer: TextTokenizer, caps: Caps | None = None) -> None:
+    def __init__(self, source: str, tokenizer: TextTokenizer, renderer: Renderer, caps: Caps | None = None) -> None:
         """Raises `ModelRefused` if `source` is not a template."""
-        self._source, self._tokenizer, self._caps = source, tokenizer, caps or Caps()
+        self._source, self._tokenizer, self._renderer, self._caps = source, tokenizer, renderer, caps or Caps()
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelRefused(f"the chat template has {len(source)} characters; {MAX_SOURCE_CHARS} are allowed")
         try:
-            self._code = CappedEnvironment(self._caps).translated(source)
+            ChatEnvironment().compiled(source)
         except TemplateSyntaxError as error:
             raise ModelRefused(f"the chat template does not compile: line {error.lineno}: {error}") from error
-        except _FAULTS as error:
+        except FAULTS as error:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
-        self.variables = CappedEnvironment(self._caps).variables(source)  # read by the template
+        self.variables = ChatEnvironment().variables(source)  # read by the template
         self._marker = Marker(tokenizer.control.values(), self._caps.marks)
-        self._reads_text, self._reads_parts = self._probed()
 
     @property
     def source(self) -> str:
@@ -263,25 +250,21 @@ class ChatTemplate:
         return probe(self._tried, lambda text: self._fitting({"content": text})["content"])
 
     def _run(self, variables: Mapping[str, Any], mark: str) -> str:
-        parts: list[str] = []
-        size = 0
-        try:
-            for part in CappedEnvironment(self._caps, mark).run(self._code, variables):
-                parts.append(part)
-                size += len(part)
-                if size > self._caps.output_chars:
-                    raise OverCaps(f"wrote more than {self._caps.output_chars} characters")
-        except _FAULTS as error:
-            raise _failed(error, mark) from error
-        return "".join(parts)
+        caps = self._caps
+        outcome = self._renderer.run(self._source, variables, mark, seconds=caps.seconds, most=caps.output_chars)
+        if outcome.fault:
+            raise _failed(outcome, mark)
+        return outcome.text
 
     def _fitting(self, message: dict[str, Any]) -> dict[str, Any]:
         """The message with its content in the form that the template reads."""
-        if not self._reads_text:
+        reads_text, reads_parts = self._reads
+        if not reads_text:
             return parted(message)
-        return message if self._reads_parts else joined(message)
+        return message if reads_parts else joined(message)
 
-    def _probed(self) -> tuple[bool, bool]:
+    @cached_property
+    def _reads(self) -> tuple[bool, bool]:
         """Whether the template reads content as text, and whether it reads content in parts. Renders a probe of each.
 
         A template without support for parts prints them as Python or JSON; one that supports only parts does not print
@@ -376,14 +359,14 @@ def _with_sign(text: str, sign: str) -> str:
     return text[:middle] + sign + text[middle:]
 
 
-def _failed(error: Exception, mark: str) -> TemplateFailed:
-    """The error for the client when a template raised `error`."""
-    reason = str(error).replace(mark, "") if mark else str(error)
+def _failed(outcome: Outcome, mark: str) -> TemplateFailed:
+    """The error for the client of a run that has failed."""
+    reason = outcome.text.replace(mark, "") if mark else outcome.text
     reason = reason[:MAX_REASON_CHARS]
-    if isinstance(error, Refused):
+    if outcome.fault == Refused.__name__:
         return TemplateFailed(f"the chat template refused these messages: {reason}", "messages")
-    if isinstance(error, OverCaps):
+    if outcome.fault == OVER:
         message, hint = f"the chat template was stopped: it {reason}. Send shorter messages", "Or correct the template."
         return TemplateFailed(message, "messages", hint=hint)
-    message, hint = f"the chat template failed on these messages: {reason}", f"It raised {type(error).__name__}."
+    message, hint = f"the chat template failed on these messages: {reason}", f"It raised {outcome.fault}."
     return TemplateFailed(message, "messages", hint=hint)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcellar.text.replies.families import known
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer
-from tests.text.made import byte_level
+from tests.text.made import RENDERER, byte_level
 from tests.text.replies.chats import TEMPLATES
 from tests.text.replies.reads import TOOLS, pieces_of, read
 
@@ -45,7 +45,7 @@ OPENED = "<|im_start|>assistant\n"
 def family(request):
     """The name of a family, its form, and its template."""
     source = TEMPLATES[request.param]
-    return request.param, known(source), ChatTemplate(source, TextTokenizer(byte_level()))
+    return request.param, known(source), ChatTemplate(source, TextTokenizer(byte_level()), RENDERER)
 
 
 def written(name, template, message) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from kvcellar.errors import BadRequest
+from kvcellar.sample.compiler import as_read
 from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.grammars import as_read
 from kvcellar.text.replies.families import known
 from kvcellar.text.replies.grammar import Grammar
 from kvcellar.text.replies.rules import Rules

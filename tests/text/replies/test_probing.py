@@ -6,7 +6,7 @@ from kvcellar.text.replies.families import known
 from kvcellar.text.replies.probing import probed
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer
-from tests.text.made import byte_level
+from tests.text.made import RENDERER, byte_level
 from tests.text.replies.chats import TEMPLATES, chat
 from tests.text.replies.reads import pieces_of, read
 from tests.text.templates import CHATML, LLAMA3
@@ -20,7 +20,7 @@ BARE = EACH + '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}
 
 
 def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, TextTokenizer(byte_level()))
+    return ChatTemplate(source, TextTokenizer(byte_level()), RENDERER)
 
 
 @pytest.mark.parametrize("calls", [OBJECT, LIST, NAMED])

@@ -195,3 +195,24 @@ def test_several_threads_start_one_process(worker) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(one, range(4))) == {worker.pid}
+
+
+def test_a_fork_that_is_used_again_has_one_job_at_a_time_and_is_replaced_when_it_ends(tmp_path) -> None:
+    """Where it ended between two jobs, the second one is not blamed."""
+    again, gate = Worker("tests.jobs", lambda: Setup("> "), again=True), tmp_path / "gate"
+    first, _ = asked(again, "ids")
+    assert asked(again, "ids")[0] == first
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(asked, again, "wait", str(gate))
+        eventually(lambda: not again._idle)
+        assert asked(again, "ids")[0] != first, "the first one is busy"
+        gate.touch()
+        assert waiting.result(TIMEOUT) == first
+    for pid in forks(again.pid):
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda pid=pid: not there(pid))
+    assert asked(again, "echo", "a") == "> a"
+    with pytest.raises(JobEnded):
+        asked(again, "signal", signal.SIGSEGV)
+    assert asked(again, "echo", "b") == "> b"
+    again.close()

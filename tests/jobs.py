@@ -34,6 +34,7 @@ def opened(setup: Setup) -> Callable[[Raw], object]:
         "allocate": allocate,
         "stall": stall,
         "wait": wait,
+        "sleep": time.sleep,
         "ids": lambda: [os.getpid(), os.getppid()],
     }
 

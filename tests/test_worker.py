@@ -107,6 +107,11 @@ def test_a_job_whose_time_is_over_is_ended(worker, job) -> None:
     assert asked(worker, "echo", "") == "> "
 
 
+def test_time_in_which_a_job_has_no_cpu_counts_less(worker) -> None:
+    """As on a machine that others keep busy."""
+    assert asked(worker, "sleep", 0.6, seconds=0.5) is None
+
+
 def test_a_process_that_has_ended_is_started_again_and_no_job_is_blamed_for_it(worker, tmp_path) -> None:
     with ThreadPoolExecutor() as pool:
         assert asked(worker, "echo", "") == "> "

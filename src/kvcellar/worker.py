@@ -34,12 +34,13 @@ from kvcellar.errors import EngineClosed, EngineFailed, Overloaded
 from kvcellar.wire import Link, packed
 
 ALONE = 1.0  # seconds after which the process looks whether its owner is there
-SPARE = 5.0  # seconds by which a fork may end late, on a machine that is busy
+BUSY = 10  # times its limit of CPU time that a job may take, on a machine that is busy
+SPARE = 5.0  # seconds by which a fork may end late
 LONG = 2.0  # seconds after which a job gives way to others
 
 
 class Job(Struct, frozen=True, array_like=True):
-    seconds: float  # from when it is received
+    seconds: float  # of CPU time
     what: Raw
 
 
@@ -81,14 +82,16 @@ class Worker:
         return self._popen.pid if self._popen is not None else None
 
     def run(self, what: object, seconds: float) -> Raw:
-        """What the module returns for `what`, as `wire.packed` has it, or what it raises. Waits until the process is
-        started, and then for so many seconds. Raises `JobEnded`, and `Overloaded` where no process can be made."""
+        """What the module returns for `what`, as `wire.packed` has it, or what it raises. It may take so many seconds
+        of CPU time, so that the load of the machine does not decide what is refused, and `BUSY` times as long in all.
+        Raises `JobEnded`, and `Overloaded` where no process can be made."""
         for _ in range(2):
             link, answered = self._lent(), False
-            until, begun = time.monotonic() + seconds, False
+            began, begun = time.monotonic(), False
+            until = began + BUSY * seconds + SPARE
             try:
                 link.send(Job(seconds, packed(what)))
-                while link.arrives(max(0.0, until + SPARE - time.monotonic())):
+                while link.arrives(max(0.0, until - time.monotonic())):
                     match link.receive():
                         case Begun():
                             begun = True
@@ -104,7 +107,7 @@ class Worker:
                 self._give_back(link, answered)
             if self._closed:
                 raise EngineClosed("the engine is closed")
-            late = time.monotonic() >= until
+            late = time.monotonic() >= began + seconds
             if begun or late:
                 raise JobEnded(late=late)
         raise Overloaded("the process that had to try this was ended; try again later")
@@ -229,7 +232,8 @@ def serve(setup: Any, opened: Callable[[Any], Callable[[Raw], object]], *, stack
     control.set_inheritable(False)
     control.settimeout(ALONE)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so a fork that has ended needs no wait
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    for number in (signal.SIGPROF, signal.SIGALRM):  # of timers of a fork, which they end
+        signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(stack)
     work: Callable[[Raw], object] | None = None
@@ -279,14 +283,19 @@ def _fork(control: socket.socket, link: Link[Job], work: Callable[[Raw], object]
 
 def _work(link: Link[Job], work: Callable[[Raw], object]) -> None:
     job = link.receive()
-    signal.setitimer(signal.ITIMER_REAL, job.seconds)  # its signal ends the fork
+    _limit_time(job.seconds)
     link.send(Begun())
     thread = threading.Thread(target=_answer, args=(link, work, job.what))
     thread.start()
     thread.join(LONG)
     lower(thread)
     thread.join()
-    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    _limit_time(0.0)
+
+
+def _limit_time(seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, BUSY * seconds)
 
 
 def _answer(link: Link[Job], work: Callable[[Raw], object], what: Raw) -> None:

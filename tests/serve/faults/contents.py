@@ -379,7 +379,7 @@ CONTENTS = (
     Fault(34, "A chat template, of the model, that loops without end, or writes a gigabyte",
           "400, after a bounded time and with bounded memory", tuple(endless_templates()),
           (f"{TEXTS}/test_template.py::test_a_template_that_does_not_end_is_ended",
-           f"{TEXTS}/test_template.py::test_a_template_that_would_fill_memory_is_stopped")),
+           f"{TEXTS}/test_template.py::test_a_template_that_would_fill_memory_is_stopped_or_bounded")),
     Fault(35, "Addresses of images, audio, video and files", "400; nothing is fetched", tuple(media())),
     Fault(36, "An image that is a bomb", "400", why_not="no media are read: an image is refused unread, as fault 35"),
     Fault(37, "A model named `../../etc/passwd`, `C:\\x`, by 10 KB, an emoji, NUL, `.`, `-rf`, in other case",

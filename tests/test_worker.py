@@ -149,6 +149,19 @@ def test_what_is_closed_takes_no_job_and_leaves_no_process(worker, tmp_path) -> 
     eventually(lambda: not there(job))
 
 
+def test_a_process_that_rests_lets_jobs_go_on_and_is_started_again(worker, tmp_path) -> None:
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(asked, worker, "wait", str(gate := tmp_path / "gate"))
+        eventually(lambda: worker.pid is not None and len(forks(worker.pid)) == 1)
+        before = worker.pid
+        worker.rest()
+        assert worker.pid is None
+        assert not there(before)
+        assert asked(worker, "ids")[1] == worker.pid != before
+        gate.touch()
+        assert running.result(TIMEOUT) > 0
+
+
 OWNER = """
 import os, threading, time
 from kvcellar.worker import Worker

@@ -123,6 +123,13 @@ class Worker:
                     os.killpg(self._popen.pid, signal.SIGKILL)
                 self._end()
 
+    def rest(self) -> None:
+        """End the process until the next job. Jobs that run go on. Does nothing in a fork of the owner."""
+        if self._owner == os.getpid():
+            self._drop_idle()
+            with self._lock:
+                self._end()
+
     def _lent(self) -> Link[Begun | Done | Refused]:
         """A link to a new fork."""
         if self._owner != os.getpid():

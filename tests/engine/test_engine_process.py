@@ -252,11 +252,12 @@ def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expect
 
 
 def test_a_grammar_that_ends_its_compiler_ends_no_engine(server, model, expected) -> None:
-    with in_a_process(model) as engine:
+    begun = len(server.started)
+    with in_a_process(server, model) as engine:
         with pytest.raises(BadRequest, match="this grammar ends its compiler"):
             engine.generate([5, 6], constraint=Constraint.grammar(LARK["rules"](7500)))
         assert ASKED["schema"](engine) == expected["schema"]
-        assert len(server.started) == 1
+        assert len(server.started) == begun + 1
 
 
 def test_what_is_asked_beside_requests_is_refused_when_the_engine_dies(server, model, tmp_path) -> None:

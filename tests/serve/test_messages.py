@@ -600,8 +600,8 @@ def test_texts_that_take_too_long_to_tokenize(
 TEMPLATES = {  # the last part comes from the template or from Jinja
     "": "this model has no chat template; send a prompt instead of messages",
     "{{ raise_exception('Roles must alternate') }}": "the chat template refused these messages: Roles must alternate",
-    "{{ messages[0].content * 10 ** 9 }}": "the chat template was stopped: it asked for a value of 66000000000 "
-    "bytes; 67108864 are allowed. Send shorter messages",
+    "{{ messages[0].content * 10 ** 9 }}": "the chat template was stopped: it needed too much memory or stack. Send "
+    "shorter messages",
     "{{ 1 / 0 }}": "the chat template failed on these messages: division by zero",
 }
 

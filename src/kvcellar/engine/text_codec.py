@@ -128,7 +128,9 @@ class TextCodec:
         return rendered.encode(tokenizer, limit=limit)
 
     def rest(self) -> None:
-        """End the threads of the tokenizer, unless they are at work. The next text starts others."""
+        """End the threads of the tokenizer, unless they are at work, and the process of the chat template. The next
+        text starts others."""
+        self._renderer.rest()
         if self._tokenizer is not None:
             self._tokenizer.limit.rest()
 

@@ -57,6 +57,10 @@ class Renderer:
     def __init__(self) -> None:
         self._worker = Worker("kvcellar.text.rendering", lambda: None, again=True)
 
+    def rest(self) -> None:
+        """End the processes. The next run starts others."""
+        self._worker.rest()
+
     def run(self, source: str, variables: Mapping[str, Any], mark: str, *, seconds: float, most: int) -> Outcome:
         """What a template writes."""
         try:

@@ -243,6 +243,14 @@ def told_all(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Any) -> li
     return ears
 
 
+def test_the_death_of_an_engine_that_has_told_tokens_of_a_request_does_not_count(server, model, expected) -> None:
+    """It goes on in the third engine, though the second one dies before its first token."""
+    begun, server.faults = len(server.started), [{"step": 9}, {"step": 1}]
+    with in_a_process(server, model) as engine:
+        assert ASKED["greedy"](engine) == expected["greedy"]
+        assert len(server.started) == begun + 3
+
+
 def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expected) -> None:
     server.faults = [{"grammar": True}] * 2
     with in_a_process(server, model) as engine:

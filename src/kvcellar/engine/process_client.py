@@ -9,8 +9,8 @@ Always true:
     to go on with it;
   * events are delivered by one thread, the one that reads messages, and no event after `Done` or `Failed`;
   * after a death, requests go on one after the other: the next one when the one before was told something, or after
-    `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one that was in
-    `DEATHS` engines that died, and was told nothing in between, has failed;
+    `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one with which
+    `DEATHS` engines in a row had begun, and died before they told anything of it, has failed;
   * the process is gone when `close` has returned, and ends by itself if this one dies.
 """
 
@@ -80,7 +80,7 @@ from kvcellar.wire import decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
-DEATHS = 2  # of engines that a request was running in, without a token in between
+DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
 FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 UNPROVEN_SECONDS = 2.0
 STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
@@ -113,7 +113,8 @@ class _Request:
     cached: int = 0  # tokens of the prompt that came from memory, in the first engine
     prompt_told: bool = False
     here: bool = False  # the running engine has begun with it
-    deaths: int = 0  # of engines that had begun with it, since it was told something
+    proven: bool = False  # the running engine has told something of it
+    deaths: int = 0  # of engines that had begun with it, and told nothing, in a row
     went_on: bool = False  # more than one engine had it
     cancelled: bool = False
     failed: Exception | None = None  # its text
@@ -122,7 +123,7 @@ class _Request:
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
         if not isinstance(event, Admitted):
-            self.deaths = 0
+            self.deaths, self.proven = 0, True
         match event:
             case Drawn():
                 event = self._drawn(event)
@@ -539,8 +540,8 @@ class ProcessClient:
         unknown = not any(request.here for request in self._running.values())
         for number, request in list(self._running.items()):
             begun = request.here or request.ask is not None or number in suspects or unknown
-            request.deaths += begun and number not in unsent
-            request.here, request.went_on = False, True
+            request.deaths += begun and not request.proven and number not in unsent
+            request.here, request.proven, request.went_on = False, False, True
             if request.deaths >= DEATHS:
                 self._refuse(number, request, how)
         self._fruitless = self._fruitless + 1 if time.monotonic() - process.began < SOON else 1

@@ -234,3 +234,13 @@ def test_a_fork_that_is_used_again_has_one_job_at_a_time_and_is_replaced_when_it
         asked(again, "signal", signal.SIGSEGV)
     assert asked(again, "echo", "b") == "> b"
     again.close()
+
+
+def test_a_fork_in_which_a_job_has_left_much_memory_does_no_other_job() -> None:
+    """The next one has all the memory that it may use, and is not blamed for what is missing."""
+    again = Worker("tests.jobs", lambda: Setup("> "), again=True)
+    first, _ = asked(again, "ids")
+    for _ in range(3):
+        assert asked(again, "allocate", 5 << 25) == 1, "of 8 << 25; nothing is left of the one before"
+    assert asked(again, "ids")[0] != first
+    again.close()

@@ -223,7 +223,7 @@ def own_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
 
 def lower(thread: threading.Thread) -> None:
     """Let a thread that works for long have what others leave of the CPUs. Only Linux has priorities of threads."""
-    if sys.platform == "linux" and (number := thread.native_id) is not None:
+    if sys.platform == "linux" and thread.is_alive() and (number := thread.native_id) is not None:
         with suppress(OSError):  # it has just ended
             os.setpriority(os.PRIO_PROCESS, number, 5)  # a third of the share of others
 
@@ -279,9 +279,11 @@ def _fork(control: socket.socket, link: Link[Job], work: Callable[[Raw], object]
     status = 1
     try:
         control.close()
-        _limit(memory)
-        while True:
+        base = _addresses()
+        _limit(base + memory)
+        while _addresses() - base <= memory // 2:  # else what a job has left would be missing in the next one
             _work(link, work)
+        status = 0
     except EOFError:
         status = 0
     finally:
@@ -316,13 +318,18 @@ def _answer(link: Link[Job], work: Callable[[Raw], object], what: Raw) -> None:
         link.send(answer)
 
 
-def _limit(memory: int) -> None:
-    """Of addresses: what is mapped and not touched counts as well. Only Linux says how many there are."""
+def _addresses() -> int:
+    """Bytes of addresses of this process: what is mapped and not touched counts as well. Only Linux says how many."""
+    if sys.platform != "linux":
+        return 0
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _limit(addresses: int) -> None:
     if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = pages * resource.getpagesize() + memory
-        resource.setrlimit(resource.RLIMIT_AS, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
+        least = addresses if most == resource.RLIM_INFINITY else min(addresses, most)
+        resource.setrlimit(resource.RLIMIT_AS, (least, most))
 
 
 def _no_process(error: OSError) -> Overloaded:

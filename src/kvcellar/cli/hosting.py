@@ -18,7 +18,7 @@ from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.fork_server import starter_for
 from kvcellar.engine.in_library import in_library, located
-from kvcellar.engine.machine import free_cpu_bytes, own_python
+from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest
@@ -34,6 +34,7 @@ from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
 from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
+from kvcellar.worker import own_python
 
 log = logging.getLogger("kvcellar.serve")
 

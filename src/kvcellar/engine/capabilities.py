@@ -7,11 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcellar.engine.machine import own_python
 from kvcellar.engine.replies import Replies, ServedReplies
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import ModelRefused
 from kvcellar.text.tokens import MOST_BYTES, bytes_for
+from kvcellar.worker import own_python
 
 NOTHING = ("completion",)  # of every model
 CONTEXT = 2**20  # tokens; no conversation is rendered

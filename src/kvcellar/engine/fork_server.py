@@ -22,8 +22,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from kvcellar.engine.machine import own_python
 from kvcellar.errors import EngineFailed
+from kvcellar.worker import own_python
 
 log = logging.getLogger("kvcellar.engine")
 

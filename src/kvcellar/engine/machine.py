@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.worker import own_python as own_python
-
 PER_CPU = 4  # threads for each logical CPU of the machine that a user may set
 
 

@@ -75,4 +75,4 @@ def wait(file: str) -> int:
 
 
 if __name__ == "__main__":
-    serve(Setup, opened, stack=1 << 22, memory=1 << 28)
+    serve(Setup, opened, stack=1 << 22, memory=1 << 29)

@@ -241,6 +241,6 @@ def test_a_fork_in_which_a_job_has_left_much_memory_does_no_other_job() -> None:
     again = Worker("tests.jobs", lambda: Setup("> "), again=True)
     first, _ = asked(again, "ids")
     for _ in range(3):
-        assert asked(again, "allocate", 5 << 25) == 1, "of 8 << 25; nothing is left of the one before"
+        assert asked(again, "allocate", 5 << 26) == 1, "of 8 << 26; nothing is left of the one before"
     assert asked(again, "ids")[0] != first
     again.close()

@@ -375,9 +375,13 @@ class Beat(Tagged, frozen=True):
     none."""
 
     seconds: float
-    steps: int
-    running: int  # completions
-    waiting: int
 
 
-FromEngine = Hello | Loading | StepEvents | Reply | Refusal | Wanted | Logged | Beat
+class EngineSnapshot(Tagged, frozen=True):
+    """The engine as it was between two steps: told after the load, and when something may have changed, but no more
+    than a few times a second."""
+
+    stats: Raw  # of `EngineStats`, as `wire.packed` returns it
+
+
+FromEngine = Hello | Loading | StepEvents | Reply | Refusal | Wanted | Logged | Beat | EngineSnapshot

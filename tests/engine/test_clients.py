@@ -402,6 +402,16 @@ def test_a_source_that_raises_ends_the_import(engine: Engine) -> None:
         engine.cache.import_from(io.BytesIO(b"no archive"))
 
 
+def test_statistics_are_told_without_being_asked_for(engine: Engine) -> None:
+    """Those that are told last are those of an engine that rests, so also what was told later than its last event."""
+    before = engine.stats()
+    engine.generate([5, 6, 7], **GREEDY)
+    acknowledged(engine)
+    now = engine.stats()
+    assert now.steps > before.steps
+    eventually(lambda: replace(engine.last_stats, at=0.0) == replace(now, at=0.0), "the last ones are told")
+
+
 # -- receivers --------------------------------------------------------------------------------------------------------
 
 

@@ -17,12 +17,11 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
 from kvcellar.engine.stats import EngineStats, PrefixStats, SpeculationStats, StoreStats, TierStats
-from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.buckets import Buckets
-from kvcellar.serve.metrics.engines import EngineCounts
+from kvcellar.serve.metrics.engines import LATE, EngineCounts
 from kvcellar.serve.metrics.samples import COUNTERS, GAUGES
 from kvcellar.serve.resident import Limits
 from tests.serve.fake_engine import PATIENCE, FakeEngine, engine_stats
@@ -33,6 +32,7 @@ Values = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 OPEN = "application/openmetrics-text; version=1.0.0"
 TIERS = tuple(TierStats(name, 5, 10, 70, 30, False, {"read": 2}) for name in ("host", "disk"))
 BUSY = engine_stats(
+    at=float("inf"),  # it has just told them
     steps=40,
     preemptions=3,
     running=2,
@@ -246,22 +246,15 @@ def test_the_registry_of_the_library_is_not_used(counting):
     assert not [family for family in REGISTRY.collect() if "kvcellar" in family.name]
 
 
-def test_an_engine_that_does_not_return_delays_neither_the_scrape_nor_other_requests(counting):
+@pytest.mark.parametrize(("running", "waiting"), [(1, 0), (0, 1), (0, 0)])
+def test_numbers_of_an_engine_that_is_at_work_and_has_told_none_for_long_are_stale(counting, running, waiting):
     engine, server = counting
-    engine.counted = BUSY
+    engine.counted = replace(BUSY, at=time.time() + PATIENCE, running=running, waiting=waiting)
     assert value(scraped(server.url), "kvcellar_stats_stale") == 0
-    engine.stats_gate, engine.counted = threading.Event(), replace(BUSY, steps=41)
-    try:
-        for _ in range(2):  # one call is under way at a time
-            found = scraped(server.url)
-            assert (value(found, "kvcellar_stats_stale"), value(found, "kvcellar_steps_total")) == (1, 40)
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert engine.stats_calls == 2
-    finally:
-        engine.stats_gate.set()
-    engine.stats_gate = None
-    while value(scraped(server.url), "kvcellar_steps_total") != 41:
-        pass
+    engine.counted = replace(engine.counted, at=time.time() - 2 * LATE, steps=41)
+    found = scraped(server.url)
+    assert value(found, "kvcellar_stats_stale") == bool(running or waiting)
+    assert value(found, "kvcellar_steps_total") == 41
 
 
 class Turns:
@@ -307,7 +300,9 @@ class Turns:
 
 def test_counters_never_fall_while_models_are_loaded_and_unloaded(monkeypatch):
     turns = Turns(5)
-    monkeypatch.setattr("tests.serve.fake_host.SizedEngine.stats", lambda engine: turns.stats(engine), raising=False)
+    engine = "tests.serve.fake_host.SizedEngine"
+    monkeypatch.setattr(f"{engine}.stats", lambda engine: turns.stats(engine), raising=False)
+    monkeypatch.setattr(f"{engine}.last_stats", property(lambda engine: turns.stats(engine)), raising=False)
     reader = EngineCounts(turns.world.host)
     for _ in range(400):
         turns.rng.choice((turns.load, turns.wait, turns.work, turns.count))()
@@ -318,15 +313,10 @@ def test_counters_never_fall_while_models_are_loaded_and_unloaded(monkeypatch):
     reader.close()
 
 
-def test_a_failed_engine_keeps_the_counters_of_the_last_scrape(counting, monkeypatch):
+def test_a_failed_engine_keeps_its_counters(counting):
     engine, server = counting
     engine.counted = BUSY
-    scraped(server.url)
-
-    def failed() -> EngineStats:
-        raise EngineClosed("the engine is closed; open a new one")
-
-    monkeypatch.setattr(engine, "stats", failed)
+    engine.healthy = False
     found = scraped(server.url)
     assert (value(found, "kvcellar_steps_total"), value(found, "kvcellar_stats_stale")) == (40, 1)
 

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from msgspec import Raw
+
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.fork_server import AGAIN, Starter, in_words
 from kvcellar.errors import EngineFailed
-from kvcellar.messages import Beat, FromEngine, Hello, Loading, Logged, Refusal, Start
+from kvcellar.messages import Beat, EngineSnapshot, FromEngine, Hello, Loading, Logged, Refusal, Start
 from kvcellar.wire import Link, Outbox, decode
 
 LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
@@ -35,7 +37,8 @@ class ChildProcess:
         link, self._process = starter.start(folder, waits)
         self.link: Link[FromEngine] = Link(link, FromEngine)
         self._outbox = Outbox(self.link, unsent)
-        self.beat, self.beaten = Beat(0.0, 0, 0, 0), time.monotonic()
+        self.beat, self.beaten = Beat(0.0), time.monotonic()
+        self.stats: Raw | None = None  # as it has told them last; it does before it says hello
         self.began = self.beaten  # when its model was loaded
         self.killed = ""  # why this side has killed it
         self._start = start
@@ -77,6 +80,8 @@ class ChildProcess:
                     raise error
                 case Logged() as line:
                     logged(line)
+                case EngineSnapshot(stats):
+                    self.stats = stats
                 case _:
                     pass
 

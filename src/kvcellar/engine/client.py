@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from kvcellar.engine.card import EngineCard
+from kvcellar.engine.stats import EngineStats
 from kvcellar.messages import ControlInParts, ControlWithReply, EngineEvent, Submission
 from kvcellar.tiers.upkeep import Readable
 
@@ -25,6 +26,12 @@ class EngineClient(Protocol):
     @property
     def starting(self) -> bool:
         """Whether it has died and is started again: requests wait for it."""
+        ...
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """The statistics that the engine has told last: some tenths of a second after something has changed, once its
+        step has ended. Waits for nothing."""
         ...
 
     def number(self) -> int:

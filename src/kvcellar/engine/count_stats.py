@@ -1,5 +1,6 @@
 """count_stats: the statistics of an engine, as they are between two steps."""
 
+import time
 from typing import TYPE_CHECKING
 
 from kvcellar.engine.stats import (
@@ -23,6 +24,7 @@ def stats(built: "Built") -> EngineStats:
     loop, memory, scheduler = built.loop, built.memory, built.loop.scheduler
     rows_used = memory.rows.used
     return EngineStats(
+        at=time.time(),
         started=loop.started,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),

@@ -308,6 +308,12 @@ class Engine:
         """The current statistics. Waits for the running step."""
         return self._client.ask(ReadStats())
 
+    @property
+    def last_stats(self) -> EngineStats:
+        """The statistics that the engine has told last: some tenths of a second after something has changed, once the
+        running step has ended. Waits for nothing, so also while a step takes long, or the engine is started again."""
+        return self._client.last_stats
+
     def clear_cache(self) -> None:
         """Evict all that no running completion uses from the prefix cache, pinned prompts, too, and forget the texts
         that drafts are made of."""

@@ -29,6 +29,7 @@ from typing import Any
 from kvcellar.engine.build import build
 from kvcellar.engine.fork_server import ENDING_SIGNALS
 from kvcellar.engine.settings import settings_of
+from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.thread_client import ThreadClient
 from kvcellar.errors import EngineFailed, KvcellarError
 from kvcellar.messages import (
@@ -46,6 +47,7 @@ from kvcellar.messages import (
     DescribeVariant,
     EndParts,
     EngineEvent,
+    EngineSnapshot,
     Fail,
     Given,
     Hello,
@@ -155,7 +157,7 @@ class EngineProcess:
         with listening(heard), ExitStack() as opened:
             client = ThreadClient(build(start.model, settings_of(start.settings), opened, torch_of=os.getpid()))
             opened.callback(client.close)
-            client.start(turned=self._turned, failed=self._failed)
+            client.start(turned=self._turned, counted=self._counted, failed=self._failed)
             for control in start.adapters:
                 self._restore_adapter(client, control)
             opened.pop_all()
@@ -184,6 +186,9 @@ class EngineProcess:
             self._outbox.put(StepEvents(tuple(self._step)))
             self._step.clear()
 
+    def _counted(self, stats: EngineStats) -> None:
+        self._outbox.put(EngineSnapshot(packed(stats)))
+
     def _failed(self) -> None:
         """What the log says of the error is sent before the process ends; the events of the running step are not."""
         self._outbox.close(LAST_WORDS)
@@ -205,12 +210,8 @@ class EngineProcess:
                 self._outbox.put(self._beat())
 
     def _beat(self) -> Beat:
-        if self._client is None:
-            return Beat(0.0, 0, 0, 0)
-        loop = self._client.built.loop
-        began, scheduler = loop.turn_began, loop.scheduler
-        seconds = time.perf_counter() - began if began is not None else 0.0
-        return Beat(seconds, loop.steps, len(scheduler.running), len(scheduler.waiting))
+        began = self._client.built.loop.turn_began if self._client is not None else None
+        return Beat(time.perf_counter() - began if began is not None else 0.0)
 
     def _unsent(self, message: object, error: ValueError) -> None:
         """A reply becomes a refusal, and what cannot be told of a request the end of it."""

@@ -87,11 +87,17 @@ class Loop:
         self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
     def start(
-        self, runner: Runner, *, turned: Callable[[], None] = nothing, failed: Callable[[], None] = nothing
+        self,
+        runner: Runner,
+        *,
+        turned: Callable[[], None] = nothing,
+        observed: Callable[[], float | None] = nothing,
+        failed: Callable[[], None] = nothing,
     ) -> None:
-        """`turned` is called at the end of each turn, when all events of a step are delivered; `failed` when the engine
-        has met an error that ends it, before its requests are told. Neither may raise, or block."""
-        self._runner, self._turned, self._failed = runner, turned, failed
+        """`turned` is called at the end of each turn, when all events of a step are delivered; then `observed`, which
+        looks at the engine, or returns after how many seconds it wants to; and `failed` when the engine has met an
+        error that ends it, before its requests are told. None may raise, or block."""
+        self._runner, self._turned, self._observed, self._failed = runner, turned, observed, failed
         self._device.add(self)
 
     # -- from any thread ----------------------------------------------------------------------------------------
@@ -237,7 +243,9 @@ class Loop:
         pause = self._turn()
         self.turn_began = None
         self._turned()
-        return pause
+        if self.ended or (wanted := self._observed()) is None:
+            return pause
+        return wanted if pause is None else min(pause, wanted)
 
     def _turn(self) -> float | None:
         if not self._open:

@@ -39,6 +39,7 @@ from kvcellar.engine.child_process import STARTING, ChildProcess, logged
 from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.fork_server import Starter, starter_for
 from kvcellar.engine.request import timings_of
+from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, Overloaded, WrongStage, forked_from
 from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
 from kvcellar.messages import (
@@ -56,6 +57,7 @@ from kvcellar.messages import (
     Ended,
     EndParts,
     EngineEvent,
+    EngineSnapshot,
     Fail,
     FromEngine,
     Given,
@@ -246,6 +248,8 @@ class ProcessClient:
                     raise EngineClosed("the engine is closed; open a new one")
                 self._process = process
             self.card = process.hello(heard)
+            assert process.stats is not None, "it tells its statistics first"
+            self._stats = process.stats
         except BaseException:
             process.end(0.0)
             raise
@@ -257,6 +261,11 @@ class ProcessClient:
     def alive(self) -> bool:
         """Also while the engine is started again."""
         return not self._closing and not self._given_up and self._owner == os.getpid()
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """While an engine is started, those of the one that it replaces."""
+        return decode(self._stats, EngineStats)
 
     @property
     def starting(self) -> bool:
@@ -465,6 +474,8 @@ class ProcessClient:
                 self._answered(message)
             case Beat():
                 self._process.beat, self._process.beaten = message, time.monotonic()
+            case EngineSnapshot(stats):
+                self._stats = stats
             case Logged():
                 logged(message)
             case Hello() | Loading():
@@ -550,12 +561,12 @@ class ProcessClient:
         return self._start_again()
 
     def _report_death(self, process: ChildProcess, how: str) -> None:
-        beat, running = process.beat, len(self._running)
+        stats = self.last_stats
         log.error(
             "the process %d of the engine %s, with %d requests; %.1f s before, it had made %d steps, %d completions "
             "ran and %d waited. It is started again, and they go on",
-            *(process.pid, how, running, time.monotonic() - process.beaten),
-            *(beat.steps, beat.running, beat.waiting),
+            *(process.pid, how, len(self._running), max(0.0, time.time() - stats.at)),
+            *(stats.steps, stats.running, stats.waiting),
         )
 
     def _refuse(self, number: int, request: _Request, how: str) -> None:

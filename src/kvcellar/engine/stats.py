@@ -96,6 +96,7 @@ class EngineStats:
     """The state of an engine between two steps. docs/reference/statistics.md is generated from the
     comments."""
 
+    at: float  # when it was so: seconds of the wall clock
     started: float  # when the engine was started, or started again after its process died: seconds of the wall clock
     running: int  # completions in prefill or decode
     waiting: int  # completions waiting for admission

@@ -1,12 +1,19 @@
 """thread_client: an engine on a thread of this process, as its front end sees it."""
 
+import logging
+import time
 from collections.abc import Callable
 
 from kvcellar.engine.build import Built, card_of
 from kvcellar.engine.controls import Controls
+from kvcellar.engine.count_stats import stats
 from kvcellar.engine.loop import nothing
+from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import Overloaded
 from kvcellar.messages import EngineEvent, Submission
+
+LOOK = 0.25  # seconds between two looks at the statistics, at least
+log = logging.getLogger("kvcellar.engine")
 
 
 class ThreadClient:
@@ -20,10 +27,34 @@ class ThreadClient:
         self.number, self.check_caller = self._loop.number, self._loop.check_caller
         self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail
         self.end_session = self._loop.end_session
+        self.last_stats, self._looked = stats(built), time.monotonic()
 
-    def start(self, *, turned: Callable[[], None] = nothing, failed: Callable[[], None] = nothing) -> None:
-        """As `Loop.start`."""
-        self._loop.start(self.built.runner, turned=turned, failed=failed)
+    def start(
+        self,
+        *,
+        turned: Callable[[], None] = nothing,
+        counted: Callable[[EngineStats], None] = lambda stats: None,
+        failed: Callable[[], None] = nothing,
+    ) -> None:
+        """`turned` and `failed` as `Loop.start` has them. `counted` is called with `last_stats`, first by this call and
+        then on the engine's thread; it must not block."""
+        self._counted = counted
+        counted(self.last_stats)
+        self._loop.start(self.built.runner, turned=turned, observed=self._look, failed=failed)
+
+    def _look(self) -> float | None:
+        """On the engine's thread, after a turn: something may have changed."""
+        now = time.monotonic()
+        if (left := self._looked + LOOK - now) > 0:
+            return left
+        self._looked = now
+        if self._loop.alive:
+            try:
+                self.last_stats = stats(self.built)
+                self._counted(self.last_stats)
+            except Exception:
+                log.exception("the statistics of the engine could not be read")
+        return None
 
     def close(self) -> bool:
         """As `EngineClient.close`."""

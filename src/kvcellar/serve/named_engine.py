@@ -77,6 +77,10 @@ class NamedEngine:
         """Those of all models of the engine: requests name the adapter."""
         return self._engine.embeddings
 
+    @property
+    def last_stats(self) -> EngineStats:
+        return self._engine.last_stats
+
     def stats(self) -> EngineStats:
         return self._engine.stats()
 

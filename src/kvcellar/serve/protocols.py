@@ -131,6 +131,11 @@ class ServedEngine(Protocol):
     @property
     def replies(self) -> ServedReplies: ...
 
+    @property
+    def last_stats(self) -> EngineStats:
+        """As it has told them last. Waits for nothing."""
+        ...
+
     def stats(self) -> EngineStats:
         """Waits for the running step."""
         ...

@@ -1,32 +1,29 @@
-"""engines: what `stats()` of the engines of a server has, as samples for a scrape.
+"""engines: what the engines of a server have told of themselves last, as samples for a scrape.
 
-`stats()` waits for the running step, so it runs on threads of its own, and a scrape waits for it at most `PATIENCE`:
-the samples of an engine that has not returned by then are those of an earlier scrape, and its model is `stale`.
+No scrape waits for an engine. The model of one that is at work and has told nothing for `LATE` seconds, as its step
+takes long or it is started again, is `stale`.
 
-Always true:
-  * at most one call of `stats()` of an engine is under way, so earlier numbers never replace later ones;
-  * counters of a model never fall: what an engine has counted is added to `_ended` when it is unloaded, and from then
-    on nothing else of it is; what one had counted that has died, up to the last scrape, is in `died` of its successor.
+Always true: counters of a model never fall. What an engine has counted is added to `_ended` when it is unloaded, and
+from then on nothing else of it is; what one had counted that has died, up to the last scrape, is in `died` of its
+successor.
 """
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import KvcellarError
 from kvcellar.serve.host import Host
 from kvcellar.serve.metrics.samples import COUNTERS, GAUGES, Key, add
 from kvcellar.serve.resident import Resident
 
 log = logging.getLogger("kvcellar.serve")
 
-PATIENCE = 1.0  # seconds
-THREADS = 4  # engines that are waited for at once
+LATE = 1.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +40,8 @@ class _Live:
 
     model: str
     stats: EngineStats | None = None
-    reading: Future[EngineStats] | None = None
+    stale: bool = False
     died: Counter[Key] = field(default_factory=Counter[Key])
-
-    def settle(self) -> bool:
-        """Take what the reading has returned. False if it has not, or the engine has failed."""
-        if self.reading is None or not self.reading.done():
-            return False
-        try:
-            found = self.reading.result()
-        except KvcellarError:
-            return False
-        self.take(found)
-        return True
 
     def take(self, found: EngineStats) -> None:
         if self.stats is not None and self.stats.started != found.started:
@@ -64,11 +50,10 @@ class _Live:
 
 
 class EngineCounts:
-    """Close it after the last scrape. All methods may be called from any thread."""
+    """All methods may be called from any thread."""
 
-    def __init__(self, host: Host, patience: float = PATIENCE) -> None:
-        self._host, self._patience = host, patience
-        self._threads = ThreadPoolExecutor(THREADS, "kvcellar-stats")
+    def __init__(self, host: Host) -> None:
+        self._host = host
         self._lock = threading.Lock()  # held for all that follows
         self._live: dict[Resident, _Live] = {}
         self._ended: dict[str, Counter[Key]] = {}  # counters of engines that were unloaded, by model
@@ -76,33 +61,27 @@ class EngineCounts:
         host.unloading = self._unload
 
     def read(self) -> Totals:
-        """Waits for the running steps of all engines, at most for `patience`."""
-        readings = [self._reading(one) for one in self._host.residents.all()]
-        done, _ = wait([one for one in readings if one is not None], self._patience)
         with self._lock:
+            for resident in self._host.residents.all():
+                self._look(resident)
             stale: dict[str, bool] = {}
-            for one in self._live.values():
-                new = one.settle() and one.reading in done
-                stale[one.model] = stale.get(one.model, False) or not new
             values: dict[str, Counter[Key]] = {model: Counter(counters) for model, counters in self._ended.items()}
             for one in self._live.values():
+                stale[one.model] = stale.get(one.model, False) or one.stale
                 if one.stats is not None:
                     into = values.setdefault(one.model, Counter())
                     into.update(one.died)
                     add(into, one.stats, GAUGES + COUNTERS)
             return Totals(values, stale)
 
-    def _reading(self, resident: Resident) -> "Future[EngineStats] | None":
-        """The call of `stats()` that is under way, or a new one; None for an engine that is not there."""
+    def _look(self, resident: Resident) -> None:
         engine = resident.engine
-        with self._lock:
-            if engine is None or resident in self._unloaded:
-                return None
-            live = self._live.setdefault(resident, _Live(resident.servable.name))
-            if live.reading is None or live.reading.done():
-                live.settle()
-                live.reading = self._threads.submit(engine.stats)
-            return live.reading
+        if engine is None or resident in self._unloaded:
+            return
+        live = self._live.setdefault(resident, _Live(resident.servable.name))
+        live.take(stats := engine.last_stats)
+        at_work = bool(stats.running or stats.waiting)
+        live.stale = not engine.healthy or (at_work and time.time() - stats.at > LATE)
 
     def _unload(self, resident: Resident) -> None:
         """An engine is about to be closed: its counters are kept."""
@@ -122,5 +101,5 @@ class EngineCounts:
                 add(into, live.stats, COUNTERS)
 
     def close(self) -> None:
-        self._host.unloading = lambda resident: None  # no scrape follows
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """No scrape follows."""
+        self._host.unloading = lambda resident: None

@@ -43,7 +43,7 @@ TOTALS: Mapping[str, tuple[str, str]] = {
 }
 OUTCOMES = "kvcellar_requests", "Requests by outcome: ok, the code of an error, or client_gone."
 FINISHED = "kvcellar_completions_finished", "Completions that have ended, by reason."
-STALE = "kvcellar_stats_stale", "1 if the numbers of an engine are those of an earlier scrape."
+STALE = "kvcellar_stats_stale", "1 if an engine has failed, or is at work and has told no numbers for a second."
 SERVER: Mapping[str, str] = {
     "kvcellar_models_loaded": "Models that are loaded.",
     "kvcellar_memory_bytes": "Bytes of all models that are loaded or being loaded, with their caches.",

@@ -1,9 +1,10 @@
 """Kill the engines of a server under load, and see whether a client notices.
 
-    python -m scripts.kills [--kills 20] [--fronts 3] [--models embedded,llama,gemma3] [--streams 6]
+    python -m scripts.kills [--kills 20] [--fronts 3] [--models embedded,llama,gemma3,lfm2] [--streams 6]
 
-For each model, `kvcellar serve` answers a mix of requests: greedy and sampled with seeds, several outputs, schemas,
-conversations, drafts. Their answers are recorded once; then the same requests are streamed at random while its engine's
+For each model, `kvcellar serve` answers a mix of requests: greedy and sampled, several outputs, schemas, tools,
+conversations, drafts. Their answers are recorded once, without those that are sampled without a seed, of which the
+number of tokens is; then the same requests are streamed at random while its engine's
 process is ended by SIGKILL and SIGSEGV at random moments, and each answer is compared with the recorded one. Then the
 front end is killed: its engine has to end, and what was kept has to be there after the next start. Prints a line of
 JSON for each. Random models answer at random; only their bits matter here.
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -31,13 +33,17 @@ from typing import Any
 import openai
 
 from kvcellar.models import embedded
+from tests.text.templates import THINKER
 
 START_SECONDS = 300.0  # until a server must be ready
 END_SECONDS = 60.0  # until the engine of a front end that was killed must be gone
 PAUSES = (0.0, 3.0)  # seconds after a start until the next kill
-NAMES = ("embedded", "llama", "gemma3")
+NAMES = ("embedded", "llama", "gemma3", "lfm2")
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}
 SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}
+TOOL = {"type": "function", "function": {"name": "register", "parameters": SCHEMA, "strict": True}}
+THOUGHTLESS = {"chat_template_kwargs": {"enable_thinking": False}}
+TURNS = "turns"  # in place of messages: what is said in a new conversation, one after the other
 PROMPTS = ("def main():", "import os\nimport sys\n", "class Cellar:\n", "for index in range(10):\n    ")
 
 
@@ -53,26 +59,43 @@ class Storm:
 
 
 def made(name: str, into: Path) -> Path:
-    """The directory of a model: the embedded one, or a small random one with its tokenizer."""
-    if name == "embedded":
-        return embedded.path()
-    import torch
-    from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
-
-    source = embedded.path()
-    vocabulary = len(AutoTokenizer.from_pretrained(source))
-    sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 256}
-    sizes |= {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    torch.manual_seed(0)
-    if name == "llama":
-        network = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=4096))
-    else:
-        network = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, max_position_embeddings=4096, sliding_window=64))
+    """The directory of the embedded model, or of a small random one, with a chat template that has tools."""
     path = into / name
+    shutil.copytree(embedded.path(), path, ignore=shutil.ignore_patterns("*.py", "__pycache__", "mtp*"))
+    (path / "chat_template.jinja").write_text(THINKER)
+    if name == "embedded":
+        return path
+    import torch
+    from transformers import (
+        AutoTokenizer,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
+    vocabulary = len(AutoTokenizer.from_pretrained(path))
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 256}
+    sizes |= {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+    torch.manual_seed(0)
+    match name:
+        case "llama":
+            network = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=32))
+        case "gemma3":
+            network = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, head_dim=32, sliding_window=64))
+        case "lfm2":
+            kinds = ["conv", "conv", "full_attention"] * 2
+            network = Lfm2ForCausalLM(Lfm2Config(**sizes, layer_types=kinds))
+        case _:
+            raise SystemExit(f"no model {name!r}: there are {', '.join(NAMES)}")
     network.save_pretrained(path)
-    for file in source.iterdir():
-        if file.name.startswith(("tokenizer", "special", "chat_template", "vocab", "merges")):
-            shutil.copy(file, path)
     return path
 
 
@@ -121,6 +144,10 @@ def mix(rng: random.Random) -> list[dict[str, Any]]:
         messages = [{"role": "user", "content": prompt}]
         found.append({"messages": messages, "max_tokens": 120, "seed": 5, "extra_body": {"response_format": form}})
         found.append({"messages": messages, "max_tokens": 60, "temperature": 0.0})
+        asked = {"tools": [TOOL], "tool_choice": "required", "extra_body": THOUGHTLESS}
+        found.append({"messages": messages, "max_tokens": 120, "seed": 6} | asked)
+        found.append({TURNS: [prompt, "and then?"], "max_tokens": 40, "seed": 7})
+        found.append(more | {"temperature": 1.0, "extra_body": {"ignore_eos": True}})
     return found
 
 
@@ -128,21 +155,35 @@ def name_of(client: openai.OpenAI) -> str:
     return next(iter(client.models.list())).id
 
 
-def answered(client: openai.OpenAI, request: Mapping[str, Any], storm: Storm) -> tuple[dict[int, str], Any]:
-    """The texts of a stream, and its usage."""
+def answered(client: openai.OpenAI, request: Mapping[str, Any], storm: Storm) -> Any:
+    """The texts of its streams, and their usage."""
+    if TURNS not in request:
+        return read(client, request, storm)
+    name = f"turns-{uuid.uuid4().hex}"
+    client.post(conversations(client), body={"name": name}, cast_to=object)
+    options = {key: value for key, value in request.items() if key != TURNS}
+    said = ({"messages": [{"role": "user", "content": turn}]} for turn in request[TURNS])
+    return [read(client, options | turn | {"extra_body": {"conversation": name}}, storm) for turn in said]
+
+
+def read(client: openai.OpenAI, request: Mapping[str, Any], storm: Storm) -> Any:
+    """The texts of a stream, and its usage; of one that is sampled without a seed, its usage."""
     texts, usage, last = dict[int, str](), None, time.monotonic()
-    create: Any = client.chat.completions.create if "messages" in request else client.completions.create
+    chat = "messages" in request
+    create: Any = client.chat.completions.create if chat else client.completions.create
     for chunk in create(model=name_of(client), stream=True, stream_options={"include_usage": True}, **request):
         now = time.monotonic()
         with storm.lock:
             storm.longest = max(storm.longest, now - last)
         last = now
         for choice in chunk.choices:
-            text = choice.delta.content if "messages" in request else choice.text
-            texts[choice.index] = texts.get(choice.index, "") + (text or "")
+            called = "".join(call.function.arguments or "" for call in choice.delta.tool_calls or ()) if chat else ""
+            text = (choice.delta.content if chat else choice.text) or ""
+            texts[choice.index] = texts.get(choice.index, "") + text + called
         if chunk.usage is not None:
             usage = (chunk.usage.prompt_tokens, chunk.usage.completion_tokens)
-    return texts, usage
+    reproducible = "seed" in request or request.get("temperature") == 0.0
+    return (texts, usage) if reproducible else usage
 
 
 def stream(port: int, known: Sequence[tuple[Mapping[str, Any], Any]], storm: Storm, end: threading.Event) -> None:

@@ -226,6 +226,12 @@ def test_a_batch_of_nothing_is_no_batch() -> None:
         Batch.of([], [])
 
 
+def test_an_option_of_a_request_that_there_is_not_is_refused_by_name(recurrent) -> None:
+    with pytest.raises(BadRequest, match=r"no option 'break_points'.*'breakpoints'") as refused:
+        recurrent.submit([1, 2], recurrent.params(max_tokens=1), deliver=print, break_points=(1,))
+    assert refused.value.param == "break_points"
+
+
 def test_a_session_is_named_by_a_number(recurrent) -> None:
     for bad in ([1], "1", 1.0, True):
         with pytest.raises(BadRequest) as refused:

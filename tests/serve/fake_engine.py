@@ -111,7 +111,8 @@ class Run:
             finished = {event.choice for event in self.events[: self.delivered] if isinstance(event, Finished)}
             for choice in sorted(set(range(self.params.n)) - finished):
                 self.deliver(Finished(choice, "cancelled"))
-            self.deliver(Done(Usage(len(self.prompt), 0, 0), Timings(0.0, 0.0, 0.0)))
+            told = sum(len(event.token_ids) for event in self.events[: self.delivered] if isinstance(event, Delta))
+            self.deliver(Done(Usage(len(self.prompt), 0, told), Timings(0.0, 0.0, 0.0)))
             return True
         if self.script.fail is not None and self.delivered == self.script.fail_at:
             self.over = True
@@ -348,7 +349,7 @@ class FakeEngine:
 
     def close(self) -> None:
         with self._turn:
-            self._closed = True
+            self._closed, self.healthy = True, False
             self._turn.notify_all()
         self._thread.join()
 

@@ -748,6 +748,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "models cannot be pushed from this server": "likewise",
     "two models have the name {}; give one of them another": "start",
     "there is no sampling parameter {}; there are {}": "Python: over HTTP it is an unknown parameter",
+    "there is no option {} of a request; there are {}": "Python",
     "text is a string, not {}": "Python",
     "a namespace is a text of up to {} characters, not {}": "Python: over HTTP it is a digest",
     "a namespace cannot begin with {}: such names are for what adapters compute": "Python: over HTTP it is a digest",

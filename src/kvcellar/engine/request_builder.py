@@ -11,13 +11,15 @@ from kvcellar.engine.card import EngineCard
 from kvcellar.engine.output_processor import OutputProcessor
 from kvcellar.engine.request import SubmitOptions, fresh_seed
 from kvcellar.engine.text_codec import TextCodec
-from kvcellar.errors import BadRequest, PromptTooLong
+from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.messages import Submission
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
 from kvcellar.text.replies.reading import ReplyReading
+
+_OPTIONS = sorted(SubmitOptions.__annotations__)
 
 
 class RequestBuilder:
@@ -43,6 +45,8 @@ class RequestBuilder:
         self, number: Callable[[], int], prompt_ids: Sequence[int], params: SamplingParams, how: SubmitOptions
     ) -> tuple[Submission, Known | None]:
         """With what is known of the chat whose prompt this is. Raises what `Engine.submit` raises for its arguments."""
+        if unknown := sorted(how.keys() - set(_OPTIONS)):
+            raise BadRequest(f"there is no option {shown(unknown[0])} of a request; there are {_OPTIONS}", unknown[0])
         session = arguments.session_number(how.get("session"))
         namespace = arguments.namespace_name(how.get("namespace", ""))
         prompt = self.prompt(prompt_ids, params)

@@ -1,6 +1,6 @@
 """Kill the engines of a server under load, and see whether a client notices.
 
-    python -m scripts.kills [--kills 20] [--fronts 3] [--models embedded,llama,gemma3,lfm2] [--streams 6]
+    python -m scripts.kills [--kills 20] [--fronts 3] [--models embedded,llama,gemma3,lfm2] [--streams 6] [--log FILE]
 
 For each model, `kvcellar serve` answers a mix of requests: greedy and sampled, several outputs, schemas, tools,
 conversations, drafts. Their answers are recorded once, without those that are sampled without a seed, of which the
@@ -100,9 +100,9 @@ def made(name: str, into: Path) -> Path:
 
 
 @contextmanager
-def served(model: Path, port: int, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
+def served(model: Path, port: int, log: Path, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
     command = [sys.executable, "-m", "kvcellar", "serve", str(model), "--port", str(port), "--quiet", *options]
-    with open(os.devnull, "wb") as nothing, subprocess.Popen(command, stderr=nothing) as process:
+    with log.open("ab") as file, subprocess.Popen(command, stderr=file) as process:
         try:
             wait_until_ready(port)
             yield process
@@ -203,10 +203,10 @@ def stream(port: int, known: Sequence[tuple[Mapping[str, Any], Any]], storm: Sto
                 storm.wrong.append(f"{request}: {found} in place of {wanted}"[:1000])
 
 
-def engines(model: Path, port: int, kills: int, streams: int) -> dict[str, Any]:
+def engines(model: Path, port: int, log: Path, kills: int, streams: int) -> dict[str, Any]:
     """Kill engines, and return what clients saw."""
     rng, storm, end, sent = random.Random(kills), Storm(), threading.Event(), Counter[str]()
-    with served(model, port, "--no-store", "--draft", "ngram") as process:
+    with served(model, port, log, "--no-store", "--draft", "ngram") as process:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         known = [(request, answered(client, request, Storm())) for request in mix(rng)]
         threads = [threading.Thread(target=stream, args=(port, known, storm, end)) for _ in range(streams)]
@@ -226,11 +226,11 @@ def engines(model: Path, port: int, kills: int, streams: int) -> dict[str, Any]:
     return report | {"longest_pause_s": round(storm.longest, 1), "first": (storm.wrong + storm.failed)[:2]}
 
 
-def fronts(model: Path, port: int, kills: int, into: Path) -> dict[str, Any]:
+def fronts(model: Path, port: int, log: Path, kills: int, into: Path) -> dict[str, Any]:
     """Kill front ends, and return what they left behind."""
     store, orphans, lost, rng = ("--store", str(into / "store")), 0, 0, random.Random(kills)
     for number in range(kills):
-        with served(model, port, *store) as process:
+        with served(model, port, log, *store) as process:
             client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
             if number:
                 lost += not kept(client, f"chat-{number - 1}")
@@ -281,11 +281,14 @@ def main() -> None:
     parser.add_argument("--fronts", type=int, default=3, help="front ends of each model")
     parser.add_argument("--streams", type=int, default=6)
     parser.add_argument("--models", default=",".join(NAMES))
+    parser.add_argument("--log", type=Path, default=Path(os.devnull), help="of the servers")
     given = parser.parse_args()
     for name in given.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             path, port = made(name, Path(folder)), free_port()
-            report = engines(path, port, given.kills, given.streams) | fronts(path, port, given.fronts, Path(folder))
+            report = engines(path, port, given.log, given.kills, given.streams) | fronts(
+                path, port, given.log, given.fronts, Path(folder)
+            )
         print(json.dumps({"model": name} | report), flush=True)
 
 

@@ -21,7 +21,7 @@ from kvcellar.kernels.program import Number, Op, Program, Ref, Value
 from kvcellar.kernels.recorded import FIXED, KEPT, Recorded
 from kvcellar.kernels.recorded_calls import Handler
 from kvcellar.kernels.recorded_functions import CANDIDATES, Functions
-from kvcellar.kernels.recorded_kernel import REFERENCES, StepKernel, same_bits
+from kvcellar.kernels.recorded_kernel import REFERENCES, TYPES, StepKernel, same_bits
 from kvcellar.kernels.recorded_lowering import operator
 from kvcellar.kernels.recorded_memory import Life, placed
 from kvcellar.kernels.recorded_outline import outlined
@@ -153,6 +153,17 @@ def test_a_program_returns_the_bits_of_torch(
         assert got.shape == expected.shape
         assert got.dtype == expected.dtype
         assert same_bits(got, expected), f"{t} rows"
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_no_two_orders_of_the_sums_of_a_convolution_pass_as_that_of_torch(
+    dtype: torch.dtype, biased: bool, kernel: StepKernel
+) -> None:
+    orders = [kernel._runs(name, TYPES[dtype]) for name in ("convolution", "convolution in parts")]
+    passed = [run for run in orders if kernel._convolves(run, dtype, 7, biased)]
+    assert len(passed) <= 1
+    assert kernel.convolution(dtype, 7, biased=biased) == (passed[0] if passed else 0)
 
 
 UNARY = {

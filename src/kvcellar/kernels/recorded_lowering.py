@@ -252,7 +252,7 @@ class Lowering:
         other = transposed or any(padding) or {*stride, *dilation} != {1}
         if not single or other or not x.dtype == w.dtype == out.dtype:
             return None
-        run = self._kernel.convolution(x.dtype, w.shape[2])
+        run = self._kernel.convolution(x.dtype, w.shape[2], biased=bias is not None)
         return [Convolution(run, out, x, w, bias)] if run else None
 
     def _outer(self, a: View, b: View, out: View) -> list[Small] | None:

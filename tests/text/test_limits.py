@@ -2,8 +2,8 @@
 
 import json
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,6 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from kvcellar.errors import BadRequest, ModelRefused, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
 from kvcellar.models import embedded
-from kvcellar.models.text_assets import text_assets
 from kvcellar.text.tokens import (
     SHORT,
     SHORTS,
@@ -25,7 +24,7 @@ from kvcellar.text.tokens import (
     length_bound,
     longest_text,
 )
-from kvcellar.text.trial import MOST_GROWTH, MOST_WORD, check_tokenizer_file, try_tokenizer
+from kvcellar.text.trial import MOST_GROWTH, MOST_WORD, try_tokenizer
 from tests.text.made import CONTROL, KINDS, byte_level, gemma_like, words
 
 BOUNDED = ("byte_level", "llama_like", "gemma_like", "metaspace")
@@ -257,6 +256,12 @@ class Hanging:
             return made.encode_batch_fast(texts, **options)
 
         self.vocabulary = TextTokenizer(Watched(made, encode_batch_fast=encode))  # type: ignore[arg-type]
+        self._encode = encode
+
+    def encoded(self, text: str, patience: float) -> object:
+        """Within so many seconds."""
+        with self.vocabulary.limit.result(len(text), "prompt", lambda: self._encode([text]), patience) as found:
+            return found
 
 
 def test_a_text_that_takes_too_long_is_given_up_and_others_are_tokenized() -> None:
@@ -264,7 +269,7 @@ def test_a_text_that_takes_too_long_is_given_up_and_others_are_tokenized() -> No
     try:
         for _ in range(SHORTS - 1):
             with pytest.raises(TextTooSlow, match="prompt has a text of 1 bytes that"):
-                hanging.vocabulary.encode("x", patience=0.0)
+                hanging.encoded("x", 0.0)
         assert hanging.vocabulary.encode("a", special=False) == words("byte_level").encode("a", special=False)
     finally:
         hanging.end.set()
@@ -275,10 +280,10 @@ def test_while_all_threads_have_texts_that_were_given_up_others_fail_at_once() -
     try:
         for _ in range(SHORTS):
             with pytest.raises(TextTooSlow):
-                hanging.vocabulary.encode("x", patience=0.0)
+                hanging.encoded("x", 0.0)
         for _ in range(3):
             with pytest.raises(Overloaded, match="busy with texts"):
-                hanging.vocabulary.encode("a", patience=1000.0)
+                hanging.encoded("a", 1000.0)
         assert hanging.hangs == SHORTS
         assert hanging.vocabulary.encode("a" * (SHORT + 1), special=False)  # long texts have a thread of their own
     finally:
@@ -286,7 +291,7 @@ def test_while_all_threads_have_texts_that_were_given_up_others_fail_at_once() -
     ended = threading.Event()
     while not ended.is_set():
         try:
-            assert hanging.vocabulary.encode("x", special=False, patience=300.0)
+            assert hanging.encoded("x", 300.0)
             ended.set()
         except Overloaded:
             continue
@@ -323,7 +328,7 @@ def test_the_threads_of_a_tokenizer_end_with_it() -> None:
 def tried(change: Callable[[Tokenizer], object], made: Tokenizer | None = None) -> None:
     made = made or byte_level()
     change(made)
-    try_tokenizer(TextTokenizer(made), made)
+    try_tokenizer(made)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -332,7 +337,7 @@ def test_tokenizers_of_models_pass_the_trial(kind: str) -> None:
 
 
 def test_the_tokenizer_of_the_embedded_model_passes_the_trial() -> None:
-    try_tokenizer(OWN, OWN._tokenizer)
+    try_tokenizer(OWN._tokenizer)
 
 
 def split_by(pattern: str) -> Callable[[Tokenizer], None]:
@@ -353,16 +358,17 @@ def test_one_that_is_slow_on_short_texts_is_refused_by_the_seconds_of_all_texts_
 ) -> None:
     given: list[float] = []
 
-    def encode(self: TextTokenizer, text: str, *, patience: float) -> list[int]:
+    @contextmanager
+    def result(self: TokenizingLimit, size: int, param: str, work: object, patience: float) -> Iterator[None]:
         given.append(patience)
         now[0] += 1.0  # no text alone takes too long
         if patience <= 0.0:
-            raise TextTooSlow("prompt", len(text), patience)
-        return []
+            raise TextTooSlow(param, size, patience)
+        yield
 
     now = [0.0]
     monkeypatch.setattr("kvcellar.text.trial.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(TextTokenizer, "encode", encode)
+    monkeypatch.setattr(TokenizingLimit, "result", result)
     with pytest.raises(ModelRefused, match="more than 5 seconds for short texts"):
         tried(lambda made: None)
     assert given == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
@@ -403,31 +409,6 @@ def long_words(made: Tokenizer) -> None:
 def test_what_makes_much_of_a_little_text_is_refused_before_a_text_is_tokenized(
     change: Callable[[Tokenizer], None], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TextTokenizer, "encode", None)
+    monkeypatch.setattr(TokenizingLimit, "result", None)
     with pytest.raises(ModelRefused, match=reason):
         tried(change)
-
-
-def test_a_file_whose_normalizers_grow_texts_is_refused_before_it_is_read_into_a_tokenizer(tmp_path: Path) -> None:
-    described = json.loads(byte_level().to_str())
-    twice = json.loads(normalizers.Replace("a", "aa").__getstate__())
-    described["normalizer"] = {"type": "Sequence", "normalizers": [twice] * 40}
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(described))
-    with pytest.raises(ModelRefused, match=rf"tokenizer.json is not used: .* {2**40} bytes of one; {MOST_GROWTH} are"):
-        check_tokenizer_file(file)
-    with pytest.raises(ModelRefused, match=r"tokenizer.json is not used"):
-        text_assets(tmp_path, None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_of_models_pass(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    KINDS[kind]().save(str(file))
-    check_tokenizer_file(file)
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "{}", '{"normalizer": 3}', '{"normalizer": {"type": "Replace"}}'])
-def test_what_is_no_tokenizer_is_left_to_the_library(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    check_tokenizer_file(tmp_path / "tokenizer.json")

@@ -1,18 +1,15 @@
 """How much text is tokenized at once, and the bound on its tokens by its length."""
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from kvcellar.errors import BadRequest, ModelRefused, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
 from kvcellar.models import embedded
 from kvcellar.text.tokens import (
     SHORT,
@@ -24,7 +21,6 @@ from kvcellar.text.tokens import (
     length_bound,
     longest_text,
 )
-from kvcellar.text.trial import MOST_GROWTH, MOST_WORD, try_tokenizer
 from tests.text.made import CONTROL, KINDS, byte_level, gemma_like, words
 
 BOUNDED = ("byte_level", "llama_like", "gemma_like", "metaspace")
@@ -323,92 +319,3 @@ def test_the_threads_of_a_tokenizer_end_with_it() -> None:
     for thread in own:
         thread.join(120)
         assert not thread.is_alive()
-
-
-def tried(change: Callable[[Tokenizer], object], made: Tokenizer | None = None) -> None:
-    made = made or byte_level()
-    change(made)
-    try_tokenizer(made)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokenizers_of_models_pass_the_trial(kind: str) -> None:
-    tried(lambda made: None, KINDS[kind]())
-
-
-def test_the_tokenizer_of_the_embedded_model_passes_the_trial() -> None:
-    try_tokenizer(OWN._tokenizer)
-
-
-def split_by(pattern: str) -> Callable[[Tokenizer], None]:
-    def change(made: Tokenizer) -> None:
-        made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-
-    return change
-
-
-@pytest.mark.parametrize("pattern", [r"(a|a)*b|.", r"(x+x+)+y|.", r"([^,]*,?)*;|.", r"( |\s)*!|."])
-def test_a_pre_tokenizer_that_backtracks_without_end_is_refused(pattern: str) -> None:
-    with pytest.raises(ModelRefused, match="its tokenizer is not used: it fails on"):
-        tried(split_by(pattern))
-
-
-def test_one_that_is_slow_on_short_texts_is_refused_by_the_seconds_of_all_texts_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[float] = []
-
-    @contextmanager
-    def result(self: TokenizingLimit, size: int, param: str, work: object, patience: float) -> Iterator[None]:
-        given.append(patience)
-        now[0] += 1.0  # no text alone takes too long
-        if patience <= 0.0:
-            raise TextTooSlow(param, size, patience)
-        yield
-
-    now = [0.0]
-    monkeypatch.setattr("kvcellar.text.trial.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(TokenizingLimit, "result", result)
-    with pytest.raises(ModelRefused, match="more than 5 seconds for short texts"):
-        tried(lambda made: None)
-    assert given == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
-
-
-def long_prefix(made: Tokenizer) -> None:
-    made.normalizer = normalizers.Prepend("a" * (MOST_GROWTH + 1))
-
-
-def between(made: Tokenizer) -> None:
-    made.normalizer = normalizers.Replace(Regex(""), "a" * MOST_GROWTH)
-
-
-def decodes_by_pattern(made: Tokenizer) -> None:
-    made.decoder = decoders.Sequence([decoders.Replace(Regex("(a|a)*b"), "c"), decoders.Fuse()])
-
-
-def decodes_long(made: Tokenizer) -> None:
-    made.decoder = decoders.Replace("a", "a" * (MOST_GROWTH + 1))
-
-
-def long_words(made: Tokenizer) -> None:
-    made.model = models.WordPiece(
-        vocab={"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]", max_input_chars_per_word=MOST_WORD + 1
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (long_prefix, f"can make {MOST_GROWTH + 1} bytes of one"),
-        (between, f"can make {MOST_GROWTH + 1} bytes of one"),
-        (decodes_by_pattern, "its decoder has a regular expression"),
-        (decodes_long, f"its decoder can make {MOST_GROWTH + 1} bytes of one"),
-        (long_words, f"takes words of {MOST_WORD + 1} characters as one"),
-    ],
-)
-def test_what_makes_much_of_a_little_text_is_refused_before_a_text_is_tokenized(
-    change: Callable[[Tokenizer], None], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TokenizingLimit, "result", None)
-    with pytest.raises(ModelRefused, match=reason):
-        tried(change)

@@ -51,7 +51,7 @@ class TokenizerTrial:
     """The trial of one model's tokenizer. For one thread."""
 
     def __init__(self, file: Path | None) -> None:
-        """`file` is the model's `tokenizer.json`, if it has one. It is tried from now on, beside what the caller does."""
+        """`file` is the model's `tokenizer.json`, if it has one. It is tried from now on, beside the caller."""
         self._worker, self._beside = Worker("kvcellar.text.trial", lambda: None), ThreadPoolExecutor(1)
         self._file: Future[None] | None = None
         if file is not None:
@@ -83,7 +83,7 @@ class TokenizerTrial:
             self._worker.run(what, SECONDS)
         except JobEnded as ended:
             if ended.late:
-                raise _refused(f"it is not built within {SECONDS:g} seconds") from None
+                raise _refused(f"it is not built and tried within {SECONDS:g} seconds") from None
             raise _refused(f"building it takes more than {MEMORY >> 30} GiB of memory, or too much stack") from None
 
 

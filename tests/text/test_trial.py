@@ -1,6 +1,7 @@
 """A tokenizer is built and tried in a process of its own first: what ends that is refused, and harms no other."""
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -19,7 +20,7 @@ from kvcellar.text.trial import MOST_GROWTH, MOST_WORD, TokenizerTrial, try_toke
 from tests.text.made import KINDS, byte_level
 
 NESTED = 100_000  # classes in each other: more than any thread has stack for
-BACKTRACKS = "a*a*a*b|☃"  # hours for a thousand characters, and never long enough at one of them to be given up
+BACKTRACKS = "a*a*a*b|☃"  # takes the cube of the length of a run, at each of its characters
 
 
 def tried(change: Callable[[Tokenizer], object], made: Tokenizer | None = None) -> None:
@@ -167,13 +168,13 @@ def test_files_of_models_pass(kind: str, file: Path) -> None:
 
 def test_a_file_whose_expression_takes_the_stack_of_its_thread_is_refused(file: Path) -> None:
     file.write_text(described(pre_tokenizer=split("[" * NESTED + "a" + "]" * NESTED)))
-    assert "more than 2 GiB of memory, or too much stack" in refusal(file)
+    assert "it ends the process that builds it, by its depth or by more than 2 GiB of memory" in refusal(file)
 
 
 def test_a_file_that_takes_all_memory_is_refused(file: Path) -> None:
     """Within the limit on what normalizers make of a byte."""
     file.write_text(described(normalizer=replacing({"String": "a"}, "b" * 64), added_tokens=added("a" * 2**21)))
-    assert "more than 2 GiB of memory, or too much stack" in refusal(file)
+    assert "it ends the process that builds it, by its depth or by more than 2 GiB of memory" in refusal(file)
 
 
 @pytest.mark.parametrize("where", ["in its added tokens", "in short texts"])
@@ -192,7 +193,7 @@ def test_a_file_whose_expression_backtracks_is_refused_when_its_time_is_over(
 @pytest.mark.slow
 def test_the_text_on_which_an_expression_backtracks_is_named(file: Path) -> None:
     file.write_text(described(pre_tokenizer=split(BACKTRACKS)))
-    assert "more than 5 seconds for short texts, such as 257 characters of 'aaaaaaaa'" in refusal(file)
+    assert re.search("more than 5 seconds for short texts, such as (257|1025) characters of 'aaaaaaaa'", refusal(file))
 
 
 def test_a_file_whose_normalizers_grow_texts_is_refused_before_it_is_built(file: Path) -> None:

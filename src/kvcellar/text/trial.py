@@ -52,7 +52,8 @@ class TokenizerTrial:
 
     def __init__(self, file: Path | None) -> None:
         """`file` is the model's `tokenizer.json`, if it has one. It is tried from now on, beside the caller."""
-        self._worker, self._beside = Worker("kvcellar.text.trial", lambda: None), ThreadPoolExecutor(1)
+        self._worker = Worker("kvcellar.text.trial", lambda: None)
+        self._beside = ThreadPoolExecutor(1, "kvcellar-trial")
         self._file: Future[None] | None = None
         if file is not None:
             self._file = self._beside.submit(self._run, Tried(file))
@@ -84,7 +85,8 @@ class TokenizerTrial:
         except JobEnded as ended:
             if ended.late:
                 raise _refused(f"it is not built and tried within {SECONDS:g} seconds") from None
-            raise _refused(f"building it takes more than {MEMORY >> 30} GiB of memory, or too much stack") from None
+            why = f"it ends the process that builds it, by its depth or by more than {MEMORY >> 30} GiB of memory"
+            raise _refused(why) from None
 
 
 def try_tokenizer(source: Tokenizer) -> None:

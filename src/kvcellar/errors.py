@@ -98,7 +98,8 @@ class TextTooSlow(BadRequest):
 
 
 class TokenizerFailed(KvcellarError):
-    """The tokenizer of the model raised an error on a text that it should accept: its files are damaged or hostile."""
+    """The tokenizer of the model cannot be built, or raised an error on a text that it should accept: its files are
+    damaged or hostile."""
 
 
 class TemplateFailed(BadRequest):

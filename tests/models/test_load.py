@@ -15,8 +15,15 @@ from huggingface_hub.errors import StrictDataclassClassValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.normalizers import Prepend
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.attention.choose import backends
@@ -527,6 +534,27 @@ def test_a_model_with_a_broken_tokenizer_is_loaded_with_the_reason(place: Path, 
     loaded = load(place)
     assert loaded.text is None
     assert "transformers cannot build its tokenizer" in loaded.without_text
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.4.0.0.json"])
+def test_a_tokenizer_that_ends_the_process_of_its_trial_is_refused_before_transformers_reads_it(
+    place: Path, name: str, monkeypatch: Any
+) -> None:
+    """The config may choose another file than `tokenizer.json`."""
+    pattern = {"Regex": "[" * 100_000 + "a" + "]" * 100_000}
+    nested = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    written = json.loads((place / "tokenizer.json").read_text()) | {"pre_tokenizer": nested}
+    (place / name).write_text(json.dumps(written))
+    (place / "tokenizer_config.json").write_text(json.dumps({"fast_tokenizer_files": [name]}))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", None)
+    assert "its tokenizer is not used: it ends the process that builds it" in refused(place)
+
+
+def test_what_transformers_builds_of_all_files_is_tried_as_well(place: Path, monkeypatch: Any) -> None:
+    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_file(str(place / "tokenizer.json")))
+    made.backend_tokenizer.normalizer = Prepend("a" * 65)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **_options: made)
+    assert "its tokenizer is not used: its normalizers can make 65 bytes of one" in refused(place)
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,16 @@
 """How much text is tokenized at once, and the bound on its tokens by its length."""
 
-import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
-from kvcellar.errors import BadRequest, ModelRefused, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
 from kvcellar.models import embedded
-from kvcellar.models.text_assets import text_assets
 from kvcellar.text.tokens import (
     SHORT,
     SHORTS,
@@ -25,7 +21,6 @@ from kvcellar.text.tokens import (
     length_bound,
     longest_text,
 )
-from kvcellar.text.trial import MOST_GROWTH, MOST_WORD, check_tokenizer_file, try_tokenizer
 from tests.text.made import CONTROL, KINDS, byte_level, gemma_like, words
 
 BOUNDED = ("byte_level", "llama_like", "gemma_like", "metaspace")
@@ -257,6 +252,12 @@ class Hanging:
             return made.encode_batch_fast(texts, **options)
 
         self.vocabulary = TextTokenizer(Watched(made, encode_batch_fast=encode))  # type: ignore[arg-type]
+        self._encode = encode
+
+    def encoded(self, text: str, patience: float) -> object:
+        """Within so many seconds."""
+        with self.vocabulary.limit.result(len(text), "prompt", lambda: self._encode([text]), patience) as found:
+            return found
 
 
 def test_a_text_that_takes_too_long_is_given_up_and_others_are_tokenized() -> None:
@@ -264,7 +265,7 @@ def test_a_text_that_takes_too_long_is_given_up_and_others_are_tokenized() -> No
     try:
         for _ in range(SHORTS - 1):
             with pytest.raises(TextTooSlow, match="prompt has a text of 1 bytes that"):
-                hanging.vocabulary.encode("x", patience=0.0)
+                hanging.encoded("x", 0.0)
         assert hanging.vocabulary.encode("a", special=False) == words("byte_level").encode("a", special=False)
     finally:
         hanging.end.set()
@@ -275,10 +276,10 @@ def test_while_all_threads_have_texts_that_were_given_up_others_fail_at_once() -
     try:
         for _ in range(SHORTS):
             with pytest.raises(TextTooSlow):
-                hanging.vocabulary.encode("x", patience=0.0)
+                hanging.encoded("x", 0.0)
         for _ in range(3):
             with pytest.raises(Overloaded, match="busy with texts"):
-                hanging.vocabulary.encode("a", patience=1000.0)
+                hanging.encoded("a", 1000.0)
         assert hanging.hangs == SHORTS
         assert hanging.vocabulary.encode("a" * (SHORT + 1), special=False)  # long texts have a thread of their own
     finally:
@@ -286,7 +287,7 @@ def test_while_all_threads_have_texts_that_were_given_up_others_fail_at_once() -
     ended = threading.Event()
     while not ended.is_set():
         try:
-            assert hanging.vocabulary.encode("x", special=False, patience=300.0)
+            assert hanging.encoded("x", 300.0)
             ended.set()
         except Overloaded:
             continue
@@ -318,116 +319,3 @@ def test_the_threads_of_a_tokenizer_end_with_it() -> None:
     for thread in own:
         thread.join(120)
         assert not thread.is_alive()
-
-
-def tried(change: Callable[[Tokenizer], object], made: Tokenizer | None = None) -> None:
-    made = made or byte_level()
-    change(made)
-    try_tokenizer(TextTokenizer(made), made)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokenizers_of_models_pass_the_trial(kind: str) -> None:
-    tried(lambda made: None, KINDS[kind]())
-
-
-def test_the_tokenizer_of_the_embedded_model_passes_the_trial() -> None:
-    try_tokenizer(OWN, OWN._tokenizer)
-
-
-def split_by(pattern: str) -> Callable[[Tokenizer], None]:
-    def change(made: Tokenizer) -> None:
-        made.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-
-    return change
-
-
-@pytest.mark.parametrize("pattern", [r"(a|a)*b|.", r"(x+x+)+y|.", r"([^,]*,?)*;|.", r"( |\s)*!|."])
-def test_a_pre_tokenizer_that_backtracks_without_end_is_refused(pattern: str) -> None:
-    with pytest.raises(ModelRefused, match="its tokenizer is not used: it fails on"):
-        tried(split_by(pattern))
-
-
-def test_one_that_is_slow_on_short_texts_is_refused_by_the_seconds_of_all_texts_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given: list[float] = []
-
-    def encode(self: TextTokenizer, text: str, *, patience: float) -> list[int]:
-        given.append(patience)
-        now[0] += 1.0  # no text alone takes too long
-        if patience <= 0.0:
-            raise TextTooSlow("prompt", len(text), patience)
-        return []
-
-    now = [0.0]
-    monkeypatch.setattr("kvcellar.text.trial.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(TextTokenizer, "encode", encode)
-    with pytest.raises(ModelRefused, match="more than 5 seconds for short texts"):
-        tried(lambda made: None)
-    assert given == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
-
-
-def long_prefix(made: Tokenizer) -> None:
-    made.normalizer = normalizers.Prepend("a" * (MOST_GROWTH + 1))
-
-
-def between(made: Tokenizer) -> None:
-    made.normalizer = normalizers.Replace(Regex(""), "a" * MOST_GROWTH)
-
-
-def decodes_by_pattern(made: Tokenizer) -> None:
-    made.decoder = decoders.Sequence([decoders.Replace(Regex("(a|a)*b"), "c"), decoders.Fuse()])
-
-
-def decodes_long(made: Tokenizer) -> None:
-    made.decoder = decoders.Replace("a", "a" * (MOST_GROWTH + 1))
-
-
-def long_words(made: Tokenizer) -> None:
-    made.model = models.WordPiece(
-        vocab={"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]", max_input_chars_per_word=MOST_WORD + 1
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (long_prefix, f"can make {MOST_GROWTH + 1} bytes of one"),
-        (between, f"can make {MOST_GROWTH + 1} bytes of one"),
-        (decodes_by_pattern, "its decoder has a regular expression"),
-        (decodes_long, f"its decoder can make {MOST_GROWTH + 1} bytes of one"),
-        (long_words, f"takes words of {MOST_WORD + 1} characters as one"),
-    ],
-)
-def test_what_makes_much_of_a_little_text_is_refused_before_a_text_is_tokenized(
-    change: Callable[[Tokenizer], None], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(TextTokenizer, "encode", None)
-    with pytest.raises(ModelRefused, match=reason):
-        tried(change)
-
-
-def test_a_file_whose_normalizers_grow_texts_is_refused_before_it_is_read_into_a_tokenizer(tmp_path: Path) -> None:
-    described = json.loads(byte_level().to_str())
-    twice = json.loads(normalizers.Replace("a", "aa").__getstate__())
-    described["normalizer"] = {"type": "Sequence", "normalizers": [twice] * 40}
-    file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(described))
-    with pytest.raises(ModelRefused, match=rf"tokenizer.json is not used: .* {2**40} bytes of one; {MOST_GROWTH} are"):
-        check_tokenizer_file(file)
-    with pytest.raises(ModelRefused, match=r"tokenizer.json is not used"):
-        text_assets(tmp_path, None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_of_models_pass(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    KINDS[kind]().save(str(file))
-    check_tokenizer_file(file)
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "{}", '{"normalizer": 3}', '{"normalizer": {"type": "Replace"}}'])
-def test_what_is_no_tokenizer_is_left_to_the_library(text: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
-    check_tokenizer_file(tmp_path / "tokenizer.json")

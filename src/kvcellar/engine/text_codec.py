@@ -18,7 +18,6 @@ from kvcellar.text.replies.reading import ReplyReading
 from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
 from kvcellar.text.tokens import TextTokenizer, longest_text
-from kvcellar.text.trial import try_tokenizer
 
 
 class TextCodec:
@@ -41,8 +40,7 @@ class TextCodec:
     ) -> None:
         """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
         the tokens of chats. `borders`: the model can resume only at checkpoints, so where messages begin is found.
-        `preamble` comes before all messages. Raises `ModelRefused` for a tokenizer or a template that cannot be
-        used."""
+        `preamble` comes before all messages. Raises `ModelRefused` for a template that cannot be used."""
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self._renderer = Renderer()  # that of variants, too
@@ -54,7 +52,6 @@ class TextCodec:
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
             )
-            try_tokenizer(self._tokenizer, assets.tokenizer)
             self.replays = Replays(self._tokenizer, replay_bytes, borders=borders)
             self._template = self._opened(assets.chat_template, self._tokenizer)
 

@@ -32,7 +32,7 @@ from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.quantize.served import Coding, Served, coding_of, given, replaced
 from kvcellar.models.shared_weights import sharing_weights
-from kvcellar.models.text_assets import text_assets
+from kvcellar.models.text_assets import text_assets, trial_of
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
 from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.progress import report
@@ -97,7 +97,7 @@ def load(
         fields = config_fields(path)
         generation = _generation_fields(path, fields)
         generation_defaults(generation)  # refuses invalid values before anything is built
-        with opened(path) as files:
+        with opened(path) as files, trial_of(path) as trial:
             stored = decoded(files)
             config = config_of(fields, stored)
             report(f"building {config.model_type}")  # transformers imports its module now
@@ -105,7 +105,7 @@ def load(
             skeleton = skeleton_of(config, kind)
             skeleton.generation_config = _generation_config(path, generation)
             defaults = generation_defaults(generation, context=context_of(skeleton))
-            text = text_assets(path, config)
+            text = text_assets(path, config, trial)
             check_shapes(skeleton, stored)
             if check is not None:
                 check_types(skeleton, stored, targets_of(skeleton, stored))
@@ -123,8 +123,8 @@ def load(
 def text_of(path: Path) -> TextAssets | str:
     """The tokenizer and its template, as `load` finds them, or why there is none. Builds no network. Raises
     `ModelRefused`."""
-    with silence_transformers(), opened(path) as files:
-        return text_assets(path, config_of(config_fields(path), decoded(files)))
+    with silence_transformers(), opened(path) as files, trial_of(path) as trial:
+        return text_assets(path, config_of(config_fields(path), decoded(files)), trial)
 
 
 def locate(model: str | Path) -> tuple[str, Path]:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextAssets:
-    """Those of one model. `chat_template` is None where it has none."""
+    """Those of one model. `tokenizer` has passed its trial (`trial`). `chat_template` is None where it has none."""
 
     tokenizer: Tokenizer
     special: Mapping[str, str]  # "bos_token" -> its text, and so on

@@ -97,17 +97,16 @@ class TextTokenizer:
         special: bool | None = None,
         param: str = "prompt",
         limit: int | None = None,
-        patience: float = PATIENCE,
     ) -> list[int]:
         """The ids of `text`. `special`: add begin- and end-of-text (None: `add_special`).
 
         Raises `PromptTooLong` for more than `limit` tokens (None: any number), without tokenizing where the length of
         the text implies that; `BadRequest`, naming `param`, for text that is not Unicode, or too long to tokenize, and
-        its subclass `TextTooSlow` for text that takes longer than `patience` seconds and one for each `LEAST_SPEED`
+        its subclass `TextTooSlow` for text that takes longer than `PATIENCE` seconds and one for each `LEAST_SPEED`
         bytes; `Overloaded` while the texts that were given up take all threads; `TokenizerFailed`.
         """
         add = self._add_special if special is None else special
-        with self._encoding(text, param, limit, special=add, offsets=False, patience=patience) as encoding:
+        with self._encoding(text, param, limit, special=add, offsets=False) as encoding:
             return encoding.ids
 
     def encode_marked(self, text: str, marks: Sequence[int], *, limit: int | None = None) -> list[int]:
@@ -145,7 +144,7 @@ class TextTokenizer:
 
     @contextmanager
     def _encoding(
-        self, text: str, param: str, limit: int | None, *, special: bool, offsets: bool, patience: float = PATIENCE
+        self, text: str, param: str, limit: int | None, *, special: bool, offsets: bool
     ) -> Generator[Encoding]:
         """The tokenizer's encoding of `text`, whose memory counts as taken within the block.
 
@@ -158,7 +157,7 @@ class TextTokenizer:
             batch = self._tokenizer.encode_batch if offsets else self._tokenizer.encode_batch_fast
             return batch([text], add_special_tokens=special)[0]
 
-        with self.limit.result(size, param, encoded, patience) as found:
+        with self.limit.result(size, param, encoded) as found:
             if limit is not None and len(found) > limit:
                 raise PromptTooLong(len(found), limit, "the model's context")
             yield found

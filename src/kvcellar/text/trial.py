@@ -1,23 +1,37 @@
-"""trial: a tokenizer is tried before it is used, because the files of a model are not trusted.
+"""trial: the process in which the tokenizer of a model is built and tried before another process builds it: `python -m
+kvcellar.text.trial SOCKET`. See `worker`. No torch.
 
-What it may do to the memory is read off its parts; those of the file before it is built, since building normalizes the
-added tokens. How long its regular expressions take cannot be read off: they are tried on runs of characters, those
-included that its own expressions name, since an expression that backtracks does so on runs. One that is slow only on
-other texts passes; such a text is given up when a request has it (`TextTokenizer`).
+The files of a model are not trusted. Reading one into a tokenizer compiles its regular expressions and normalizes its
+added tokens, in a library that recurses, allocates and cannot be stopped. So a file is built in this process first, and
+nowhere else if that ends it.
+
+What a tokenizer may do to the memory of texts is read off its parts. How long its regular expressions take cannot be
+read off: they are tried on runs of characters, those included that its own expressions name, since an expression that
+backtracks does so on runs. One that is slow only on other texts passes; such a text is given up when a request has it
+(`TextTokenizer`).
 """
 
-import json
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+import msgspec
+from msgspec import Raw, Struct
+from tokenizers import Tokenizer, models
 
-from kvcellar.errors import BadRequest, ModelRefused, NativePanic, Overloaded, TokenizerFailed, shown
-from kvcellar.text.tokens import TextTokenizer, flattened, steps_of
+from kvcellar.errors import BadRequest, ModelRefused, NativePanic, Overloaded, TokenizerFailed, panics_of, shown
+from kvcellar.text.tokens import MOST_BYTES, TOKENIZER, TokenizingLimit, flattened, steps_of
+from kvcellar.wire import decode
+from kvcellar.worker import JobEnded, Worker, serve
 
+SECONDS = 30.0  # of CPU time in which a tokenizer is built and tried; one of 262,144 tokens needs two
+MEMORY = 2**31  # bytes; one of 262,144 tokens needs an eighth
+STACK = 2**21  # bytes: a quarter of what the threads have that build it afterwards
 PATIENCE = 5.0  # seconds for all texts together; tokenizers need a hundredth
 MOST_GROWTH = 64  # bytes that normalizers may make of one, in all; Unicode's longest decomposition is 18 characters
 MOST_WORD = 256  # characters of a word for WordPiece, whose time grows with their cube
@@ -26,24 +40,81 @@ _LENGTHS = (16, 64, 256, 1024)  # characters
 _MOST_OWN = 64  # characters of its own expressions
 
 
-def try_tokenizer(tokenizer: TextTokenizer, source: Tokenizer) -> None:
-    """Raise `ModelRefused`, with the reason, if `source`, of which `tokenizer` was made, takes more time or memory for
-    a text than a server can spare. Takes at most `PATIENCE` seconds."""
-    if (reason := _too_large(source)) is not None:
-        raise ModelRefused(f"its tokenizer is not used: {reason}")
-    until = time.monotonic() + PATIENCE
-    for text in _texts(_expressions(source)):
+class Tried(Struct, frozen=True, array_like=True):
+    """What is tried: a `tokenizer.json`, or what would be in one."""
+
+    file: Path | None
+    described: str = ""
+
+
+class TokenizerTrial:
+    """The trial of one model's tokenizer. For one thread."""
+
+    def __init__(self, file: Path | None) -> None:
+        """`file` is the model's `tokenizer.json`, if it has one. It is tried from now on, beside the caller."""
+        self._worker = Worker("kvcellar.text.trial", lambda: None)
+        self._beside = ThreadPoolExecutor(1, "kvcellar-trial")
+        self._file: Future[None] | None = None
+        if file is not None:
+            self._file = self._beside.submit(self._run, Tried(file))
+
+    def close(self) -> None:
+        """End the process, and what it does."""
+        self._worker.close()
+        self._beside.shutdown()
+
+    def check_file(self) -> None:
+        """Wait until the file has been tried. Raises `ModelRefused`, with the reason, if building it ends the process
+        or if it takes more time or memory for a text than a server can spare, and `TokenizerFailed` for one that is
+        none."""
+        if self._file is not None:
+            self._file.result()
+
+    def check(self, built: Tokenizer) -> None:
+        """Raise `ModelRefused` as `check_file` does, for a tokenizer that was built of the file and of what other files
+        say: its parts may be others. Without its vocabulary, which decides neither on time nor on memory."""
+        if (reason := _too_large(built)) is not None:
+            raise _refused(reason)
+        bare = Tokenizer(models.BPE())
+        bare.normalizer, bare.pre_tokenizer = built.normalizer, built.pre_tokenizer
+        self._run(Tried(None, bare.to_str()))
+
+    def _run(self, what: Tried) -> None:
         try:
-            tokenizer.encode(text, patience=max(0.0, until - time.monotonic()))
+            self._worker.run(what, SECONDS)
+        except JobEnded as ended:
+            if ended.late:
+                raise _refused(f"it is not built and tried within {SECONDS:g} seconds") from None
+            why = f"it ends the process that builds it, by its depth or by more than {MEMORY >> 30} GiB of memory"
+            raise _refused(why) from None
+
+
+def try_tokenizer(source: Tokenizer) -> None:
+    """Raise `ModelRefused`, with the reason, if `source` takes more time or memory for a text than a server can spare.
+    Takes at most `PATIENCE` seconds; then a thread may go on with a text until its process ends."""
+    if (reason := _too_large(source)) is not None:
+        raise _refused(reason)
+    source.no_truncation()
+    source.no_padding()
+    limit, until = TokenizingLimit(MOST_BYTES), time.monotonic() + PATIENCE
+    for text in _texts(_expressions(source)):
+        work, left = partial(source.encode_batch_fast, [text]), max(0.0, until - time.monotonic())
+        try:
+            with limit.result(len(text.encode()), "prompt", work, left):
+                pass
         except (BadRequest, Overloaded):
-            raise ModelRefused(
-                f"its tokenizer is not used: it takes more than {PATIENCE:g} seconds for short texts, such as "
-                f"{len(text)} characters of {shown(text[:8])}. A regular expression in tokenizer.json backtracks"
+            raise _refused(
+                f"it takes more than {PATIENCE:g} seconds for short texts, such as {len(text)} characters of "
+                f"{shown(text[:8])}. A regular expression in tokenizer.json backtracks"
             ) from None
         except NativePanic as error:
-            raise ModelRefused(f"its tokenizer is not used: it fails on {shown(text)}: {error.__cause__}") from error
+            raise _refused(f"it fails on {shown(text)}: {error.__cause__}") from error
         except TokenizerFailed:
             pass  # it has no token for such a text
+
+
+def _refused(reason: str) -> ModelRefused:
+    return ModelRefused(f"its tokenizer is not used: {reason}")
 
 
 def _texts(expressions: Iterable[str]) -> Iterator[str]:
@@ -60,18 +131,6 @@ def _expressions(source: Tokenizer) -> Iterator[str]:
         pattern = step.get("pattern")
         if isinstance(pattern, Mapping) and "Regex" in pattern:
             yield pattern["Regex"]
-
-
-def check_tokenizer_file(file: Path) -> None:
-    """Raise `ModelRefused` for a `tokenizer.json` that would take too much memory when it is read into a tokenizer.
-    What is not in its format is left to `tokenizers` to refuse."""
-    try:
-        described = json.loads(file.read_bytes())["normalizer"]
-        growth = 1 if described is None else prod(map(_growth, flattened(described, "normalizers")))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return
-    if growth > MOST_GROWTH:
-        raise ModelRefused(f"{file.name} is not used: {_grows('its normalizers', growth)}")
 
 
 def _too_large(source: Tokenizer) -> str | None:
@@ -101,3 +160,43 @@ def _growth(step: Mapping[str, Any]) -> int:
         return 1
     pattern, content = step["pattern"].get("String"), len(step["content"].encode())
     return 1 + content if not pattern else max(1, -(-content // len(pattern.encode())))
+
+
+# -- in the process ---------------------------------------------------------------------------------------------------
+
+
+def opened(_: None) -> Callable[[Raw], None]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads would take addresses for each core of the machine
+    return _try
+
+
+def _try(what: Raw) -> None:
+    tried: Tried = decode(what, Tried)
+    try:
+        data = tried.described.encode() if tried.file is None else tried.file.read_bytes()
+        if (growth := _growth_in(data)) > MOST_GROWTH:
+            raise _refused(_grows("its normalizers", growth))
+        with panics_of(TOKENIZER):
+            source = Tokenizer.from_buffer(data)
+    except (MemoryError, ModelRefused):
+        raise
+    except Exception as error:  # the library raises no other class
+        raise TokenizerFailed(f"{type(error).__name__}: {error.__cause__ or error}") from error
+    try_tokenizer(source)
+
+
+class _Described(Struct):
+    normalizer: Any
+
+
+def _growth_in(data: bytes) -> int:
+    """Of the normalizers of a `tokenizer.json`: building it normalizes its added tokens. 1 for what is none."""
+    try:
+        described = msgspec.json.decode(data, type=_Described).normalizer
+        return 1 if described is None else prod(map(_growth, flattened(described, "normalizers")))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return 1  # the library refuses it
+
+
+if __name__ == "__main__":
+    serve(None, opened, stack=STACK, memory=MEMORY)

@@ -226,6 +226,10 @@ class EngineFailed(KvcellarError):
     """An unexpected error in the engine's thread ended this request."""
 
 
+class EngineDied(EngineFailed):
+    """Processes of the engine have died while they computed this request, or before they had answered a call."""
+
+
 class NoToken(KvcellarError):
     """No token can be sampled for one completion: its logits are not numbers, or every token is banned."""
 

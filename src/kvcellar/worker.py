@@ -249,7 +249,8 @@ def serve(setup: Any, opened: Callable[[Any], Callable[[Raw], object]], *, stack
         if work is None:
             work = opened(link.receive())
             gc.freeze()
-            link.send(Done(packed(None)))
+            with suppress(ConnectionError):  # its owner has gone meanwhile
+                link.send(Done(packed(None)))
         else:
             _fork(control, link, work, memory)
         lent.close()  # and not the connection, which the fork has

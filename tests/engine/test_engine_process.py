@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar import BadRequest, Constraint, Engine, EngineClosed, EngineFailed, KvcellarError, WrongStage
+from kvcellar import BadRequest, Constraint, Engine, EngineClosed, EngineDied, EngineFailed, KvcellarError, WrongStage
 from kvcellar.engine import process_client
 from kvcellar.engine.process_client import ProcessClient
 from kvcellar.events import Done, Failed
@@ -211,8 +211,8 @@ def test_the_request_that_engines_die_of_fails_and_later_ones_are_answered(serve
         pid = client.pid
         eventually(lambda: client.pid != pid, "the first one dies")
         assert ASKED["seeded"](engine) == expected["seeded"], "it was in one of them only"
-        assert isinstance(error := failed(ear), EngineFailed)
-        assert "died 2 times while it computed this request" in str(error)
+        assert isinstance(error := failed(ear), EngineDied)
+        assert "died in a row when they had begun with this request" in str(error)
         assert "SIGSEGV" in str(error)
         assert len(server.started) == 3
 
@@ -228,7 +228,7 @@ def test_streams_beside_a_request_that_engines_die_of_go_on(server, model) -> No
         ears = [sent(client_of(engine), prompt, **how)[1] for prompt in streams]
         runs(*ears)
         _, culprit = sent(client_of(engine), (POISON, 6), **GREEDY)
-        assert "died 2 times" in str(failed(culprit))
+        assert isinstance(failed(culprit), EngineDied)
         for ear in ears:
             assert isinstance(ear.wait()[-1], Done)
         assert len(server.started) in (3, 4)
@@ -251,10 +251,19 @@ def test_the_death_of_an_engine_that_has_told_tokens_of_a_request_does_not_count
         assert len(server.started) == begun + 3
 
 
-def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expected) -> None:
-    server.faults = [{"grammar": True}] * 2
+def test_a_request_whose_engines_are_killed_from_outside_is_refused_after_the_fourth(server, model, expected) -> None:
+    server.faults = [{"step": 1}] * 3
     with in_a_process(server, model) as engine:
-        with pytest.raises(EngineFailed, match="died 2 times while it computed this request"):
+        assert ASKED["greedy"](engine) == expected["greedy"]
+    server.faults = [{"step": 1}] * 4
+    with in_a_process(server, model) as engine, pytest.raises(EngineDied, match="SIGKILL"):
+        engine.generate([5, 6, 7, 8], **GREEDY)
+
+
+def test_a_request_whose_grammar_engines_die_of_is_refused(server, model, expected) -> None:
+    server.faults = [{"grammar": True, "with_signal": signal.SIGSEGV}] * 2
+    with in_a_process(server, model) as engine:
+        with pytest.raises(EngineDied, match="when they had begun with this request"):
             engine.generate([5, 6], **MATCHING)
         assert ASKED["schema"](engine) == expected["schema"]
 

@@ -586,7 +586,7 @@ def test_texts_that_take_too_long_to_tokenize(
     end = threading.Event()
     limit = TokenizingLimit(100)
     monkeypatch.setattr(real._codec._tokenizer, "limit", limit)
-    monkeypatch.setattr(limit, "result", lambda size, param, _work, _patience: TokenizingLimit.result(
+    monkeypatch.setattr(limit, "result", lambda size, param, _work: TokenizingLimit.result(
         limit, size, param, lambda: end.wait(300), 0.0
     ))  # fmt: skip
     try:

@@ -41,6 +41,7 @@ class ChildProcess:
         self.stats: Raw | None = None  # as it has told them last; it does before it says hello
         self.began = self.beaten  # when its model was loaded
         self.killed = ""  # why this side has killed it
+        self.crashed = True  # its end was due to itself, or to a step that hung; at its end
         self._start = start
 
     @property
@@ -114,7 +115,7 @@ class ChildProcess:
                 self._process.kill()
                 status = self._process.wait()
                 self.killed = self.killed or f"it has not ended within {seconds:.0f} seconds"
-        how = in_words(status)
+        self.crashed, how = status != -signal.SIGKILL or bool(self.killed), in_words(status)
         return f"{how} ({self.killed})" if self.killed else how
 
 

@@ -10,7 +10,8 @@ Always true:
   * events are delivered by one thread, the one that reads messages, and no event after `Done` or `Failed`;
   * after a death, requests go on one after the other: the next one when the one before was told something, or after
     `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one with which
-    `DEATHS` engines in a row had begun, and died before they told anything of it, has failed;
+    engines in a row had begun, and died before they told anything of it, has failed: with two that crashed, or four
+    that SIGKILL has ended, which also comes from outside (`CRASH`, `KILL`, `MOST_SUSPECTED`);
   * the process is gone when `close` has returned, and ends by itself if this one dies.
 """
 
@@ -40,7 +41,7 @@ from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.fork_server import Starter, starter_for
 from kvcellar.engine.request import timings_of
 from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, Overloaded, WrongStage, forked_from
+from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, Overloaded, WrongStage, forked_from
 from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
 from kvcellar.messages import (
     AddAdapter,
@@ -82,7 +83,7 @@ from kvcellar.wire import decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
-DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
+CRASH, KILL, MOST_SUSPECTED = 2, 1, 4  # how much a request is suspected by each death, and with what it is refused
 FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 UNPROVEN_SECONDS = 2.0
 STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
@@ -116,7 +117,7 @@ class _Request:
     prompt_told: bool = False
     here: bool = False  # the running engine has begun with it
     proven: bool = False  # the running engine has told something of it
-    deaths: int = 0  # of engines that had begun with it, and told nothing, in a row
+    suspected: int = 0  # of the deaths of engines that had begun with it, and told nothing, in a row
     went_on: bool = False  # more than one engine had it
     cancelled: bool = False
     failed: Exception | None = None  # its text
@@ -125,7 +126,7 @@ class _Request:
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
         if not isinstance(event, Admitted):
-            self.deaths, self.proven = 0, True
+            self.suspected, self.proven = 0, True
         match event:
             case Drawn():
                 event = self._drawn(event)
@@ -543,7 +544,7 @@ class ProcessClient:
             self._unproven = None
             if self._closing:
                 return self._over(EngineClosed("the engine was closed before the answer was complete"))
-            died = EngineFailed(f"the process of the engine {how}; it is started again. Send this again")
+            died = EngineDied(f"the process of the engine {how}; it is started again. Send this again")
             for number in [number for number, call in self._waiting.items() if call.request is None]:
                 self._reply(Refusal(number, died))
         self._report_death(process, how)
@@ -551,9 +552,10 @@ class ProcessClient:
         unknown = not any(request.here for request in self._running.values())
         for number, request in list(self._running.items()):
             begun = request.here or request.ask is not None or number in suspects or unknown
-            request.deaths += begun and not request.proven and number not in unsent
+            if begun and not request.proven and number not in unsent:
+                request.suspected += CRASH if process.crashed else KILL
             request.here, request.proven, request.went_on = False, False, True
-            if request.deaths >= DEATHS:
+            if request.suspected >= MOST_SUSPECTED:
                 self._refuse(number, request, how)
         self._fruitless = self._fruitless + 1 if time.monotonic() - process.began < SOON else 1
         if self._fruitless > FRUITLESS:
@@ -571,7 +573,7 @@ class ProcessClient:
 
     def _refuse(self, number: int, request: _Request, how: str) -> None:
         """Fail a request that may be the reason why engines die."""
-        error = EngineFailed(f"the engine has died {DEATHS} times while it computed this request: its process {how}")
+        error = EngineDied(f"engines have died in a row when they had begun with this request: the last {how}")
         with self._changed:
             if request.ask is not None:
                 self._reply(Refusal(request.ask, error))
@@ -686,5 +688,5 @@ class ProcessClient:
             for number, request in self._running.items():
                 assert number == request.submission.number
                 assert request.ask is None or self._waiting[request.ask].request is request
-                assert request.deaths < DEATHS
+                assert request.suspected < MOST_SUSPECTED
                 assert all(0 <= index < request.submission.params.n for index in request.choices)

@@ -24,6 +24,7 @@ from kvcellar.errors import (
     ConversationNotSaved,
     ConversationUnreadable,
     EngineClosed,
+    EngineDied,
     ModelNotFound,
     NoToken,
     NotSupported,
@@ -123,8 +124,9 @@ def api_error(error: BaseException) -> ApiError:
             return overloaded(str(error))
         case CacheFull():
             return overloaded("the memory for keys and values is full; try again later")
-        case EngineClosed():
-            return shutting_down()
+        case EngineClosed() | EngineDied():
+            died = isinstance(error, EngineDied)
+            return ApiError(500, printable(str(error), 2000), code="engine_died") if died else shutting_down()
         case _:
             return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
 

@@ -20,7 +20,7 @@ MEANINGS: Mapping[int, str] = MappingProxyType(
         413: "The body is too long.",
         415: "The body has another content type, or a content encoding.",
         431: "The headers are too many or too long.",
-        500: "The server met an unexpected error; its log has the details.",
+        500: "The server met an unexpected error, and its log has the details; or engines have died of the request.",
         503: "Try again later: the server has too much to do, is loading, is shutting down, or has failed.",
         507: "The disk of the server is full.",
     }

@@ -37,7 +37,7 @@ from tests.text.templates import THINKER
 
 START_SECONDS = 300.0  # until a server must be ready
 END_SECONDS = 60.0  # until the engine of a front end that was killed must be gone
-PAUSES = (0.0, 3.0)  # seconds after a start until the next kill
+PAUSES = (0.0, 6.0)  # seconds after a start until the next kill
 NAMES = ("embedded", "llama", "gemma3", "lfm2")
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}
 SCHEMA |= {"required": ["name", "age"], "additionalProperties": False}

@@ -7,6 +7,7 @@ Always true:
     a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -46,7 +47,7 @@ class Submission(Tagged, frozen=True, kw_only=True):
     """
 
     number: int  # its place in the order of arrival
-    prompt: tuple[int, ...]
+    prompt: bytes  # token ids of 8 bytes each, as the key of the prefix tree has them: no step waits while it is read
     params: SamplingParams
     seed: int  # of its noise: that of `params`, if it has one
     namespace: str = ""  # shares memory with requests of the same one only
@@ -59,6 +60,10 @@ class Submission(Tagged, frozen=True, kw_only=True):
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
     prompt_told: bool = False  # `PromptScored` or `Embedded` has been told, and is not told again
     goes_on: bool = False  # another engine had taken it in, which died: it is taken in however many wait
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        return memoryview(self.prompt).cast("q")
 
 
 class Admitted(Tagged, frozen=True):

@@ -13,6 +13,7 @@ from kvcellar import Engine
 from kvcellar.engine.request import Request, Status, Token
 from kvcellar.events import Delta, Done, Event, TokenLogprob
 from kvcellar.messages import Submission
+from kvcellar.prefix.node import key_of
 from kvcellar.sample.params import SamplingParams
 
 TEXT = 'def f(x):\n    """naïve 🙂 ☕"""\n    return x + 1\n\n\ndef g(y):\n    return f(y)\n'
@@ -51,7 +52,7 @@ def given(
     params = SamplingParams(**{"temperature": 0.0, **how})
     ways: Any = {"stop": lambda choice, tokens: stopped.append(choice), "fail": lambda error: None}
     processor = engine._requests.processor((5, 6, 7), params, events.append, None, None, **ways)
-    request = Request(Submission(number=0, prompt=(5, 6, 7), params=params, seed=1), processor.receive)
+    request = Request(Submission(number=0, prompt=key_of((5, 6, 7)), params=params, seed=1), processor.receive)
     (completion,) = engine._built.intake.completions(request)
     request.completions.append(completion)
     for stage in (Status.PREFILL, Status.DECODE):

@@ -16,6 +16,7 @@ from kvcellar import BadRequest, Constraint, Engine
 from kvcellar.engine.request import Request
 from kvcellar.events import Done, Embedded, Failed, PromptScored
 from kvcellar.messages import Drawn, Ended, EngineEvent, Produced, Submission
+from kvcellar.prefix.node import key_of
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import assert_at_rest, made, small_engine, tokens
 from tests.engine.test_limits import held
@@ -77,7 +78,7 @@ def told(engine: Engine, submissions: Sequence[Submission]) -> list[list[EngineE
 def submission(prompt: Sequence[int], *, number: int = 0, **how: Any) -> Submission:
     params = SamplingParams(**how)
     seed = 77 if params.seed is None else params.seed
-    return Submission(number=number, prompt=tuple(prompt), params=params, seed=seed)
+    return Submission(number=number, prompt=key_of(prompt), params=params, seed=seed)
 
 
 def singly(events: Sequence[EngineEvent]) -> list[EngineEvent]:
@@ -150,7 +151,7 @@ def assert_goes_on(first: Engine, second: Engine, asked: Submission, draw: rando
         assert answers([*events[:place], *more]) == whole, f"cut behind {place} of {len(events)} events"
         done = more[-1]
         assert isinstance(done, Done)
-        assert done.usage.cached_tokens < len(asked.prompt)
+        assert done.usage.cached_tokens < len(asked.prompt_ids)
     return events
 
 

@@ -30,6 +30,7 @@ from kvcellar.events import Done, Failed, FinishReason
 from kvcellar.layout import Layout
 from kvcellar.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.plan import Batch
+from kvcellar.prefix.node import key_of
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
@@ -222,7 +223,9 @@ class World:
         first = 2 * ask.family if ask.family is not None else 2 * number + 1
         prompt = (first, *range(1, ask.prompt))
         retention = RetentionOptions(owner=ask.owner, weight=ask.weight)
-        submission = Submission(number=self.loop.number(), prompt=prompt, params=params, seed=0, retention=retention)
+        submission = Submission(
+            number=self.loop.number(), prompt=key_of(prompt), params=params, seed=0, retention=retention
+        )
         request = self.requests[number] = Request(submission, heard)
         self.loop.submit(request, [self._completion(request, list(prompt), 0)])
 

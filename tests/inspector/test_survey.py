@@ -21,6 +21,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.inspector.snapshot import snapshot
 from kvcellar.inspector.source import Viewer
 from kvcellar.messages import Submission
+from kvcellar.prefix.node import key_of
 from kvcellar.prefix.tree import Tree
 from kvcellar.retention import RetentionOptions
 from tests.counted import lines
@@ -258,7 +259,7 @@ def test_last_requests_are_bounded_in_number_and_tokens():
     for number in range(400):
         length = chance.choice([1, 10, 5000, KEPT_TOKENS // 3, KEPT_TOKENS + 1])
         request = Request(
-            Submission(number=number, prompt=(1,) * length, params=SamplingParams(), seed=0), lambda event: None
+            Submission(number=number, prompt=key_of((1,) * length), params=SamplingParams(), seed=0), lambda event: None
         )
         last.add(request)
         seen.append((number, length))

@@ -25,7 +25,7 @@ from kvcellar.engine.scheduler import Scheduled
 from kvcellar.layout import Layout
 from kvcellar.messages import Submission
 from kvcellar.plan import Batch, Plan
-from kvcellar.prefix.node import common_prefix
+from kvcellar.prefix.node import common_prefix, key_of
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Plane, Recurrent, StatePlane
@@ -194,7 +194,7 @@ class Replay:
 
 def _completion(prompt: Sequence[int]) -> Completion:
     params = SamplingParams(temperature=0.0)
-    request = Request(Submission(number=0, prompt=tuple(prompt), params=params, seed=0), lambda event: None)
+    request = Request(Submission(number=0, prompt=key_of(prompt), params=params, seed=0), lambda event: None)
     sampler = Sampler(request.params, seed=0, index=0, prompt_ids=(), vocab_size=1, end_ids=frozenset())
     return Completion(request, sampler, list(prompt))
 

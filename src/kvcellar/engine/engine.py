@@ -202,7 +202,7 @@ class Engine:
         params, deliver = arguments.parameters(params), arguments.receiver(deliver)
         client = self._client
         submission, chat = self._requests.submission(client.number, prompt_ids, params, how)
-        number, prompt = submission.number, submission.prompt
+        number, prompt = submission.number, submission.prompt_ids
         stop, fail = partial(client.stop, number), partial(client.fail, number)
         processor = self._requests.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
         client.submit(submission, processor.receive)

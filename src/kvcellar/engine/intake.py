@@ -55,7 +55,7 @@ class Intake:
         what cannot have been produced, `Overloaded`."""
         params = submission.params
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        size, use, request = self.prompts.take(len(submission.prompt), params.n, scores), None, None
+        size, use, request = self.prompts.take(len(submission.prompt_ids), params.n, scores), None, None
         try:
             if (submission.adapter, self.adapters.default) != (None, None):
                 use = self.adapters.take(submission.adapter)

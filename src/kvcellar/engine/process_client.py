@@ -160,7 +160,7 @@ class _Request:
     @property
     def length(self) -> int:
         """Tokens that another engine has to compute before it draws one, at most."""
-        return len(self.submission.prompt) + max((len(one.token_ids) for one in self.choices.values()), default=0)
+        return len(self.submission.prompt_ids) + max((len(one.token_ids) for one in self.choices.values()), default=0)
 
     def rest(self) -> Submission:
         """What is left of it, for another engine."""
@@ -220,7 +220,7 @@ class ProcessClient:
         self._unproven: tuple[int, float] | None = None  # the last one that it was sent, and when; None: it was told
         self._fruitless = 0  # engines in a row that have died before they told anything
         self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what the engine was told last of each name
-        self._pins: dict[tuple[str, str | None, tuple[int, ...]], tuple[Submission, float]] = {}  # pinned, and when
+        self._pins: dict[tuple[str, str | None, bytes], tuple[Submission, float]] = {}  # pinned, and when
         self._closing, self._given_up = False, ""
         self._ready = False  # an engine runs, and is told everything
         with ExitStack() as opened:

@@ -21,7 +21,7 @@ from kvcellar.events import Embedded, PoolingMode, PromptScored, TokenLogprob
 class PromptLogprobs:
     """The log-probability of each token, and of the `most` most likely ones in its place."""
 
-    def __init__(self, prompt: tuple[int, ...], most: int) -> None:
+    def __init__(self, prompt: Sequence[int], most: int) -> None:
         self._prompt, self.most = prompt, most
         self._found: list[TokenLogprob | None] = [None]
         self.known, self.end, self.done = 0, len(prompt) - 1, False
@@ -35,7 +35,7 @@ class PromptLogprobs:
         self.known += count
         self._found += values
         self.done = self.known == self.end
-        return PromptScored(self._prompt, tuple(self._found)) if self.done else None
+        return PromptScored(tuple(self._prompt), tuple(self._found)) if self.done else None
 
 
 class Pooled:

@@ -105,7 +105,7 @@ class Request:
     deliver: Callable[[EngineEvent], None]
     adapter: AdapterUse | None = None
     prompt_reading: PromptReading | None = field(init=False, default=None)  # None: nothing is read of it
-    key: bytes = field(init=False)  # of the prompt, in the prefix tree
+    prompt: Sequence[int] = field(init=False)
     space: str = field(init=False)
     completions: list["Completion"] = field(default_factory=list["Completion"])
     cached: int = 0  # tokens of the prompt that were taken from memory at admission
@@ -131,7 +131,8 @@ class Request:
         return True
 
     def __post_init__(self) -> None:
-        self.key, namespace, pooling = key_of(self.prompt), self.submission.namespace, self.submission.pooling
+        self.prompt = self.submission.prompt_ids
+        namespace, pooling = self.submission.namespace, self.submission.pooling
         if self.submission.prompt_told or self.submission.produced:  # the prompt was read before a token was drawn
             self.prompt_reading = None
         elif pooling is not None:
@@ -146,7 +147,8 @@ class Request:
         return self.submission.number
 
     @property
-    def prompt(self) -> tuple[int, ...]:
+    def key(self) -> bytes:
+        """Of its prompt."""
         return self.submission.prompt
 
     @property

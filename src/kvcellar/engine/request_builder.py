@@ -14,6 +14,7 @@ from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.messages import Submission
+from kvcellar.prefix.node import key_of
 from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
@@ -60,7 +61,7 @@ class RequestBuilder:
         made = Submission(
             retention=arguments.retention_options(how.get("retention")),
             number=number(),
-            prompt=prompt,
+            prompt=key_of(prompt),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
             namespace=namespace,

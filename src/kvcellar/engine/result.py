@@ -32,6 +32,7 @@ from kvcellar.events import (
     TokenLogprob,
     Usage,
 )
+from kvcellar.prefix.node import TOKEN, key_of
 
 Submit = Callable[[Callable[[Event], None]], "Ticket"]
 
@@ -251,8 +252,7 @@ KEPT_REQUESTS, KEPT_TOKENS = 64, 1 << 17  # of `LastRequests`
 
 
 class Ended(NamedTuple):
-    """A request that is done. `prompt` and `reply` are the tokens of its text, with the first completion; None: no
-    longer kept."""
+    """A request that is done. `text`: the keys of its prompt and of its first completion; None: no longer kept."""
 
     number: int
     at: float  # seconds of the wall clock
@@ -263,7 +263,7 @@ class Ended(NamedTuple):
     speculation: Speculation | None
     space: str
     owner: str
-    text: tuple[tuple[int, ...], tuple[int, ...]] | None
+    text: tuple[bytes, bytes] | None
 
 
 class LastRequests:
@@ -290,7 +290,7 @@ class LastRequests:
             Ended(
                 *(request.number, time.time(), request.outcome, request.usage(), request.timings()),
                 *(request.recall, request.speculation, request.space, request.retention.owner),
-                (request.prompt, reply),
+                (request.key, key_of(reply)),
             )
         )
         self.count += 1
@@ -305,7 +305,7 @@ class LastRequests:
             at = len(self._all) - self._texts
             oldest = self._all[at]
             assert oldest.text is not None
-            self._tokens -= sum(map(len, oldest.text))
+            self._tokens -= sum(map(len, oldest.text)) // TOKEN
             self._texts -= 1
             self._all[at] = oldest._replace(text=None)
         if len(self._all) > KEPT_REQUESTS:
@@ -316,4 +316,5 @@ class LastRequests:
         texts = [one.text for one in self._all]
         assert len(texts) <= KEPT_REQUESTS
         assert [text is None for text in texts] == [at < len(texts) - self._texts for at in range(len(texts))]
-        assert self._tokens == sum(len(part) for text in texts if text is not None for part in text) <= KEPT_TOKENS
+        kept = sum(len(part) // TOKEN for text in texts if text is not None for part in text)
+        assert self._tokens == kept <= KEPT_TOKENS

@@ -215,7 +215,8 @@ class Survey:
                     return owner, request.space, text, len(request.prompt), request.recall
             for one in self._loop.last:
                 if one.number == number and one.text is not None:
-                    return one.owner, one.space, one.text[0] + one.text[1], len(one.text[0]), one.recall
+                    whole = tuple(memoryview(b"".join(one.text)).cast("q"))
+                    return one.owner, one.space, whole, len(one.text[0]) // TOKEN, one.recall
             return None
 
         if (found := self._loop.call(look)) is None:

@@ -75,6 +75,7 @@ class SequenceManager:
     # -- cells ------------------------------------------------------------------------------------------------------
 
     def free(self) -> Mapping[str, int]:
+        """Free cells of each group."""
         return self.memory.free()
 
     def available(self, beside: Collection[Completion]) -> Mapping[str, int]:
@@ -85,6 +86,8 @@ class SequenceManager:
         return {name: cells - used[name] - pinned.get(name, 0) for name, cells in storage.capacity().items()}
 
     def reserve(self, tokens: int, sequences: int) -> None:
+        """Keep the cells and state rows of so many tokens and sequences for the next step, in place of what was kept
+        before."""
         self.memory.reserve(tokens, sequences)
 
     def evict(self, group: str | None, cells: int, *, restores: bool = True) -> bool:
@@ -146,8 +149,9 @@ class SequenceManager:
 
     def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
         """Whether one of the running `prompts` is about to compute tokens that a waiting completion needs, too: then it
-        waits for them. The running one leaves a checkpoint where they diverge. It waits for older requests only: else
-        younger ones could overtake it without end."""
+        waits for them. The running one leaves a checkpoint where they diverge, so this is called before it goes on. It
+        waits for older requests only: else younger ones could overtake it without end. Costs the tokens that they share
+        once, and then the number of prompts."""
         waiting, space = self._of(completion), completion.request.space
         for other in prompts:
             found = self._running.get(other.seq or 0)
@@ -170,6 +174,8 @@ class SequenceManager:
         return alike
 
     def reads_back(self, completion: Completion, *, enters: bool) -> bool:
+        """Whether tokens of a waiting completion are being read back. They enter memory when it `enters`: when it could
+        be admitted."""
         waiting = self._of(completion)
         if self.store is None or waiting.fetch is None:
             return False
@@ -189,6 +195,7 @@ class SequenceManager:
         return self._waiting[completion]
 
     def reuse(self, completion: Completion) -> Reuse:
+        """What memory has of a waiting completion. Changes nothing."""
         return self.prefixes.reuse(completion.request.space, self._of(completion).key, completion.reusable)
 
     def admit(self, completion: Completion) -> None:

@@ -19,6 +19,7 @@ from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.fork_server import starter_for
 from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest
@@ -31,7 +32,6 @@ from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
 from kvcellar.serve.host import Host
 from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
 from kvcellar.worker import own_python

@@ -27,7 +27,7 @@ from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
-from kvcellar.engine.request import HowOptions, RequestOptions, SubmitOptions, how_of, sampling_of
+from kvcellar.engine.request import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Result, Stream, Ticket
 from kvcellar.engine.session import Session
@@ -100,7 +100,6 @@ class Engine:
             self.conversations: Conversations = open_conversations(checked, self.model)
             self.cache = CacheClient(client)  # what the prefix cache and the store have
             self.adapters = AdaptersClient(client)  # those that requests can name
-            self.embeddings = Embeddings(weakref.ref(self), client, self._codec)
             self.variants = Variants(client, self._codec)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
             # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
@@ -128,6 +127,11 @@ class Engine:
     def starting(self) -> bool:
         """Whether its process has died and is started again: requests wait for it."""
         return self._client.starting
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """Vectors of texts, of a model that makes them."""
+        return Embeddings(self, self._client.card, self._codec)
 
     # -- text ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +227,7 @@ class Engine:
         """
         params, how = self.params(**sampling_of(options)), how_of(options)
         if not _is_batch(prompt):
-            return self._wait(self._ids(prompt), params, how)
+            return self._wait(self._ids(prompt), params, **how)
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._requests.prompt(ids, params)
@@ -243,7 +247,7 @@ class Engine:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
         params = self.params(**sampling_of(options))
-        return self._wait(self.render(messages, limit=self.model.context), params, how_of(options))
+        return self._wait(self.render(messages, limit=self.model.context), params, **how_of(options))
 
     def pin(
         self,
@@ -262,16 +266,9 @@ class Engine:
         alone needs its memory. Raises `BadRequest` if more than `pin_share` of the cache would be pinned.
         """
         ids = chat_prefix(self.render, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
-        namespace, how = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
+        namespace, retention = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
         params = self.params(max_tokens=1, temperature=0.0)
-        self._client.check_caller()
-        collector = Collector(1)
-        submit = partial(self.submit, ids, params, deliver=collector.deliver)
-        ticket = submit(namespace=namespace, retention=how, adapter=adapter)
-        try:
-            usage = collector.result().usage
-        finally:
-            ticket.cancel()
+        usage = self._wait(ids, params, namespace=namespace, retention=retention, adapter=adapter).usage
         self._client.ask(CheckPinned(namespace, adapter, tuple(ids)))
         return usage
 
@@ -358,7 +355,7 @@ class Engine:
     def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
         return Session(self, self._client, self._sessions, dialogue, arguments.retention_options(retention))
 
-    def _wait(self, ids: Sequence[int], params: SamplingParams, how: HowOptions) -> Result:
+    def _wait(self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]) -> Result:
         collector, ticket = self.start(ids, params, **how)
         try:
             return collector.result()

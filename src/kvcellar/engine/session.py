@@ -12,36 +12,22 @@ computed again after an eviction. A shift drops half of the context, so this cos
 """
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcellar.engine.arguments import prompt_ids
-from kvcellar.engine.card import ModelCard
 from kvcellar.engine.client import EngineClient
-from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue, Prompt
 from kvcellar.engine.request import SubmitOptions
-from kvcellar.engine.result import Collector, Result, Ticket
+from kvcellar.engine.result import Collector, Result
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 
-
-class Host(Protocol):
-    """What a session uses of the engine."""
-
-    model: ModelCard
-
-    @property
-    def conversations(self) -> Conversations: ...
-    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]: ...
-    def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
-    def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams: ...
-    def start(
-        self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
-    ) -> tuple[Collector, Ticket]: ...
+if TYPE_CHECKING:  # it imports this module
+    from kvcellar.engine.engine import Engine
 
 
 class Session:
@@ -49,7 +35,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Host,
+        engine: "Engine",
         client: EngineClient,
         numbers: Iterator[int],
         dialogue: Dialogue,

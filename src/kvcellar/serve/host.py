@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError, model_refused
@@ -28,7 +29,6 @@ from kvcellar.serve.failed_loads import forget, log_failure, refused
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Stage, Work
 from kvcellar.serve.residents import Residents
 from kvcellar.serve.servable import Catalogue, Servable, as_it_is, not_served

@@ -1,46 +1,22 @@
 """named_engine: an engine under the name of one model that it serves, with what that model has of its own."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 from typing import Any, Unpack
 
+from kvcellar.engine.cache_client import CacheClient
+from kvcellar.engine.card import ModelCard
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.replies import ServedReplies
 from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.result import Ticket
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.protocols import ServedCache, ServedEmbeddings, ServedEngine, ServedModel, Ticket
 from kvcellar.text.template import RenderOptions
-
-
-@dataclass(frozen=True, slots=True)
-class NamedModel:
-    """A model under the name that clients know."""
-
-    name: str
-    path: Path | None
-    context: int
-    vocab_size: int
-    has_text: bool
-    default_sampling: SamplingParams
-    special_tokens: Mapping[str, str]
-    chat_template: str | None
-
-    @classmethod
-    def of(cls, model: ServedModel, name: str, variant: Variant) -> "NamedModel":
-        return cls(
-            name,
-            model.path,
-            model.context,
-            model.vocab_size,
-            model.has_text,
-            variant.default_sampling,
-            model.special_tokens,
-            variant.template,
-        )
 
 
 class NamedEngine:
@@ -48,7 +24,8 @@ class NamedEngine:
 
     def __init__(self, engine: ServedEngine, name: str, conversations: Conversations, variant: Variant) -> None:
         self._engine, self._variant = engine, variant
-        self.model: ServedModel = NamedModel.of(engine.model, name, variant)
+        own = {"default_sampling": variant.default_sampling, "chat_template": variant.template}
+        self.model: ModelCard = replace(engine.model, name=name, has_chat=variant.template is not None, **own)
         self.conversations = conversations
 
     @property
@@ -69,11 +46,11 @@ class NamedEngine:
         return self._variant.adapter
 
     @property
-    def cache(self) -> ServedCache:
+    def cache(self) -> CacheClient:
         return self._engine.cache
 
     @property
-    def embeddings(self) -> ServedEmbeddings:
+    def embeddings(self) -> Embeddings:
         """Those of all models of the engine: requests name the adapter."""
         return self._engine.embeddings
 

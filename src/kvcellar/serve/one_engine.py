@@ -1,8 +1,8 @@
 """one_engine: a host of one engine that the caller has made, and of no other models."""
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import ModelNotFound
 from kvcellar.serve.host import Host
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Catalogue, Servable
 

@@ -11,13 +11,13 @@ from typing import Any
 from kvcellar.engine.dialogue import Dialogue, Render
 from kvcellar.engine.pinning import chat_prefix
 from kvcellar.engine.replies import ServedReading
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.field_names import naming_fields
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Naming
 from kvcellar.text.replies.tools import checked
 from kvcellar.text.template import check_continued

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
@@ -31,7 +32,6 @@ from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.one_engine import hosting
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared

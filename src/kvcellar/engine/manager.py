@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, takewhile
 from math import inf
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from kvcellar.engine.request import Completion, Status
 from kvcellar.engine.restores import Fetch
 from kvcellar.engine.scheduler import Reuse, Scheduled
 from kvcellar.engine.shares import USUAL, Shares
-from kvcellar.engine.store import BUSY, Store
+from kvcellar.engine.store import BUSY, OpenStore, no_store
 from kvcellar.errors import NotSupported
 from kvcellar.messages import Admitted
 from kvcellar.plan import Feed
@@ -58,6 +59,7 @@ class SequenceManager:
         in_parts: bool = True,
         shares: Shares = USUAL,
         events: KvEvents | None = None,
+        open_store: OpenStore = no_store,
     ) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
         published there."""
@@ -65,7 +67,7 @@ class SequenceManager:
         self._shares, self.events = shares, events
         self.prefixes = Prefixes(memory, shares=shares, watch=events)
         self._numbers = count(1)
-        self.store: Store | None = None
+        self.store = open_store(memory, self.prefixes, partial(self.evict, restores=False))
         self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0

@@ -169,7 +169,7 @@ def test_a_failure_at_any_line_of_a_step_leaves_nothing_open(opens, directory, s
     opens().close()  # what is made once is there
     with traced(note), opens() as engine:
         assert len(engine.stats().store.tiers) == 3
-        assert engine._built.draft_memory.store is not None
+        assert engine._loop.manager.drafting.memory.store is not None
     del engine
     assert lines
     before = Open.now()

@@ -86,7 +86,6 @@ class Built:
     preamble: Preamble
     drafts: Drafts | None = None
     draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
-    draft_memory: DraftMemory | None = None
 
 
 def build(
@@ -190,7 +189,7 @@ def _assembled(
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
-    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own, draft_memory=cache)
+    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own)
 
 
 def _latents(guest: Guest) -> bool:

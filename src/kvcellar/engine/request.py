@@ -113,7 +113,7 @@ class Request:
     speculation: Speculation | None = None  # of the completions that have ended
     done: bool = False
     outcome: str = ""  # once it is done: the reason why its last completion ended here, or the name of an error's class
-    on_done: Callable[[], None] | None = None  # called once
+    on_done: "Callable[[Request], None] | None" = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -188,7 +188,7 @@ class Request:
         self.done = True
         on_done, self.on_done = self.on_done, None
         if on_done is not None:
-            on_done()
+            on_done(self)
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt), self.cached, sum(completion.counted for completion in self.completions))

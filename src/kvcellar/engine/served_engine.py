@@ -8,7 +8,7 @@ from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.card import ModelCard
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.embeddings import Embeddings
-from kvcellar.engine.replies import ServedReplies
+from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.result import Ticket
 from kvcellar.engine.stats import EngineStats
@@ -46,7 +46,7 @@ class ServedEngine(Protocol):
     @property
     def embeddings(self) -> Embeddings: ...
     @property
-    def replies(self) -> ServedReplies: ...
+    def replies(self) -> Replies: ...
 
     @property
     def last_stats(self) -> EngineStats:

@@ -19,14 +19,14 @@ import torch
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.device import Inbox
 from kvcellar.engine.drafting import Drafting
-from kvcellar.engine.inbox import Inbox
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.prefixes import Prefixes
-from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.restores import Evict
-from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduled, Scheduler
+from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduler
 from kvcellar.engine.store import Store, no_store
 from kvcellar.errors import CacheFull
 from kvcellar.events import Done, Failed, FinishReason

@@ -19,10 +19,9 @@ from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.card import EngineCard, ModelCard
 from kvcellar.engine.defaults import default_sampling
-from kvcellar.engine.device import DeviceThread
+from kvcellar.engine.device import DeviceThread, Inbox
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
-from kvcellar.engine.inbox import Inbox
 from kvcellar.engine.intake import Intake, PromptMemory
 from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop

@@ -8,19 +8,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
-from kvcellar.engine.batches import together
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.request import HowOptions, SubmitOptions
+from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Ticket
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest
 from kvcellar.events import Pooling, PoolingMode
 from kvcellar.sample.params import SamplingParams
-
-if TYPE_CHECKING:  # it imports this module
-    from kvcellar.engine.engine import Engine
 
 REFUSED = "model does not do embeddings"
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
@@ -38,8 +35,8 @@ class Embedding:
 class Embeddings:
     """Of one engine. May be used from any thread but the engine's."""
 
-    def __init__(self, engine: "Engine", card: EngineCard, codec: TextCodec) -> None:
-        self._engine, self._card, self._codec = engine, card, codec
+    def __init__(self, requests: RequestBuilder, card: EngineCard, codec: TextCodec) -> None:
+        self._requests, self._card, self._codec = requests, card, codec
         self._pooling = card.pooling
 
     @property
@@ -59,12 +56,12 @@ class Embeddings:
         collectors: list[Collector] = []
 
         def start(ids: Sequence[int]) -> tuple[Collector, Ticket]:
-            started = self._engine.start(ids, PARAMS, **options)
+            started = self._requests.start(ids, PARAMS, options)
             collectors.append(started[0])
             return started
 
         starts = [partial(start, self.tokens(one)) for one in inputs]
-        results = together(starts, self._card.max_waiting)
+        results = self._requests.results(starts)
         found = zip((one.embedded for one in collectors), results, strict=True)
         return [
             Embedding(self.vector(event.vector, dimensions), one.usage.prompt_tokens, one.usage.cached_tokens)
@@ -99,7 +96,7 @@ class Embeddings:
         """The tokens of a text, with what the tokenizer puts around it; token ids as they are. `truncate`: a longer one
         is cut to the context, but not what was put behind it. Raises `BadRequest` and `PromptTooLong`."""
         most = self._card.model.context
-        ids = self._engine.encode(text, limit=None if truncate else most) if isinstance(text, str) else text
+        ids = self._codec.encode(text, limit=None if truncate else most) if isinstance(text, str) else text
         if len(ids) <= most or not truncate:
             return ids
         end = len(ids)

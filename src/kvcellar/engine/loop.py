@@ -13,7 +13,7 @@ Always true between steps:
   * `_requests` are the requests that are not done, by number;
   * while the engine sleeps and completions wait, something is being read back for one of them.
 
-In a forked process calls raise (`inbox.py`), and `close` does nothing.
+In a forked process calls raise (`device.py`), and `close` does nothing.
 """
 
 import logging
@@ -26,14 +26,14 @@ from typing import TypeVar
 
 from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.context_shift import shift
+from kvcellar.engine.device import Inbox
 from kvcellar.engine.ending import Ending
 from kvcellar.engine.failures import Failures
-from kvcellar.engine.inbox import Inbox
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.result import LastRequests
 from kvcellar.engine.runner import Runner
-from kvcellar.engine.scheduler import Scheduled, Scheduler
+from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
 

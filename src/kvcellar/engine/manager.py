@@ -21,9 +21,8 @@ from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefixes import NEAR, SLICE, Prefix, Prefixes
-from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.request import Completion, Reuse, Scheduled, Status
 from kvcellar.engine.restores import Fetch
-from kvcellar.engine.scheduler import Reuse, Scheduled
 from kvcellar.engine.shares import USUAL, Shares
 from kvcellar.engine.store import BUSY, OpenStore, no_store
 from kvcellar.errors import NotSupported

@@ -384,3 +384,29 @@ def shift_span(context: int, keep: int) -> Span:
 def fresh_seed() -> int:
     """A seed for a request without one."""
     return random.SystemRandom().getrandbits(63)
+
+
+class Reuse(NamedTuple):
+    """What memory has of a waiting completion: its first `resume` tokens need not be computed, and of these running
+    sequences hold the first `shared`."""
+
+    resume: int
+    shared: int
+
+
+class Scheduled(NamedTuple):
+    """The next `tokens` tokens of a completion are computed in the step, and behind them its first `drafts` drafts."""
+
+    completion: Completion
+    tokens: int
+    drafts: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.tokens + self.drafts
+
+    @property
+    def ends(self) -> bool:
+        """Is the last token of a prompt among them?"""
+        completion = self.completion
+        return completion.status is Status.PREFILL and completion.draws and self.tokens >= completion.uncomputed

@@ -30,12 +30,12 @@ Always true:
 
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.request import Completion, Request, Reuse, Scheduled, Status
 from kvcellar.layout import Layout
 
-if TYPE_CHECKING:  # it imports this module
+if TYPE_CHECKING:  # imports torch
     from kvcellar.engine.manager import SequenceManager
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
@@ -55,32 +55,6 @@ Draft = Callable[[Sequence[Completion], int], Sequence[int]]
 def no_drafts(completions: Sequence[Completion], most: int) -> Sequence[int]:
     """The `draft` of an engine without speculation."""
     return [0] * len(completions)
-
-
-class Reuse(NamedTuple):
-    """What memory has of a waiting completion: its first `resume` tokens need not be computed, and of these running
-    sequences hold the first `shared`."""
-
-    resume: int
-    shared: int
-
-
-class Scheduled(NamedTuple):
-    """The next `tokens` tokens of a completion are computed in the step, and behind them its first `drafts` drafts."""
-
-    completion: Completion
-    tokens: int
-    drafts: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.tokens + self.drafts
-
-    @property
-    def ends(self) -> bool:
-        """Is the last token of a prompt among them?"""
-        completion = self.completion
-        return completion.status is Status.PREFILL and completion.draws and self.tokens >= completion.uncomputed
 
 
 class Chunks:

@@ -97,7 +97,7 @@ class Engine:
             self.conversations: Conversations = open_conversations(checked, self.model)
             self.cache = CacheClient(client)  # what the prefix cache and the store have
             self.adapters = AdaptersClient(client)  # those that requests can name
-            self.embeddings = Embeddings(self._requests, card, self._codec)  # of models that say how they pool
+            self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts
             self.variants = Variants(client, self._codec)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
             # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.

@@ -18,6 +18,7 @@ from kvcellar.cli.top import Watched
 from kvcellar.cli.top_view import FREE, view
 from kvcellar.errors import KvcellarError
 from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.serve.one_engine import hosting
 from tests.cli.command import PATIENCE, Terminal, kvcellar
 
 
@@ -130,8 +131,9 @@ def test_it_waits_for_a_server_that_loads_its_models_and_says_so(monkeypatch, fo
 
 
 def test_the_error_of_a_server_that_loads_is_told_from_others(engine: Engine) -> None:
-    with Server(engine, ServeSettings(port=0), mount=inspector) as server:
+    host = hosting(engine)
+    with Server(host, ServeSettings(port=0), mount=inspector) as server:
         client = AdminClient(server.url, None)
-        server._engines._host.startup.begin()
+        host.startup.begin()
         with pytest.raises(ServerLoading, match="loading the model"):
             client.get("/inspector/api/snapshot")

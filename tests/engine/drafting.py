@@ -3,6 +3,7 @@ entry gives other drafts. And the tiers below its memory."""
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -14,8 +15,10 @@ from torch import Tensor
 from kvcellar.cache.memory import Memory
 from kvcellar.engine import restore_plan
 from kvcellar.engine.draft_memory import DraftMemory
+from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import Planner
-from kvcellar.engine.store import Store
+from kvcellar.engine.restores import Evict
+from kvcellar.engine.store import Store, no_store
 from kvcellar.plan import Plan
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.spans import Span
@@ -85,11 +88,9 @@ class Drafting:
 
     def __init__(self, kind: str, directory: Path | None = None, **options: Any) -> None:
         self.kind, self.network, self.calls = kind, Network(kind), SimpleQueue[Any]()
-        self.cache = DraftMemory(memory(kind), **options)
+        stored = no_store if directory is None else partial(store_at, directory, self.calls.put)
+        self.cache = DraftMemory(memory(kind), open_store=stored, **options)
         self.drafter = ModelDrafter("dumb", self.network, self.cache, context=190, step_tokens=150, batched=False)
-        if directory is not None:
-            self.cache.store = store_at(directory, self.cache, self.calls.put)
-            self.cache.store.load()
 
     def drafts(self, texts: dict[int, Sequence[int]], room: int = 3, **where: Any) -> dict[int, list[int]]:
         """One call for the texts of these requests."""
@@ -156,7 +157,7 @@ def chain(
     return Chain((number, 0), text, sampling, len(text), room, namespace=namespace, shared=0, retention=retention)
 
 
-def store_at(directory: Path, cache: DraftMemory, post: Any) -> Store:
+def store_at(directory: Path, post: Any, memory: Memory, prefixes: Prefixes, evict: Evict) -> Store:
     locations = Locations()
     disk = DiskTier(
         directory,
@@ -164,14 +165,16 @@ def store_at(directory: Path, cache: DraftMemory, post: Any) -> Store:
         max_bytes=10**8,
         removed=lambda key, why: locations.removed(DiskTier.name, key, why),
     )
-    return Store(
+    store = Store(
         [disk],
-        cache.memory,
-        cache.prefixes,
+        memory,
+        prefixes,
         identity=b"d" * 32,
         secret=b"",
         staging=10**7,
         locations=locations,
         post=post,
-        evict=cache.evict,
+        evict=evict,
     )
+    store.load()
+    return store

@@ -44,7 +44,7 @@ def opened(path: Path, store: Path | None) -> Iterator[tuple[Engine, DraftMemory
     """An engine with a draft model, which drafts three tokens in each round."""
     settings = {"dtype": "float32", "cache_bytes": 16_000_000, "context": 600, "max_sequences": 4, "threads": 1}
     with Engine(path, draft=str(path / "draft"), store=str(store) if store is not None else None, **settings) as engine:
-        drafting, cache = engine._loop.manager.drafting, engine._built.draft_memory
+        drafting, cache = engine._loop.manager.drafting, engine._loop.manager.drafting.memory
         assert drafting.speculator is not None
         assert cache is not None
         drafting.speculator = Speculator(drafting.speculator.drafter, fixed=3)

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -36,10 +37,12 @@ class Opened:
     def __init__(self, guest: Guest, path: Path, store: Path | None, *, role: str = "draft model") -> None:
         cells = {group.name: 1024 for group in guest.shape.groups}
         memory = guest.memory(cells, rows=40 if guest.shape.recurrent is not None else 0)
-        self.cache, self.calls = DraftMemory(memory, in_parts=guest.no_partial_commit is None), SimpleQueue[Any]()
+        self.calls = SimpleQueue[Any]()
         settings = Settings(store=str(store) if store is not None else None, store_bytes=10**8, host_bytes=0)
         source = Source((path,), role)
-        self.cache.store = open_draft_store(self.cache, source, settings, self.calls.put, ExitStack(), share=0.5)
+        how = {"settings": settings, "post": self.calls.put, "opened": ExitStack(), "share": 0.5}
+        stored = partial(open_draft_store, source=source, **how)
+        self.cache = DraftMemory(memory, in_parts=guest.no_partial_commit is None, open_store=stored)
         flat = guest.mode == "flat"
         self.drafter = ModelDrafter("draft", guest.forward, self.cache, context=900, batched=flat)
 

@@ -287,12 +287,12 @@ def test_who_asked_something_just_before_the_end_gets_an_answer():
             closer = threading.Thread(target=engine.close)
             closer.start()
             asker = threading.Thread(target=lambda: answers.append(engine._loop.call(lambda: "heard")))
-            while engine._loop._inbox.qsize() == 0:
+            while len(engine._loop._inbox) == 0:
                 time.sleep(0.001)
             try:
                 engine._loop.post(lambda: 1 // 0)
                 asker.start()
-                while engine._loop._inbox.qsize() < 3:
+                while len(engine._loop._inbox) < 3:
                     time.sleep(0.001)
             except EngineClosed:
                 pytest.fail("the gate was shut before the thread could be")

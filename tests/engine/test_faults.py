@@ -102,14 +102,15 @@ def test_a_session_closed_while_its_turn_is_prepared_keeps_nothing(embedded, mon
     before = embedded.stats().cells_used
     session = embedded.session(chat=False)
     tokenising, closed = threading.Event(), threading.Event()
-    real = embedded.encode
+    codec = embedded._codec
+    real = codec.encode
 
     def slow(text, **how):
         tokenising.set()
         closed.wait(120)
         return real(text, **how)
 
-    monkeypatch.setattr(embedded, "encode", slow)
+    monkeypatch.setattr(codec, "encode", slow)
     turn = threading.Thread(target=lambda: session.send("import os", max_tokens=3))
     turn.start()
     assert tokenising.wait(120)
@@ -159,7 +160,9 @@ def test_what_is_no_position_of_the_prompt_is_refused(recurrent, checkpoint_posi
 
 
 def test_the_ends_of_a_prompt_are_positions_too(recurrent) -> None:
-    collector, _ = recurrent.start([5, 6, 7], recurrent.params(**HOW), checkpoint_positions=[0, np.int64(1), 3])
+    collector, _ = recurrent._requests.start(
+        [5, 6, 7], recurrent.params(**HOW), {"checkpoint_positions": [0, np.int64(1), 3]}
+    )
     assert len(list(collector.deltas())) == HOW["max_tokens"]
 
 

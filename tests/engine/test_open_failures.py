@@ -34,6 +34,7 @@ STEPS = {
     for function in (
         Engine.__init__,
         build._assembled,
+        build._speculator,
         build._running,
         open_store.open_store,
         open_store.open_draft_store,
@@ -161,14 +162,14 @@ def test_a_failure_at_any_line_of_a_step_leaves_nothing_open(opens, directory, s
 
     def note(line: Line) -> None:
         nonlocal begun
-        begun = begun or line[0] is build._running.__code__  # nothing is open before
+        begun = begun or line[0] is build._speculator.__code__  # nothing is open before
         if begun and line[0] is STEPS[step]:
             lines.setdefault(line)
 
     opens().close()  # what is made once is there
     with traced(note), opens() as engine:
         assert len(engine.stats().store.tiers) == 3
-        assert engine._built.draft_memory.store is not None
+        assert engine._loop.manager.drafting.memory.store is not None
     del engine
     assert lines
     before = Open.now()

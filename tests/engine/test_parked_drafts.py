@@ -61,7 +61,7 @@ def test_a_parked_head_costs_nothing(engine: Engine, monkeypatch: pytest.MonkeyP
     assert result.token_ids == expected
     assert (counted.hidden, counted.forwards) == (0, 0)
     engine.check()
-    cache = engine._built.draft_memory
+    cache = engine._loop.manager.drafting.memory
     assert cache is not None
     assert not cache.memory.sequences
     assert result.speculation is not None

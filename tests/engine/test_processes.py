@@ -93,7 +93,7 @@ held, done = threading.Event(), threading.Event()
 
 
 def hold():
-    with engine._loop._gate:
+    with engine._loop._inbox._gate:
         held.set()
         done.wait()
 

@@ -110,7 +110,7 @@ def test_a_restore_goes_on_when_promotions_free_staging_memory(saved, tmp_path, 
 
         def sleeps() -> bool:
             short = any(one.node and one.chain and not one.reads for one in list(restores._fetches))
-            return short and loop._stalled and loop._inbox.empty()
+            return short and loop._stalled and not loop._inbox
 
         until(sleeps, "the promotions do not hold the staging memory")
         go.set()

@@ -1,5 +1,6 @@
 """Conversations: what was read is not read again, and whatever becomes of their memory, answers are as if it were."""
 
+import gc
 import logging
 import random
 import threading
@@ -403,3 +404,14 @@ def test_pieces_of_a_turn_are_its_text(chatty):
     told = "".join(piece.text for piece in session.stream("def main():", max_tokens=10, temperature=0.0))
     assert session.last is not None
     assert told == session.last.text
+
+
+def test_an_engine_is_open_as_long_as_something_refers_to_it_or_to_a_session_of_it() -> None:
+    engine = small_engine("llama")
+    session, loop = engine.session(chat=False), engine._loop
+    del engine
+    gc.collect()
+    assert len(session.send([5, 6, 7], **ASK).token_ids) == 6
+    del session
+    gc.collect()
+    assert not loop.alive

@@ -197,7 +197,7 @@ class Small:
             if (fetch := waiting.fetch) is not None
         ]
         lanes = [(len(lane._readings), len(lane._jobs), lane._notes) for lane in store.transfers._lanes]
-        rest = world.device.awake, world.device.until < inf, world.loop._inbox.qsize(), self.tier.fails
+        rest = world.device.awake, world.device.until < inf, len(world.loop._inbox), self.tier.fails
         memory = *world.memory.free().values(), len(self.tier.entries()), len(store.transfers._events._jobs)
         return (*completions, *fetches, *lanes, *rest, *memory, self.arrived, *sorted(self.left))
 

@@ -19,12 +19,15 @@ import torch
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.device import Inbox
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduled, Scheduler
-from kvcellar.engine.store import Store
+from kvcellar.engine.prefixes import Prefixes
+from kvcellar.engine.request import Completion, Request, Scheduled, Status
+from kvcellar.engine.restores import Evict
+from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduler
+from kvcellar.engine.store import Store, no_store
 from kvcellar.errors import CacheFull
 from kvcellar.events import Done, Failed, FinishReason
 from kvcellar.layout import Layout
@@ -142,8 +145,13 @@ class World:
         self.layouts, self.capacity = dict(layouts), dict(cells)
         self.context, self.max_sequences, self.step_tokens = context, max_sequences, step_tokens
         self.now = 0.0
-        self.memory = memory_of(layouts, cells)
-        self.manager = SequenceManager(self.memory, Drafting(None, context=context))
+        self.memory, self.device = memory_of(layouts, cells), Device()
+        self.inbox = Inbox(cast(Any, self.device))
+        self.manager = SequenceManager(
+            self.memory,
+            Drafting(None, context=context),
+            open_store=no_store if tier is None else partial(self._opened, tier),
+        )
         self._drafts = drafts
         self.scheduler = Scheduler(
             self.manager,
@@ -155,18 +163,17 @@ class World:
             chunks=None if gap is None else Chunks(gap),
         )
         self._gap, self._drawn = gap, drawn
-        self.device = Device()
         self.loop = Loop(
             self.manager,
             self.scheduler,
             siblings=self._siblings,
             context=context,
             threads=1,
-            device=cast(Any, self.device),
+            inbox=self.inbox,
             clock=self.clock,
         )
         self.loop.start(cast(Any, self))
-        self.store = self.manager.store = self._opened(tier) if tier is not None else None
+        self.store = self.manager.store
         self._watch_drafts()
         self._watch_schedule()
         self.heard: dict[int, Heard] = {}
@@ -178,20 +185,20 @@ class World:
     def clock(self) -> float:
         return self.now
 
-    def _opened(self, tier: Tier) -> Store:
+    def _opened(self, tier: Tier, memory: Memory, prefixes: Prefixes, evict: Evict) -> Store:
         """A store whose threads do nothing: `read` does one of their jobs."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading, "Thread", NoThread)
             store = Store(
                 [tier],
-                self.memory,
-                self.manager.prefixes,
+                memory,
+                prefixes,
                 identity=b"i" * 32,
                 secret=b"s" * 32,
                 staging=1 << 20,
                 locations=Locations(),
-                post=self.loop.post,
-                evict=partial(self.manager.evict, restores=False),
+                post=self.inbox.post,
+                evict=evict,
                 clock=self.clock,
             )
         store.load()

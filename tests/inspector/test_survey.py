@@ -13,7 +13,7 @@ from kvcellar import Engine, SamplingParams
 from kvcellar.bench.prefix import Spans, _insert, bushy
 from kvcellar.engine.cache_client import SurveyClient
 from kvcellar.engine.contents import Contents
-from kvcellar.engine.request import Request
+from kvcellar.engine.request import Request, SubmitOptions
 from kvcellar.engine.result import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
 from kvcellar.engine.runner import RECENT
 from kvcellar.engine.survey import NODES, _Walk
@@ -74,7 +74,7 @@ def test_the_second_turn_is_shown_with_what_came_from_memory_and_its_way(engine)
 def test_a_way_ends_where_other_texts_go_on(engine):
     """The rest of its last entry is not of this request."""
     engine.generate([*FIRST, 60, 61, 62, 63], max_tokens=1, temperature=0)
-    collector, ticket = engine.start([*FIRST, 60], engine.params(max_tokens=1, temperature=0))
+    collector, ticket = engine._requests.start([*FIRST, 60], engine.params(max_tokens=1, temperature=0), {})
     collector.result()
     ticket.cancel()
     ended(engine, 2)
@@ -99,7 +99,8 @@ def test_cells_of_running_requests_and_of_the_tree_are_all_that_are_used(engine)
 
 
 def test_completions_that_share_a_prompt_are_one_request(engine):
-    ears = [engine.start([*FIRST, last], engine.params(max_tokens=100, n=3, ignore_eos=True)) for last in (80, 81)]
+    params = engine.params(max_tokens=100, n=3, ignore_eos=True)
+    ears = [engine._requests.start([*FIRST, last], params, {}) for last in (80, 81)]
     until = time.monotonic() + PATIENCE
     while len(engine._loop.scheduler.running) < 6:
         assert time.monotonic() < until
@@ -210,12 +211,8 @@ def test_an_error_in_a_step_leaves_a_picture_that_can_be_taken(engine, monkeypat
 
 def test_others_are_neither_counted_nor_named_nor_read(engine):
     for tenant in ("mine", "yours"):
-        engine.start(
-            [*FIRST, 90 if tenant == "mine" else 91],
-            engine.params(max_tokens=2),
-            namespace=tenant,
-            retention=RetentionOptions(owner=tenant),
-        )[0].result()
+        how = SubmitOptions(namespace=tenant, retention=RetentionOptions(owner=tenant))
+        engine._requests.result([*FIRST, 90 if tenant == "mine" else 91], engine.params(max_tokens=2), how)
     picture = ended(engine, 2)
     shown = snapshot(picture, Viewer("mine", True, "mine"), engine_text)
     text = json.dumps(shown)
@@ -238,7 +235,7 @@ def test_what_others_do_changes_no_number_that_a_key_sees(engine):
 
     def computed(tenant: str, tokens: int) -> None:
         prompt, how = [5 + len(tenant)] * tokens, engine.params(max_tokens=2, ignore_eos=True)
-        engine.start(prompt, how, namespace=tenant, retention=RetentionOptions(owner=tenant))[0].result()
+        engine._requests.result(prompt, how, SubmitOptions(namespace=tenant, retention=RetentionOptions(owner=tenant)))
 
     def seen() -> dict[str, Any]:
         found = snapshot(ended(engine, 1), Viewer("mine", True, "mine"), engine_text)

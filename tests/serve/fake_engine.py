@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from msgspec import structs
 
 from kvcellar.engine.arguments import prompt_ids, tokens
 from kvcellar.engine.conversations import Conversations, TokenSource
+from kvcellar.engine.result import Ticket
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
@@ -78,19 +80,6 @@ def engine_stats(**changes: Any) -> EngineStats:
         "recomputes": {},
     }
     return EngineStats(**zeros | found | changes)
-
-
-class FakeTicket:
-    def __init__(self, engine: "FakeEngine", run: "Run") -> None:
-        self._engine = engine
-        self._run = run
-
-    def cancel(self) -> None:
-        self._engine.cancel(self._run)
-
-    @property
-    def begun(self) -> bool:
-        return not self._run.script.queued
 
 
 @dataclass(eq=False)
@@ -294,7 +283,7 @@ class FakeEngine:
         adapter: str | None = None,
         breakpoints: Sequence[int] = (),
         reading: FakeReading | None = None,
-    ) -> FakeTicket:
+    ) -> Ticket:
         self.adapters.append(adapter)
         script = self.script
         if script.reject is not None and self.rejected != script.rejections:
@@ -314,7 +303,7 @@ class FakeEngine:
             self.breakpoints.append(tuple(breakpoints))
             self._running.append(run)
             self._turn.notify_all()
-        return FakeTicket(self, run)
+        return Ticket(partial(self.cancel, run), lambda: not script.queued)
 
     def cancel(self, run: Run) -> None:
         with self._turn:

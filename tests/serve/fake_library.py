@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.serve import Host, Server, ServeSettings
 from kvcellar.serve.library_models import Caches, LibraryModels
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable, as_it_is
 from tests.library.made import FakeTools, model

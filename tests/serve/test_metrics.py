@@ -304,13 +304,13 @@ def test_counters_never_fall_while_models_are_loaded_and_unloaded(monkeypatch):
     monkeypatch.setattr(f"{engine}.stats", lambda engine: turns.stats(engine), raising=False)
     monkeypatch.setattr(f"{engine}.last_stats", property(lambda engine: turns.stats(engine)), raising=False)
     reader = EngineCounts(turns.world.host)
-    for _ in range(400):
-        turns.rng.choice((turns.load, turns.wait, turns.work, turns.count))()
-        found = reader.read().values
-        assert {model: found.get(model, {}).get(("kvcellar_steps", ()), 0) for model in "abc"} == turns.wanted
-    assert turns.world.loads > 20
-    turns.world.host.close()
-    reader.close()
+    with turns.world.host.on_unload(reader.unload):
+        for _ in range(400):
+            turns.rng.choice((turns.load, turns.wait, turns.work, turns.count))()
+            found = reader.read().values
+            assert {model: found.get(model, {}).get(("kvcellar_steps", ()), 0) for model in "abc"} == turns.wanted
+        assert turns.world.loads > 20
+        turns.world.host.close()
 
 
 def test_a_failed_engine_keeps_its_counters(counting):

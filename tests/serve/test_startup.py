@@ -13,10 +13,11 @@ import pytest
 from kvcellar.errors import EngineClosed, ModelRefused
 from kvcellar.progress import Progress
 from kvcellar.serve import Host, ServeSettings, key_digest
-from kvcellar.serve.one_engine import catalogue
+from kvcellar.serve.one_engine import NoModels
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
 from kvcellar.serve.server import Server, bind, run
+from kvcellar.serve.startup import Startup
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import CHAT, chat, error_of
 
@@ -28,8 +29,7 @@ class Starting:
 
     def __init__(self, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines = [FakeEngine(FakeModel(name)) for name in ("first", "second")]
-        self.host = Host(catalogue(), Limits(0, 2), unload=lambda engine: None)
-        self.host.startup.names = ("first", "second")
+        self.host = Host(NoModels(), Limits(0, 2), unload=lambda engine: None, startup=Startup(("first", "second")))
         self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
         self.failure: Exception | None = None
         self.raised: BaseException | None = None
@@ -196,7 +196,7 @@ def test_a_load_that_ends_by_itself_as_if_closed_is_an_error(starting):
 
 
 def test_signals_are_heard_until_a_load_that_was_stopped_has_ended(monkeypatch):
-    host = Host(catalogue(), Limits(0, 1), unload=lambda engine: None)
+    host = Host(NoModels(), Limits(0, 1), unload=lambda engine: None)
     heard: list[int] = []
     missed: list[int] = []
     stopped, second = threading.Event(), threading.Event()

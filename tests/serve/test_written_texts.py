@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvcellar.events import Delta, TokenLogprob
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.anthropic.message_writer import MessageWriter
-from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter
+from kvcellar.serve.ollama_writer import OllamaWriter, chat_shape, generate_shape
 from kvcellar.serve.openai.chat_format import ChatFormat
 from kvcellar.serve.openai.completion_format import CompletionFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
@@ -93,14 +93,14 @@ def test_deltas_of_messages(pieces):
 
 @given(pieces=PIECES)
 def test_lines_of_ollama(pieces):
-    for shape, place in ((ChatShape(), lambda line: line["message"]), (GenerateShape(), lambda line: line)):
+    for shape, place in ((chat_shape, lambda line: line["message"]), (generate_shape, lambda line: line)):
         of = replies()
         writer = OllamaWriter(ENGINE, "m", 0.0, shape, of)
         lines = [line for piece in pieces for line in values(writer.chunk(part(of, piece)))]
         for piece, line in zip(pieces, lines, strict=True):
             assert line["done"] is False
             thinking = isinstance(piece, Reasoning)
-            fields = shape.text("" if thinking else piece.text, piece.text if thinking else "", ())
+            fields = shape("" if thinking else piece.text, piece.text if thinking else "", ())
             assert place(line).items() >= place(fields).items()
             assert set(line) == {"model", "created_at", "done", *fields}
         assert [line["created_at"] for line in lines] == sorted(line["created_at"] for line in lines)

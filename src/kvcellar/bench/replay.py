@@ -20,8 +20,7 @@ from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.scheduler import Scheduled
+from kvcellar.engine.request import Completion, Request, Scheduled, Status
 from kvcellar.layout import Layout
 from kvcellar.messages import Submission
 from kvcellar.plan import Batch, Plan

@@ -19,6 +19,7 @@ from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.fork_server import starter_for
 from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest
@@ -31,9 +32,9 @@ from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
 from kvcellar.serve.host import Host
 from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
+from kvcellar.serve.startup import Startup
 from kvcellar.worker import own_python
 
 log = logging.getLogger("kvcellar.serve")
@@ -95,33 +96,35 @@ def hosting(
     limits = Limits(max_bytes, max(max_models, len(models)), keep_alive=keep_alive, device=kind)
     caches = Caches(max_bytes, min(SHARE_OF_FREE[kind], MEMORY_SHARE / max(1, len(models))), cache_bytes)
     options["adapter"] = None  # adapters are models with names of their own
-    made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process)
+    named = models or (None,)
+    startup = Startup(tuple(map(_shown, named)))
+    made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process, heard=startup.heard)
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
-    with closing(made), closing(Host(catalogue, limits, unload=methodcaller("close"), free=_free)) as host:
-        named = models or (None,)
-        made.heard = host.startup.heard
+    host = Host(catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup)
+    with closing(made), closing(host):
 
         def load() -> None:
             for at, model in enumerate(named):
-                host.startup.loads(at)
+                startup.loads(at)
                 host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
             for name in options.get("adapters") or ():
                 host.name_adapter(name)
 
-        host.startup.names = tuple(map(_shown, named))
         yield Hosting(host, library, made.of_command, load)
 
 
 class Engines:
-    """Makes engines, each in a process of its own, which have one starter, or all on one device thread."""
+    """Makes engines, each in a process of its own, which have one starter, or all on one device thread. `heard` is told
+    of models of the command line, while they are loaded."""
 
-    def __init__(self, options: Mapping[str, Any], *, quiet: bool, max_bytes: int, process: bool) -> None:
-        self.options, self._quiet, self._max_bytes = options, quiet, max_bytes
+    def __init__(
+        self, options: Mapping[str, Any], *, quiet: bool, max_bytes: int, process: bool, heard: Listener
+    ) -> None:
+        self.options, self._quiet, self._max_bytes, self._heard = options, quiet, max_bytes, heard
         self._starter = starter_for(sys.platform) if process else None
         self._thread = None if process else DeviceThread()
         self.of_command: list[Engine] = []
-        self.heard: Listener = lambda progress: None  # of models of the command line, while they are loaded
 
     def close(self) -> None:
         """When all engines are closed."""
@@ -147,7 +150,7 @@ class Engines:
         with show_progress(quiet=self._quiet) as shown:
 
             def heard(progress: Progress) -> None:
-                self.heard(progress)
+                self._heard(progress)
                 if shown is not None:
                     shown(progress)
 

@@ -8,10 +8,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.inspector.answers import EntryText, RequestWay, Snapshot
 from kvcellar.inspector.routes import API, inspector_routes, open_paths
-from kvcellar.inspector.source import Looked, Viewer
+from kvcellar.inspector.source import Viewer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.mounted import Mounted
@@ -90,7 +91,7 @@ class ServerSource:
     def models(self) -> Sequence[str]:
         return self._host.names
 
-    async def look(self, model: str | None, work: Callable[[Looked], T]) -> T:
+    async def look(self, model: str | None, work: Callable[[ServedEngine], T]) -> T:
         def looked() -> T:
             with self._host.loaded(model) as lease:
                 return work(lease.engine)

@@ -9,19 +9,13 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest, KvcellarError, shown
-from kvcellar.events import Usage
 from kvcellar.serve.text_file import text_of
 
 MOST_BYTES = 64 * 2**20  # of a file
-
-
-class Pins(Protocol):
-    """An engine."""
-
-    def pin(self, prompt: Any, *, adapter: str | None = None) -> Usage: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,7 @@ def read_pinned(file: Path) -> list[Line]:
     ]
 
 
-def pin_all(engine: Pins, lines: list[Line], adapter: str | None, going_on: Callable[[], None] = lambda: None) -> str:
+def pin_all(engine: Engine, lines: list[Line], adapter: str | None, going_on: Callable[[], None] = lambda: None) -> str:
     """Pin the prompts, for requests with an adapter; returns what that has taken, in words. Raises `BadRequest` with
     the place. `going_on` is called before each, and may raise."""
     tokens = found = 0

@@ -14,20 +14,20 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcellar.engine.arguments import Places, adapter_directories, adapter_name
 from kvcellar.engine.control_replies import AdapterInfo
-from kvcellar.engine.loop import Loop
 from kvcellar.engine.request import AdapterUse
 from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, shown
 from kvcellar.models.adapter_test import check_adapted
 from kvcellar.models.adapters import Adapter, read_adapter
 from kvcellar.models.guest import Guest
 
-T = TypeVar("T")
 PARAM = "adapter"  # of errors
-POLL = 0.1  # seconds; an engine that has failed frees nothing
+
+# Runs a call, which makes the changes that the text names, on the engine's thread between two steps; returns its result
+Run = Callable[[Callable[[], Any], str], Any]
 
 
 @dataclass(eq=False, slots=True)
@@ -45,26 +45,33 @@ class Adapters:
     """Of one engine. All methods may be called from any thread but the engine's; `take` and `give` from that, too.
     `AdaptersClient` describes `add`, `remove` and `list`."""
 
-    def __init__(self, guest: Guest, plain: Guest, *, most_bytes: int, default: str | None = None) -> None:
-        """`plain` is the guest with K/V stored as computed, in which an adapter is tested. `default` is the name of the
-        one that requests have which name none."""
-        self._guest, self._plain, self._most, self.default = guest, plain, most_bytes, default
+    def __init__(
+        self,
+        guest: Guest,
+        plain: Guest,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        most_bytes: int,
+        default: str | None = None,
+    ) -> None:
+        """`plain` is the guest with K/V stored as computed, in which an adapter is tested. `post` lets the engine's
+        thread run a call. `default` is the name of the one that requests have which name none."""
+        self._guest, self._plain, self._post, self._most, self.default = guest, plain, post, most_bytes, default
         self._numbers = count(1)
         self._loaded: dict[int, _Loaded] = {}  # by number
         self._named: dict[str, _Loaded] = {}
         self._lock = threading.Lock()  # of the fields above
         self._adding = threading.Lock()  # held while one is added
         self._tested: int | None = None  # that one
-        self.loop: Loop | None = None  # None: nothing runs yet
 
     # -- by name ------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, path: Places) -> AdapterInfo:
+    def add(self, name: str, path: Places, run: Run) -> AdapterInfo:
         name, directories = adapter_name(name), adapter_directories(path)
         with self._adding:
             adapter = read_adapter(directories, self._guest.model, most_bytes=lambda: self._most - self.bytes)
             try:
-                number = self._install(adapter)
+                number = self._install(adapter, run)
             except ModelRefused as error:
                 raise AdapterRefused(name, str(error)) from error
             with self._lock:
@@ -74,14 +81,14 @@ class Adapters:
         self._retire(before)
         return _info(loaded)
 
-    def remove(self, name: str, *, wait: bool = False) -> None:
+    def remove(self, name: str) -> threading.Event:
+        """The event is set when the adapter is freed."""
         with self._lock:
             if name not in self._named:
                 raise self._unknown(name)
             before = self._named.pop(name)
         self._retire(before)
-        while wait and self.loop is not None and self.loop.alive and not before.freed.wait(POLL):
-            pass
+        return before.freed
 
     def list(self) -> list[AdapterInfo]:
         with self._lock:
@@ -146,26 +153,22 @@ class Adapters:
         known = sorted(self._named) or "none"
         return BadRequest(f"there is no adapter {shown(name)}; there are {known}", PARAM)
 
-    def _run(self, act: Callable[[], T], changes: str) -> T:
-        """On the engine's thread, between two steps."""
-        return act() if self.loop is None else self.loop.call(act, changes=changes)
-
-    def _install(self, adapter: Adapter) -> int:
+    def _install(self, adapter: Adapter, run: Run) -> int:
         """Returns its number. What raises leaves nothing of it. It is tested with one forward in each turn of the
         engine's thread, between the steps of others."""
         adapted, number = self._guest.adapted, next(self._numbers)
         placed = adapter.on(self._guest.device, self._guest.dtype)
         self._tested = number
         try:
-            self._run(lambda: adapted.add(number, placed), "loading an adapter")
+            run(lambda: adapted.add(number, placed), "loading an adapter")
             test = check_adapted(self._plain, number)
-            while self._run(lambda: next(test, number), "testing an adapter") is None:
+            while run(lambda: next(test, number), "testing an adapter") is None:
                 pass
             with self._lock:
                 self._loaded[number] = _Loaded(AdapterUse("", number, adapter.digest), placed)
         except BaseException:
             with suppress(EngineClosed):
-                self._run(lambda: adapted.remove(number) if number in adapted.adapters else None, "removing an adapter")
+                run(lambda: adapted.remove(number) if number in adapted.adapters else None, "removing an adapter")
             raise
         finally:
             self._tested = None
@@ -191,18 +194,16 @@ class Adapters:
                 self._guest.adapted.remove(found.use.number)
             loaded.freed.set()
 
-        if self.loop is None:
-            drop()
-            return
         with suppress(EngineClosed):
-            self.loop.post(drop)
+            self._post(drop)
 
 
 def open_adapters(guest: Guest, plain: Guest, given: Mapping[str, Places], **options: Any) -> Adapters:
-    """With the adapters of the settings. `options` are those of `Adapters`. Raises what `Adapters.add` raises."""
+    """With the adapters of the settings, before the engine runs. `options` are those of `Adapters`. Raises what
+    `Adapters.add` raises."""
     adapters = Adapters(guest, plain, **options)
     for name, path in given.items():
-        adapters.add(name, path)
+        adapters.add(name, path, lambda act, changes: act())
     adapters.digest(None)  # there is one of the default's name
     return adapters
 

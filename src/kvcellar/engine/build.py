@@ -3,10 +3,12 @@
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +19,7 @@ from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.card import EngineCard, ModelCard
 from kvcellar.engine.defaults import default_sampling
-from kvcellar.engine.device import DeviceThread
+from kvcellar.engine.device import DeviceThread, Inbox
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory
@@ -36,6 +38,7 @@ from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import SCORED, Chunks, Scheduler
 from kvcellar.engine.settings import Settings, step_tokens_of, text_bytes_of
 from kvcellar.engine.shares import Shares
+from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest, forked_from
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
@@ -82,7 +85,6 @@ class Built:
     preamble: Preamble
     drafts: Drafts | None = None
     draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
-    draft_memory: DraftMemory | None = None
 
 
 def build(
@@ -152,9 +154,8 @@ def _assembled(
     default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
     plain, guest = guest, _storing(guest, settings)
     record_steps(guest, settings)
-    adapters = open_adapters(
-        guest, plain, settings.adapters or {}, most_bytes=settings.adapter_bytes, default=settings.adapter
-    )
+    inbox, of_adapters = Inbox(device), {"most_bytes": settings.adapter_bytes, "default": settings.adapter}
+    adapters = open_adapters(guest, plain, settings.adapters or {}, post=inbox.post, **of_adapters)
     context = _context(settings, loaded.model)
     step_tokens = step_tokens_of(settings, guest.device.type)
     limits = {"context": context, "step_tokens": step_tokens, "max_sequences": settings.max_sequences}
@@ -170,18 +171,24 @@ def _assembled(
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(loaded, settings, context, adapters)
+    tiers: dict[str, Any] = {"settings": settings, "post": inbox.post, "opened": opened}
+    part = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
+    of_drafts = partial(open_draft_store, share=part, **tiers)
     sequences: dict[Key, int | None] = {}
-    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest)
+    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest, of_drafts)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
-    loop, runner = _running(guest, memory, settings, intake, threads, device, drafting, capacity, opened)
-    adapters.loop = loop
-    share = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
-    store = open_store(loaded, loop.manager, settings, loop.post, opened, share=1 - share, latents=_latents(guest))
-    loop.manager.store = store
-    if drafts is not None and cache is not None:
-        cache.store = open_draft_store(cache, drafts.source, settings, loop.post, opened, share=share)
+    events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
+    manager = SequenceManager(
+        memory,
+        drafting,
+        in_parts=guest.no_partial_commit is None,
+        shares=Shares(settings.pin_share, settings.tenant_share),
+        events=events,
+        open_store=partial(open_store, loaded=loaded, events=events, share=1 - part, latents=_latents(guest), **tiers),
+    )
+    loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
-    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own, draft_memory=cache)
+    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own)
 
 
 def _latents(guest: Guest) -> bool:
@@ -216,20 +223,15 @@ def _intake(loaded: Loaded, settings: Settings, context: int, adapters: Adapters
 
 def _running(
     guest: Guest,
-    memory: Memory,
+    manager: SequenceManager,
     settings: Settings,
     intake: Intake,
     threads: Threads,
-    device: DeviceThread,
-    drafting: Drafting,
+    inbox: Inbox,
     capacity: Capacity,
-    opened: ExitStack,
 ) -> tuple[Loop, Runner]:
     """The parts that run on the device's thread."""
-    context = intake.context
-    shares = Shares(settings.pin_share, settings.tenant_share)
-    events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
-    manager = SequenceManager(memory, drafting, in_parts=guest.no_partial_commit is None, shares=shares, events=events)
+    memory, drafting, context = manager.memory, manager.drafting, intake.context
     layouts = {group.name: group.layout for group in memory.storage.groups}
     scheduler = Scheduler(
         manager,
@@ -242,7 +244,7 @@ def _running(
         scored_beside=max(LEAST_SCORED, SCORES_BESIDE // intake.vocab_size),
         chunks=Chunks(settings.stream_gap),
     )
-    loop = Loop(manager, scheduler, siblings=intake.siblings, context=context, threads=threads.count, device=device)
+    loop = Loop(manager, scheduler, siblings=intake.siblings, context=context, threads=threads.count, inbox=inbox)
     runner = Runner(
         guest,
         memory,
@@ -263,12 +265,18 @@ def _scored(capacity: Capacity, intake: Intake) -> int:
 
 
 def _speculator(
-    drafts: Drafts | None, capacity: Capacity | None, settings: Settings, reads: Reads, guest: Guest
+    drafts: Drafts | None,
+    capacity: Capacity | None,
+    settings: Settings,
+    reads: Reads,
+    guest: Guest,
+    open_store: Callable[..., Store | None],
 ) -> tuple[Speculator | None, DraftMemory | None]:
-    """With its memory, of that capacity, if it needs one."""
+    """With its memory, of that capacity, if it needs one, and the store of that, as `open_draft_store` opens it."""
     if drafts is None:
         return None, None
-    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads)
+    tiers = partial(open_store, source=drafts.source)
+    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads, tiers)
     guests = [guest, drafts.guest] if isinstance(drafts, DraftModel) else [guest]
     clock = without_preparing(step_clock(guest.device.type), guests)
     return Speculator(drafter, deepest=drafts.deepest, clock=clock), cache

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvcellar.engine.replies import Replies, ServedReplies
+from kvcellar.engine.replies import Replies
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import ModelRefused
 from kvcellar.text.tokens import MOST_BYTES, bytes_for
@@ -19,7 +19,7 @@ READ_SECONDS = 120.0  # until a tokenizer is given up
 log = logging.getLogger("kvcellar.serve")
 
 
-def capabilities(replies: ServedReplies, *, embeds: bool) -> tuple[str, ...]:
+def capabilities(replies: Replies, *, embeds: bool) -> tuple[str, ...]:
     """By the names that Ollama has for them."""
     known = {"tools": replies.refusal is None, "thinking": replies.reasons, "embedding": embeds}
     return (*NOTHING, *(name for name, has in known.items() if has))

@@ -15,7 +15,10 @@ Always true:
 
 import logging
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:  # imports torch
+    from kvcellar.cache.storage import Fragments
 
 SHORT = 64  # cells
 PASSES = 4  # a pass over a group moves no cell more than twice, and the next one continues
@@ -23,34 +26,10 @@ PASSES = 4  # a pass over a group moves no cell more than twice, and the next on
 log = logging.getLogger("kvcellar.engine")
 
 
-class Fragments(Protocol):
-    """The fragmentation of a group."""
-
-    @property
-    def cells(self) -> int:
-        """Sum of the cells of all tables. A shared cell counts once per table."""
-        ...
-
-    @property
-    def runs(self) -> int:
-        """Number of contiguous runs of these cells."""
-        ...
-
-    @property
-    def tables(self) -> int:
-        """Tables with cells."""
-        ...
-
-    @property
-    def free(self) -> int:
-        """Free cells."""
-        ...
-
-
 class Compactable(Protocol):
     """The part of a memory's storage that compaction uses."""
 
-    def fragments(self) -> Mapping[str, Fragments]: ...
+    def fragments(self) -> "Mapping[str, Fragments]": ...
 
     def piece(self, group: str) -> int:
         """The most cells of a group whose bytes fit in staging."""
@@ -59,7 +38,7 @@ class Compactable(Protocol):
     def compact(self, budget_cells: int, group: str | None = None) -> int: ...
 
 
-def worth_compacting(found: Fragments, settled: int) -> bool:
+def worth_compacting(found: "Fragments", settled: int) -> bool:
     """Whether the runs of a group are short, and twice as many as necessary. `settled`: runs after the last pass."""
     short = found.runs * SHORT > found.cells
     return short and found.runs >= 2 * max(1, found.tables, settled) and found.free >= SHORT

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from kvcellar.engine.build import Built
 
 
+POLL = 0.1  # seconds between two looks at an engine that may have failed, and frees nothing then
+
+
 class Controls:
     """Of one engine."""
 
@@ -86,9 +89,9 @@ class Controls:
         built, adapters = self._built, self._built.adapters
         match control:
             case messages.AddAdapter(name, directories):
-                return adapters.add(name, directories)
+                return adapters.add(name, directories, built.loop.call)
             case messages.RemoveAdapter(name, wait):
-                return adapters.remove(name, wait=wait)
+                return self._remove_adapter(name, wait=wait)
             case messages.ListAdapters():
                 return adapters.list()
             case messages.DescribeVariant():
@@ -104,6 +107,11 @@ class Controls:
             case messages.CheckInvariants():
                 built.loop.call(built.loop.check)
                 return built.loop.call(adapters.check)
+
+    def _remove_adapter(self, name: str, *, wait: bool) -> None:
+        freed = self._built.adapters.remove(name)
+        while wait and self._built.loop.alive and not freed.wait(POLL):
+            pass
 
     def _variant(self, control: messages.DescribeVariant) -> VariantText:
         loaded = as_created(self._built.base, control.name, control.parameters, control.template)

@@ -1,15 +1,24 @@
-"""device: the thread that computes on a device. It steps all engines on it in turn, so that their kernels do not
-compete for the same processors, and none waits for more than one step of each other engine.
+"""device: the thread that computes on a device, and the calls that other threads have for it. It steps all engines on
+it in turn, so that their kernels do not compete for the same processors, and none waits for more than one step of each
+other engine.
 
 Always true:
   * an engine is stepped by one thread, from `add` to its last turn;
   * the thread exists while there is an engine on it. It ends with the last one, and `add` starts another;
-  * `_engines` and `_thread` change only while `_changed` is held.
+  * `_engines` and `_thread` change only while `_changed` is held;
+  * nothing is added to an inbox once it is closed.
+
+In a forked process the thread does not exist, and a lock that was held stays held. So `Inbox.post` compares the process
+with its own before it acquires the lock, and raises in a fork.
 """
 
+import os
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import Protocol
+
+from kvcellar.errors import EngineClosed, forked_from
 
 DONE = float("inf")  # there is no engine left
 
@@ -120,3 +129,44 @@ class DeviceThread:
                 self._thread = None
             self._changed.notify_all()
             return not self._engines
+
+
+class Inbox:
+    """The calls for one engine on the thread of `device`, which runs them between steps. Made before the parts of the
+    engine that post calls to it."""
+
+    def __init__(self, device: DeviceThread) -> None:
+        self.device, self.open = device, True
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._process = os.getpid()
+        self._gate = threading.Lock()  # held while a call is added, so that none is after `close`
+
+    def __len__(self) -> int:
+        return self._calls.qsize()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the engine's."""
+        return self._process != os.getpid()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Let the engine's thread run `call`. May be called from any thread. Raises `EngineClosed`."""
+        if self.forked:
+            raise EngineClosed(f"the engine belongs to {forked_from(self._process)}; make a new one after the fork")
+        with self._gate:
+            if not self.open:
+                raise EngineClosed("the engine is closed; open a new one")
+            self._calls.put(call)
+        self.device.wake()
+
+    def take(self) -> Callable[[], None] | None:
+        """The next call, on the engine's thread; None: there is none."""
+        try:
+            return self._calls.get_nowait()
+        except Empty:
+            return None
+
+    def close(self) -> None:
+        """On the engine's thread. What was added before can still be taken."""
+        with self._gate:
+            self.open = False

@@ -26,7 +26,7 @@ from kvcellar.engine.checkpoint_rows import free_rows, with_rows
 from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
 from kvcellar.engine.restores import Fetch
 from kvcellar.engine.shares import USUAL, Shares
-from kvcellar.engine.store import BUSY, Store
+from kvcellar.engine.store import BUSY, OpenStore, no_store
 from kvcellar.plan import Feed
 from kvcellar.prefix.node import TOKEN, Node, common
 from kvcellar.retention import RetentionOptions
@@ -59,13 +59,14 @@ class DraftMemory:
         ahead: int = 0,
         in_parts: bool = True,
         shares: Shares = USUAL,
+        open_store: OpenStore = no_store,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`ahead`: the entry of a token depends on so many tokens that follow it, which are no entries yet. `in_parts`:
         a step can leave checkpoints inside the tokens of a sequence. `clock` is that of retention."""
         self.memory, self.ahead, self._in_parts, self._shares, self._clock = memory, ahead, in_parts, shares, clock
         self.prefixes = Prefixes(memory, shares=shares, clock=clock)
-        self.store: Store | None = None
+        self.store = open_store(memory, self.prefixes, self.evict)
         self._numbers = count(1)
         self._places: OrderedDict[Key, _Place] = OrderedDict()  # the least recently used first
         self._fetches: dict[Key, Fetch] = {}  # of completions without a place

@@ -5,39 +5,22 @@ last token is pooled it begins with what the prefix cache has.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Unpack
+from typing import Unpack
 
-from kvcellar.engine.batches import together
-from kvcellar.engine.card import ModelCard
-from kvcellar.engine.client import EngineClient
+from kvcellar.engine.card import EngineCard
 from kvcellar.engine.request import HowOptions, SubmitOptions
+from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Ticket
 from kvcellar.engine.text_codec import TextCodec
-from kvcellar.errors import BadRequest, EngineClosed
-from kvcellar.events import Event
+from kvcellar.errors import BadRequest
+from kvcellar.events import Pooling, PoolingMode
 from kvcellar.sample.params import SamplingParams
 
 REFUSED = "model does not do embeddings"
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
-
-
-class Host(Protocol):
-    """What it uses of the engine."""
-
-    @property
-    def model(self) -> ModelCard: ...
-    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]: ...
-    def submit(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        *,
-        deliver: Callable[[Event], None],
-        **how: Unpack[SubmitOptions],
-    ) -> Ticket: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +35,9 @@ class Embedding:
 class Embeddings:
     """Of one engine. May be used from any thread but the engine's."""
 
-    def __init__(self, engine: Callable[[], Host | None], client: EngineClient, codec: TextCodec) -> None:
-        """`engine` is a weak reference, because an engine that nothing refers to is closed at once."""
-        self._find, self._client, self._codec = engine, client, codec
-        self._pooling = client.card.pooling
-
-    @property
-    def _engine(self) -> Host:
-        if (engine := self._find()) is None:
-            raise EngineClosed("the engine is closed; open a new one")
-        return engine
+    def __init__(self, requests: RequestBuilder, card: EngineCard, codec: TextCodec) -> None:
+        self._requests, self._card, self._codec = requests, card, codec
+        self._pooling = card.pooling
 
     @property
     def refused(self) -> str | None:
@@ -74,19 +50,18 @@ class Embeddings:
         """The embeddings of texts or token ids, in order. Blocks. `dimensions`: cut to so many, of a model that was
         trained for it. Raises `BadRequest`, `PromptTooLong`, `EngineClosed`, `EngineFailed`."""
         self.check(dimensions)
-        self._client.check_caller()
+        options = SubmitOptions(pooling=self.mode, **how)
         if isinstance(inputs, str):
             raise BadRequest("embeddings are made of a list of texts, or of lists of token ids", "input")
         collectors: list[Collector] = []
 
         def start(ids: Sequence[int]) -> tuple[Collector, Ticket]:
-            collector = Collector(1)
-            ticket = self.submit(ids, deliver=collector.deliver, **how)
-            collectors.append(collector)
-            return collector, ticket
+            started = self._requests.start(ids, PARAMS, options)
+            collectors.append(started[0])
+            return started
 
         starts = [partial(start, self.tokens(one)) for one in inputs]
-        results = together(starts, self._client.card.max_waiting)
+        results = self._requests.results(starts)
         found = zip((one.embedded for one in collectors), results, strict=True)
         return [
             Embedding(self.vector(event.vector, dimensions), one.usage.prompt_tokens, one.usage.cached_tokens)
@@ -96,12 +71,9 @@ class Embeddings:
 
     def check(self, dimensions: int | None = None) -> None:
         """Raise `BadRequest` if the model does not embed, or its vectors cannot be cut to so many dimensions."""
-        pooling = self._pooling
-        if isinstance(pooling, str):
-            raise BadRequest(f"{REFUSED}: {pooling}", "model")
+        sizes = self._checked().sizes
         if dimensions is None:
             return
-        sizes = pooling.sizes
         if sizes is not None and dimensions not in sizes:
             can = (
                 f"it was trained for {sorted(sizes)}" if sizes else "its config does not declare Matryoshka dimensions"
@@ -110,11 +82,21 @@ class Embeddings:
         if dimensions < 1:
             raise BadRequest(f"dimensions must be at least 1, not {dimensions}", "dimensions")
 
+    @property
+    def mode(self) -> PoolingMode:
+        """The `pooling` of the requests of which each gives an embedding, with `PARAMS`. Raises `BadRequest`."""
+        return self._checked().mode
+
+    def _checked(self) -> Pooling:
+        if isinstance(self._pooling, str):
+            raise BadRequest(f"{REFUSED}: {self._pooling}", "model")
+        return self._pooling
+
     def tokens(self, text: str | Sequence[int], *, truncate: bool = False) -> Sequence[int]:
         """The tokens of a text, with what the tokenizer puts around it; token ids as they are. `truncate`: a longer one
         is cut to the context, but not what was put behind it. Raises `BadRequest` and `PromptTooLong`."""
-        most = self._engine.model.context
-        ids = self._engine.encode(text, limit=None if truncate else most) if isinstance(text, str) else text
+        most = self._card.model.context
+        ids = self._codec.encode(text, limit=None if truncate else most) if isinstance(text, str) else text
         if len(ids) <= most or not truncate:
             return ids
         end = len(ids)
@@ -122,19 +104,6 @@ class Embeddings:
             end -= 1
         behind = ids[max(end, len(ids) - most + 1) :]
         return [*ids[: most - len(behind)], *behind]
-
-    def submit(
-        self,
-        ids: Sequence[int],
-        *,
-        deliver: Callable[[Event], None],
-        **how: Unpack[SubmitOptions],
-    ) -> Ticket:
-        """As `Engine.submit`: one `Embedded`, then `Finished` and `Done`."""
-        self.check()
-        assert not isinstance(self._pooling, str)
-        how["pooling"] = self._pooling.mode
-        return self._engine.submit(ids, PARAMS, deliver=deliver, **how)
 
     def vector(
         self, pooled: Sequence[float], dimensions: int | None = None, *, normalised: bool | None = None

@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
 from kvcellar.engine.adapters_client import AdaptersClient
-from kvcellar.engine.batches import together
 from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations
@@ -27,9 +25,9 @@ from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
-from kvcellar.engine.request import HowOptions, RequestOptions, SubmitOptions, how_of, sampling_of
+from kvcellar.engine.request import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.request_builder import RequestBuilder
-from kvcellar.engine.result import Collector, Result, Stream, Ticket
+from kvcellar.engine.result import Result, Stream, Ticket
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.stats import EngineStats
@@ -41,7 +39,7 @@ from kvcellar.messages import CheckInvariants, CheckPinned, ClearCache, Describe
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
-from kvcellar.sample.params import SamplingOptions, SamplingParams, merged
+from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.text.template import RenderOptions
 
 if TYPE_CHECKING:
@@ -55,7 +53,6 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
 NEEDED = {"torch": "torch", "transformers": "kvcellar.engine.build"}  # each name, and what imports it
-_OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 
 
 class Engine:
@@ -94,17 +91,18 @@ class Engine:
                     client = _on_a_thread(model, checked, opened, thread)
             self._client, card = client, client.card
             self._codec, self._sessions = TextCodec.of(card), count(1)
-            self._requests = RequestBuilder(card, self._codec)
+            self._requests = RequestBuilder(client, card, self._codec)
             self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
             self.conversations: Conversations = open_conversations(checked, self.model)
             self.cache = CacheClient(client)  # what the prefix cache and the store have
             self.adapters = AdaptersClient(client)  # those that requests can name
-            self.embeddings = Embeddings(weakref.ref(self), client, self._codec)
+            self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts
             self.variants = Variants(client, self._codec)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
             # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
-            self._closing = weakref.finalize(self, client.close)
+            # It is not closed while a session or a batch needs it.
+            self._closing = weakref.finalize(self._requests, client.close)
             opened.pop_all()
 
     def __enter__(self) -> Self:
@@ -199,14 +197,7 @@ class Engine:
 
         Raises `BadRequest`, `PromptTooLong`, `Overloaded` or `EngineClosed`; then no event is delivered.
         """
-        params, deliver = arguments.parameters(params), arguments.receiver(deliver)
-        client = self._client
-        submission, chat = self._requests.submission(client.number, prompt_ids, params, how)
-        number, prompt = submission.number, submission.prompt_ids
-        stop, fail = partial(client.stop, number), partial(client.fail, number)
-        processor = self._requests.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
-        client.submit(submission, processor.receive)
-        return Ticket(partial(client.cancel, number), lambda: processor.begun)
+        return self._requests.submit(prompt_ids, params, deliver, how)
 
     @overload
     def generate(self, prompt: str, **options: Unpack[RequestOptions]) -> Result: ...  # pyright: ignore[reportOverlappingOverload]
@@ -223,11 +214,12 @@ class Engine:
         """
         params, how = self.params(**sampling_of(options)), how_of(options)
         if not _is_batch(prompt):
-            return self._wait(self._ids(prompt), params, how)
+            return self._requests.result(self._ids(prompt), params, SubmitOptions(**how))
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._requests.prompt(ids, params)
-        return together([partial(self.start, ids, params, **how) for ids in every], self._client.card.max_waiting)
+        start = self._requests.start
+        return self._requests.results([partial(start, ids, params, SubmitOptions(**how)) for ids in every])
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """The completion as it is generated, with `for` or `async for`. Leaving the iteration cancels the request."""
@@ -242,8 +234,8 @@ class Engine:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[RequestOptions]) -> Result:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
-        params = self.params(**sampling_of(options))
-        return self._wait(self.render(messages, limit=self.model.context), params, how_of(options))
+        params, how = self.params(**sampling_of(options)), SubmitOptions(**how_of(options))
+        return self._requests.result(self.render(messages, limit=self.model.context), params, how)
 
     def pin(
         self,
@@ -262,16 +254,10 @@ class Engine:
         alone needs its memory. Raises `BadRequest` if more than `pin_share` of the cache would be pinned.
         """
         ids = chat_prefix(self.render, prompt) if is_chat(prompt) else self._ids(cast(Prompt, prompt))
-        namespace, how = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
+        namespace, retention = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
+        how = SubmitOptions(namespace=namespace, retention=retention, adapter=adapter)
         params = self.params(max_tokens=1, temperature=0.0)
-        self._client.check_caller()
-        collector = Collector(1)
-        submit = partial(self.submit, ids, params, deliver=collector.deliver)
-        ticket = submit(namespace=namespace, retention=how, adapter=adapter)
-        try:
-            usage = collector.result().usage
-        finally:
-            ticket.cancel()
+        usage = self._requests.result(ids, params, how).usage
         self._client.ask(CheckPinned(namespace, adapter, tuple(ids)))
         return usage
 
@@ -295,12 +281,7 @@ class Engine:
 
         None is ignored for a field that cannot be None.
         """
-        unknown = sorted(set(sampling) - arguments.FIELDS)
-        if unknown:
-            names = sorted(arguments.FIELDS)
-            raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
-        given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
-        return merged(self.model.default_sampling, given)
+        return self._requests.params(sampling)
 
     # -- inspection ---------------------------------------------------------------------------------------------
 
@@ -347,23 +328,9 @@ class Engine:
     def _loop(self) -> "Loop":
         return self._built.loop
 
-    def start(
-        self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
-    ) -> tuple[Collector, Ticket]:
-        """Submit a request whose result the caller waits for."""
-        self._client.check_caller()
-        collector = Collector(params.n)
-        return collector, self.submit(ids, params, deliver=collector.deliver, **how)
-
     def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
-        return Session(self, self._client, self._sessions, dialogue, arguments.retention_options(retention))
-
-    def _wait(self, ids: Sequence[int], params: SamplingParams, how: HowOptions) -> Result:
-        collector, ticket = self.start(ids, params, **how)
-        try:
-            return collector.result()
-        finally:
-            ticket.cancel()  # after an interrupted wait
+        parts = self._requests, self._client, self._codec, self.conversations, self._sessions
+        return Session(*parts, dialogue, arguments.retention_options(retention))
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -59,8 +59,7 @@ class Intake:
         try:
             if (submission.adapter, self.adapters.default) != (None, None):
                 use = self.adapters.take(submission.adapter)
-            request = Request(submission, deliver, use)
-            request.on_done = partial(self.ended, request, size)
+            request = Request(submission, deliver, use, on_done=partial(self.ended, size))
             take_in(request, self.completions(request))
         except BaseException:
             if request is None or request.claim():
@@ -99,7 +98,7 @@ class Intake:
         missing = islice((index for index in range(request.params.n) if index not in begun), most)
         return [Completion(request, completion.sampler.fork(index), list(completion.tokens)) for index in missing]
 
-    def ended(self, request: Request, size: int) -> None:
+    def ended(self, size: int, request: Request) -> None:
         """A request is over, whose prompt took `size` bytes. Runs on the engine's thread."""
         self.prompts.give(size)
         if request.adapter is not None:

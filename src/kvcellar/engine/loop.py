@@ -13,32 +13,28 @@ Always true between steps:
   * `_requests` are the requests that are not done, by number;
   * while the engine sleeps and completions wait, something is being read back for one of them.
 
-In a forked process the thread does not exist, and a lock that was held stays held. So every call compares the process
-with the loop's own before it acquires a lock or waits: it raises in a fork, where `close` does nothing.
+In a forked process calls raise (`device.py`), and `close` does nothing.
 """
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.context_shift import shift
-from kvcellar.engine.device import DeviceThread
+from kvcellar.engine.device import Inbox
 from kvcellar.engine.ending import Ending
 from kvcellar.engine.failures import Failures
 from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.result import LastRequests
 from kvcellar.engine.runner import Runner
-from kvcellar.engine.scheduler import Scheduled, Scheduler
-from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage, forked_from
+from kvcellar.engine.scheduler import Scheduler
+from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
 
 T = TypeVar("T")
@@ -62,15 +58,14 @@ class Loop:
         siblings: Callable[[Completion, int], Sequence[Completion]],
         context: int,
         threads: int,
-        device: DeviceThread,
+        inbox: Inbox,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`siblings` makes the next outputs of a request, up to so many, whose prompt a completion has prefilled."""
         self.manager, self.scheduler, self.threads = manager, scheduler, threads
         self._siblings, self._clock = siblings, clock
         self.compaction = Compaction(manager.memory.storage)
-        self._context, self._device = context, device
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._context, self._inbox, self._device, self.post = context, inbox, inbox.device, inbox.post
         self._requests: dict[int, Request] = {}
         self._failures = Failures(manager, scheduler)
         self.last = LastRequests()
@@ -79,10 +74,7 @@ class Loop:
         self._paused = False  # the last turn returned after how many seconds to look at them again
         self._looked = False  # the last step was made because nothing was awaited any more
         self.silences = 0  # how often they waited for nothing
-        self._open = True
         self.ending, self.ended = Ending(manager), False
-        self._process = os.getpid()
-        self._gate = threading.Lock()  # held while adding to the inbox, so that nothing is added after `_shut_down`
         self.steps, self.started = 0, time.time()
         self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
@@ -104,24 +96,14 @@ class Loop:
 
     @property
     def alive(self) -> bool:
-        return self._open and self._process == os.getpid() and self._device.runs(self)
+        return self._inbox.open and not self._inbox.forked and self._device.runs(self)
 
     @property
     def backlog(self) -> int:
         """Approximate number of requests that were not admitted yet."""
-        return len(self.scheduler.waiting) + self._inbox.qsize()
+        return len(self.scheduler.waiting) + len(self._inbox)
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Run `call` on the engine's thread, between two steps. Raises `EngineClosed`."""
-        if self._process != os.getpid():
-            raise EngineClosed(f"the engine belongs to {forked_from(self._process)}; make a new one after the fork")
-        with self._gate:
-            if not self._open:
-                raise EngineClosed("the engine is closed; open a new one")
-            self._inbox.put(call)
-        self._device.wake()
-
-    def call(self, function: Callable[[], T], *, changes: str = "") -> T:
+    def call(self, function: Callable[[], T], changes: str = "") -> T:
         """Run `function` on the engine's thread, between two steps. Returns its result, or raises its exception.
 
         `changes` describes its change of state, "" for none. If it is not empty, an error other than `KvcellarError` is
@@ -148,12 +130,12 @@ class Loop:
     def close(self) -> bool:
         """End the engine. Requests that are not done get `EngineClosed`. Idempotent; does nothing in a fork, where it
         returns False."""
-        if self._process != os.getpid():
+        if self._inbox.forked:
             return False
         if not self._device.current:
             self.ending.wait()
         with suppress(EngineClosed):
-            self.post(self._stop)
+            self.post(self._inbox.close)
         if not self._device.current:
             self._device.wait_for(self)
             self.ending.close()
@@ -248,12 +230,12 @@ class Loop:
         return wanted if pause is None else min(pause, wanted)
 
     def _turn(self) -> float | None:
-        if not self._open:
+        if not self._inbox.open:
             return self._end()
         reason: BaseException | None = None
         try:
             idle = not self._receive() and not self.scheduler.running and (not self.scheduler.waiting or self._stalled)
-            if self._open:
+            if self._inbox.open:
                 if idle:
                     return self._rest()
                 self._step()
@@ -273,11 +255,11 @@ class Loop:
     def _receive(self) -> bool:
         """Run the calls in the inbox. Whether there was one. Calls that are added meanwhile are for the next turn, so
         that a thread which makes one after another runs one in each turn."""
-        received = self._inbox.qsize()
+        received = len(self._inbox)
         for _ in range(received):
-            if not self._open:
+            if not self._inbox.open or (call := self._inbox.take()) is None:
                 break
-            self._guard("a call", None, self._inbox.get_nowait())
+            self._guard("a call", None, call)
             self._recover()
         return received > 0
 
@@ -463,13 +445,9 @@ class Loop:
 
         self._guard("cancelling the request", request, end)
 
-    def _stop(self) -> None:
-        self._open = False
-
     def _shut_down(self, error: BaseException | None) -> None:
         """Fail all requests, and refuse later calls. `error` ended the engine, if any."""
-        with self._gate:
-            self._open = False
+        self._inbox.close()
         reason: Exception = EngineClosed("the engine was closed before the answer was complete")
         if error is not None:
             reason = EngineFailed(f"the engine stopped on {type(error).__name__}: {error}")
@@ -488,11 +466,7 @@ class Loop:
 
     def _run_remaining(self) -> None:
         """Run the calls that were in the inbox at the end: threads may be waiting for their results."""
-        while True:
-            try:
-                call = self._inbox.get_nowait()
-            except Empty:
-                return
+        while (call := self._inbox.take()) is not None:
             try:
                 call()
             except Exception:

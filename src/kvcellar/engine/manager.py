@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, takewhile
 from math import inf
 from typing import TYPE_CHECKING
@@ -20,11 +21,10 @@ from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefixes import NEAR, SLICE, Prefix, Prefixes
-from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.request import Completion, Reuse, Scheduled, Status
 from kvcellar.engine.restores import Fetch
-from kvcellar.engine.scheduler import Reuse, Scheduled
 from kvcellar.engine.shares import USUAL, Shares
-from kvcellar.engine.store import BUSY, Store
+from kvcellar.engine.store import BUSY, OpenStore, no_store
 from kvcellar.errors import NotSupported
 from kvcellar.messages import Admitted
 from kvcellar.plan import Feed
@@ -58,6 +58,7 @@ class SequenceManager:
         in_parts: bool = True,
         shares: Shares = USUAL,
         events: KvEvents | None = None,
+        open_store: OpenStore = no_store,
     ) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
         published there."""
@@ -65,7 +66,7 @@ class SequenceManager:
         self._shares, self.events = shares, events
         self.prefixes = Prefixes(memory, shares=shares, watch=events)
         self._numbers = count(1)
-        self.store: Store | None = None
+        self.store = open_store(memory, self.prefixes, partial(self.evict, restores=False))
         self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0
@@ -75,6 +76,7 @@ class SequenceManager:
     # -- cells ------------------------------------------------------------------------------------------------------
 
     def free(self) -> Mapping[str, int]:
+        """Free cells of each group."""
         return self.memory.free()
 
     def available(self, beside: Collection[Completion]) -> Mapping[str, int]:
@@ -85,6 +87,8 @@ class SequenceManager:
         return {name: cells - used[name] - pinned.get(name, 0) for name, cells in storage.capacity().items()}
 
     def reserve(self, tokens: int, sequences: int) -> None:
+        """Keep the cells and state rows of so many tokens and sequences for the next step, in place of what was kept
+        before."""
         self.memory.reserve(tokens, sequences)
 
     def evict(self, group: str | None, cells: int, *, restores: bool = True) -> bool:
@@ -146,8 +150,9 @@ class SequenceManager:
 
     def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
         """Whether one of the running `prompts` is about to compute tokens that a waiting completion needs, too: then it
-        waits for them. The running one leaves a checkpoint where they diverge. It waits for older requests only: else
-        younger ones could overtake it without end."""
+        waits for them. The running one leaves a checkpoint where they diverge, so this is called before it goes on. It
+        waits for older requests only: else younger ones could overtake it without end. Costs the tokens that they share
+        once, and then the number of prompts."""
         waiting, space = self._of(completion), completion.request.space
         for other in prompts:
             found = self._running.get(other.seq or 0)
@@ -170,6 +175,8 @@ class SequenceManager:
         return alike
 
     def reads_back(self, completion: Completion, *, enters: bool) -> bool:
+        """Whether tokens of a waiting completion are being read back. They enter memory when it `enters`: when it could
+        be admitted."""
         waiting = self._of(completion)
         if self.store is None or waiting.fetch is None:
             return False
@@ -189,6 +196,7 @@ class SequenceManager:
         return self._waiting[completion]
 
     def reuse(self, completion: Completion) -> Reuse:
+        """What memory has of a waiting completion. Changes nothing."""
         return self.prefixes.reuse(completion.request.space, self._of(completion).key, completion.reusable)
 
     def admit(self, completion: Completion) -> None:

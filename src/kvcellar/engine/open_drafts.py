@@ -24,6 +24,7 @@ from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings, step_tokens_of
 from kvcellar.engine.shares import Shares
+from kvcellar.engine.store import OpenStore
 from kvcellar.errors import BadRequest, DraftRefused, ModelNotFound, ModelRefused, shown
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest
@@ -65,7 +66,9 @@ class Drafts(Protocol):
         """Of the memory that it has; None: none."""
         ...
 
-    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory | None]:
+    def made(
+        self, capacity: Capacity | None, shares: Shares, reads: Reads, open_store: OpenStore
+    ) -> tuple[Drafter, DraftMemory | None]:
         """The drafter, and its memory, of this capacity, if it needs one; others may read the target's. Raises
         `CapacityTooSmall`."""
         ...
@@ -90,7 +93,9 @@ class Guesses:
     def needs(self) -> None:
         return None
 
-    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, None]:
+    def made(
+        self, capacity: Capacity | None, shares: Shares, reads: Reads, open_store: OpenStore
+    ) -> tuple[Drafter, None]:
         return self.drafter, None
 
 
@@ -121,14 +126,17 @@ class DraftModel:
         limits = {"context": self.context, "step_tokens": self.step_tokens}
         return Needs.of(self.guest, self.context, scratch(self.guest, measures=self.measures, **limits))
 
-    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory]:
+    def made(
+        self, capacity: Capacity | None, shares: Shares, reads: Reads, open_store: OpenStore
+    ) -> tuple[Drafter, DraftMemory]:
         assert capacity is not None, "a draft model has a memory"
         self.measures.keep()
         memory = allocated(self.guest.memory, capacity, self.context, self.guest.device)
         if self.guest.device.type == "cuda":
             limits = {"context": self.context, "step_tokens": self.step_tokens}
             prove(self.guest, memory, max_sequences=capacity.states.sequences, **limits)
-        cache = DraftMemory(memory, in_parts=self.guest.no_partial_commit is None, shares=shares)
+        in_parts = self.guest.no_partial_commit is None
+        cache = DraftMemory(memory, in_parts=in_parts, shares=shares, open_store=open_store)
         drafter = ModelDrafter(
             self.name,
             _readable(self.guest.forward, vocabulary_of(self.guest.model), self.vocabulary),

@@ -13,6 +13,7 @@ from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.open_store import Source
 from kvcellar.engine.settings import Settings, step_tokens_of
 from kvcellar.engine.shares import Shares
+from kvcellar.engine.store import OpenStore
 from kvcellar.kernels.packed import pack
 from kvcellar.models.assistant_head import AssistantHead
 from kvcellar.models.draft_fit import Check, DraftFit, fit_of
@@ -54,7 +55,9 @@ class AssistantDrafts:
     def needs(self) -> None:
         return None
 
-    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, None]:
+    def made(
+        self, capacity: Capacity | None, shares: Shares, reads: Reads, open_store: OpenStore
+    ) -> tuple[Drafter, None]:
         how = {"context": self.context, "deepest": self.deepest}
         return AssistantDrafter(self.name, self.head, reads.memory, reads.sequence, **how), None
 
@@ -84,10 +87,12 @@ class MtpDrafts:
             self.head.shape.groups, network.dtype.itemsize, backends, self.head.device.type, 0, self.context, waiting
         )
 
-    def made(self, capacity: Capacity | None, shares: Shares, reads: Reads) -> tuple[Drafter, DraftMemory]:
+    def made(
+        self, capacity: Capacity | None, shares: Shares, reads: Reads, open_store: OpenStore
+    ) -> tuple[Drafter, DraftMemory]:
         assert capacity is not None, "MTP layers have a memory"
         memory = allocated(self.head.memory, capacity, self.context, self.head.device)
-        cache = DraftMemory(memory, ahead=self.head.layers, shares=shares)
+        cache = DraftMemory(memory, ahead=self.head.layers, shares=shares, open_store=open_store)
         drafter = HeadDrafter(
             self.name,
             self.head,

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.machine import free_cpu_bytes
-from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restores import Evict
 from kvcellar.engine.settings import Settings, conversation_bytes, host_bytes_of
@@ -43,6 +41,9 @@ log = logging.getLogger("kvcellar.engine")
 PAGED_IN = 256 << 20  # bytes of memory, at most, that are allocated at once for what is going to be restored
 FORMAT = "1"  # raised when the meaning of what is stored changes
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
+
+
+Post = Callable[[Callable[[], None]], None]  # lets the engine's thread run a call
 
 
 class Source(NamedTuple):
@@ -75,12 +76,15 @@ class Owner:
 
 
 def open_store(
-    loaded: Loaded,
-    manager: SequenceManager,
-    settings: Settings,
-    post: Callable[[Callable[[], None]], None],
-    opened: ExitStack,
+    memory: Memory,
+    prefixes: Prefixes,
+    evict: Evict,
     *,
+    loaded: Loaded,
+    settings: Settings,
+    post: Post,
+    opened: ExitStack,
+    events: KvEvents | None = None,
     share: float = 1.0,
     latents: bool = False,
 ) -> Store | None:
@@ -93,32 +97,28 @@ def open_store(
     outside = settings.store is not None or settings.store_remote is not None
     if outside and loaded.path is None:
         raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
-    paths = (loaded.path,) if loaded.path is not None else ()
-    evict = partial(manager.evict, restores=False)
-    parts, attends = (paths, share), "latents" if latents else ""
-    memory, prefixes, weights = manager.memory, manager.prefixes, loaded.multiplied
-    owner = Owner(memory, prefixes, evict, *parts, events=manager.events, weights=weights, attends=attends)
+    paths, attends = (loaded.path,) if loaded.path is not None else (), "latents" if latents else ""
+    owner = Owner(memory, prefixes, evict, paths, share, events=events, weights=loaded.multiplied, attends=attends)
     return _opened(owner, settings, post, opened)
 
 
 def open_draft_store(
-    draft: DraftMemory,
+    memory: Memory,
+    prefixes: Prefixes,
+    evict: Evict,
+    *,
     source: Source,
     settings: Settings,
-    post: Callable[[Callable[[], None]], None],
+    post: Post,
     opened: ExitStack,
-    *,
     share: float,
 ) -> Store | None:
     """The same for the memory of a drafter. Nothing that its tiers do keeps the engine from starting."""
-    parts = (source.paths, share, source.role)
-    owner = Owner(draft.memory, draft.prefixes, draft.evict, *parts, weights=source.weights)
+    owner = Owner(memory, prefixes, evict, source.paths, share, source.role, weights=source.weights)
     return _opened(owner, settings, post, opened)
 
 
-def _opened(
-    owner: Owner, settings: Settings, post: Callable[[Callable[[], None]], None], opened: ExitStack
-) -> Store | None:
+def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> Store | None:
     cipher, locations = cipher_of(settings), Locations(owner.events)
     host = owner.part(host_bytes_of(settings, owner.memory.device.type, free_cpu_bytes()))
     name = secrets.token_bytes(KEY)

@@ -1,13 +1,12 @@
 """pinning: prompts that are pinned: what a chat begins with, and whether memory has it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+from kvcellar.engine.dialogue import Render
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.node import common_prefix, key_of
 from kvcellar.prefix.tree import Tree
-
-Render = Callable[[Sequence[Mapping[str, Any]]], list[int]]
 
 
 def is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:

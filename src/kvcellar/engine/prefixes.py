@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count, islice
 
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.scheduler import Reuse
+from kvcellar.engine.request import Reuse
 from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Use, Watch, everyone, key_of

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvcellar.engine.prompt_reading import Pooled, PromptReading, to_read
-from kvcellar.engine.request import Completion
-from kvcellar.engine.scheduler import Scheduled
+from kvcellar.engine.request import Completion, Scheduled
 from kvcellar.errors import ScoresNotNumbers
 from kvcellar.sample.score import scored
 

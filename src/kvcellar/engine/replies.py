@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Unpack
 
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
@@ -13,9 +13,10 @@ from kvcellar.text.replies.declared import declared
 from kvcellar.text.replies.families import known
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.grammar import Grammar
+from kvcellar.text.replies.machine import Machine
 from kvcellar.text.replies.outline import Outline
 from kvcellar.text.replies.probing import probed
-from kvcellar.text.replies.reading import DeltaReader, OpenedReading, ReplyReading
+from kvcellar.text.replies.reading import DeltaReader, OpenedReading
 from kvcellar.text.replies.tools import Tool, Tools, checked
 from kvcellar.text.template import OpeningOptions, checked_options
 
@@ -26,48 +27,15 @@ CHOICES = ("auto", "none", "required")
 FORMATS = ("json_schema", "json_object")  # constraints of the content; others say what the model writes as a whole
 
 
-class ServedReading(ReplyReading, Protocol):
-    """How the answers of a request are read. `constraint`: what they have to match, for the sampling parameters."""
-
-    @property
-    def constraint(self) -> Constraint | None: ...
-    def reader(self) -> ReplyReader:
-        """The pieces of one choice, from its deltas."""
-        ...
-
-
-class ServedReplies(Protocol):
-    """How a model writes calls and reasoning. `form`: its name, None if that is not known; `refusal`: why `tools`
-    cannot be used, if they cannot."""
-
-    @property
-    def form(self) -> str | None: ...
-    @property
-    def refusal(self) -> str | None: ...
-    @property
-    def reasons(self) -> bool:
-        """Whether the form has a part for reasoning."""
-        ...
-
-    def reading(
-        self,
-        *,
-        tools: Sequence[Any] | None = None,
-        choice: str = "auto",
-        names: Sequence[str] = (),
-        parallel: bool = True,
-        deltas: bool = True,
-        answer: Constraint | None = None,
-        **options: Unpack[OpeningOptions],
-    ) -> ServedReading:
-        """As `Replies.reading`. Raises `BadRequest`."""
-        ...
-
-
-class RequestReading(OpenedReading):
+@dataclass(frozen=True, slots=True)
+class RequestReading:
     """How the answers of a request are read, and what they have to match: `constraint` is for its sampling."""
 
-    constraint: Constraint | None = None
+    opened: OpenedReading
+    constraint: Constraint | None
+
+    def machine(self) -> Machine:
+        return self.opened.machine()
 
     def reader(self) -> ReplyReader:
         """The pieces of one choice, from its deltas."""
@@ -75,7 +43,8 @@ class RequestReading(OpenedReading):
 
 
 class Replies:
-    """Of one model. Safe to use from several threads."""
+    """How one model writes calls and reasoning. `refusal`: why `tools` cannot be used, if they cannot. Safe to use from
+    several threads."""
 
     def __init__(self, codec: "TextCodec") -> None:
         self._codec = codec
@@ -95,6 +64,7 @@ class Replies:
 
     @property
     def reasons(self) -> bool:
+        """Whether the form has a part for reasoning."""
         return bool(self._form.thoughts or self._form.channels)
 
     def reading(
@@ -136,9 +106,8 @@ class Replies:
             message = "tool_choice cannot require a call where the answer continues a message"
             raise BadRequest(message, "tool_choice")
         begun = continued is not None and any(texts(continued))
-        made = RequestReading(outline, self._codec.template.opening(checked_options(options)), begun=begun)
-        made.constraint = self._constraint(made.thinking, wanted, choice, answer, parallel=parallel)
-        return made
+        opened = OpenedReading(outline, self._codec.template.opening(checked_options(options)), begun=begun)
+        return RequestReading(opened, self._constraint(opened.thinking, wanted, choice, answer, parallel=parallel))
 
     def _constraint(
         self, thinking: str | None, tools: Tools | None, choice: str, answer: Constraint | None, *, parallel: bool

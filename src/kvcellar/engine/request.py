@@ -113,7 +113,7 @@ class Request:
     speculation: Speculation | None = None  # of the completions that have ended
     done: bool = False
     outcome: str = ""  # once it is done: the reason why its last completion ended here, or the name of an error's class
-    on_done: Callable[[], None] | None = None  # called once
+    on_done: "Callable[[Request], None] | None" = None  # called once
     unreachable: bool = False  # `deliver` raised: no more events are delivered, and the loop cancels the request
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -190,7 +190,7 @@ class Request:
         self.done = True
         on_done, self.on_done = self.on_done, None
         if on_done is not None:
-            on_done()
+            on_done(self)
 
     def usage(self) -> Usage:
         return Usage(len(self.prompt), self.cached, sum(completion.counted for completion in self.completions))
@@ -386,3 +386,29 @@ def shift_span(context: int, keep: int) -> Span:
 def fresh_seed() -> int:
     """A seed for a request without one."""
     return random.SystemRandom().getrandbits(63)
+
+
+class Reuse(NamedTuple):
+    """What memory has of a waiting completion: its first `resume` tokens need not be computed, and of these running
+    sequences hold the first `shared`."""
+
+    resume: int
+    shared: int
+
+
+class Scheduled(NamedTuple):
+    """The next `tokens` tokens of a completion are computed in the step, and behind them its first `drafts` drafts."""
+
+    completion: Completion
+    tokens: int
+    drafts: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.tokens + self.drafts
+
+    @property
+    def ends(self) -> bool:
+        """Is the last token of a prompt among them?"""
+        completion = self.completion
+        return completion.status is Status.PREFILL and completion.draws and self.tokens >= completion.uncomputed

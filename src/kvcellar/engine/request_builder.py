@@ -1,33 +1,78 @@
-"""request_builder: what a front end checks of a request, and makes of it: the submission for the engine, and what makes
-text of the tokens that the engine draws. No torch.
+"""request_builder: what a front end checks of a request, and makes of it: the submission, which it sends to the engine,
+and what makes text of the tokens that the engine draws. No torch.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from kvcellar.engine import arguments
+from kvcellar.engine.batches import Started, together
 from kvcellar.engine.card import EngineCard
+from kvcellar.engine.client import EngineClient
 from kvcellar.engine.output_processor import OutputProcessor
 from kvcellar.engine.request import SubmitOptions, fresh_seed
+from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.messages import Submission
 from kvcellar.prefix.node import key_of
-from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.sample.params import SamplingOptions, SamplingParams, check_ids, merged
 from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
 from kvcellar.text.replies.reading import ReplyReading
 
+_OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 _OPTIONS = sorted(SubmitOptions.__annotations__)
 
 
 class RequestBuilder:
-    """Of one engine. Safe to use from several threads."""
+    """Of one engine, which is closed when nothing refers to this any more. Safe to use from several threads."""
 
-    def __init__(self, card: EngineCard, codec: TextCodec) -> None:
-        self._card, self._codec = card, codec
+    def __init__(self, client: EngineClient, card: EngineCard, codec: TextCodec) -> None:
+        self._client, self._card, self._codec = client, card, codec
+
+    def params(self, sampling: SamplingOptions) -> SamplingParams:
+        """As `Engine.params`."""
+        unknown = sorted(set(sampling) - arguments.FIELDS)
+        if unknown:
+            names = sorted(arguments.FIELDS)
+            raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
+        given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
+        return merged(self._card.model.default_sampling, given)
+
+    def submit(
+        self, prompt_ids: Sequence[int], params: SamplingParams, deliver: Callable[[Event], None], how: SubmitOptions
+    ) -> Ticket:
+        """As `Engine.submit`."""
+        params, deliver = arguments.parameters(params), arguments.receiver(deliver)
+        client = self._client
+        submission, chat = self.submission(client.number, prompt_ids, params, how)
+        number, prompt = submission.number, submission.prompt_ids
+        stop, fail = partial(client.stop, number), partial(client.fail, number)
+        processor = self.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
+        client.submit(submission, processor.receive)
+        return Ticket(partial(client.cancel, number), lambda: processor.begun)
+
+    def start(self, ids: Sequence[int], params: SamplingParams, how: SubmitOptions) -> Started:
+        """Submit a request whose result the caller waits for."""
+        self._client.check_caller()
+        collector = Collector(params.n)
+        return collector, self.submit(ids, params, collector.deliver, how)
+
+    def result(self, ids: Sequence[int], params: SamplingParams, how: SubmitOptions) -> Result:
+        """The result of a request. Blocks."""
+        collector, ticket = self.start(ids, params, how)
+        try:
+            return collector.result()
+        finally:
+            ticket.cancel()  # after an interrupted wait
+
+    def results(self, starts: Sequence[Callable[[], Started]]) -> list[Result]:
+        """The results of a batch. Blocks; an error of one request cancels the others."""
+        return together(starts, self._card.max_waiting)
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""

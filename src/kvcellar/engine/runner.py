@@ -25,8 +25,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.picture import StepRecord
 from kvcellar.engine.prompt_rows import PromptRows
-from kvcellar.engine.request import Completion, Status
-from kvcellar.engine.scheduler import Scheduled
+from kvcellar.engine.request import Completion, Scheduled, Status
 from kvcellar.errors import CacheFull, EngineFailed
 from kvcellar.events import FinishReason
 from kvcellar.kernels.uploads import uploaded

@@ -29,11 +29,14 @@ Always true:
 """
 
 from bisect import insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.request import Completion, Request, Reuse, Scheduled, Status
 from kvcellar.layout import Layout
+
+if TYPE_CHECKING:  # imports torch
+    from kvcellar.engine.manager import SequenceManager
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
 MASK_SECONDS = 0.01  # of waiting for a mask where there is nothing else to compute
@@ -52,90 +55,6 @@ Draft = Callable[[Sequence[Completion], int], Sequence[int]]
 def no_drafts(completions: Sequence[Completion], most: int) -> Sequence[int]:
     """The `draft` of an engine without speculation."""
     return [0] * len(completions)
-
-
-class Reuse(NamedTuple):
-    """What memory has of a waiting completion: its first `resume` tokens need not be computed, and of these running
-    sequences hold the first `shared`."""
-
-    resume: int
-    shared: int
-
-
-class Manager(Protocol):
-    """What the scheduler needs of the sequence manager."""
-
-    def free(self) -> Mapping[str, int]:
-        """Free cells of each group."""
-        ...
-
-    def available(self, beside: Collection[Completion]) -> Mapping[str, int]:
-        """Cells of each group that are free, could be evicted, or belong to running completions other than those in
-        `beside`."""
-        ...
-
-    def reserve(self, tokens: int, sequences: int) -> None:
-        """Keep the cells and state rows of so many tokens and sequences for the next step, in place of what was kept
-        before."""
-        ...
-
-    def evict(self, group: str, cells: int, *, restores: bool = True) -> bool:
-        """Free some cells of a group that no sequence uses, about as many as given; with `restores` also what is
-        restored for waiting completions. False if there are none."""
-        ...
-
-    def unpin(self) -> bool:
-        """Let something that is pinned be evicted. False if nothing is pinned."""
-        ...
-
-    def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
-        """Whether one of the running `prompts`, of an older request, is about to compute tokens that a waiting
-        completion needs, too. To be called before the prompt goes on, so that it leaves a checkpoint where they
-        diverge. Costs the tokens that they share once, and then the number of prompts."""
-        ...
-
-    def reads_back(self, completion: Completion, *, enters: bool) -> bool:
-        """Whether tokens of a waiting completion are being read back. They enter memory when it `enters`: when it could
-        be admitted."""
-        ...
-
-    def reuse(self, completion: Completion) -> Reuse:
-        """What memory has of a waiting completion. Changes nothing."""
-        ...
-
-    def admit(self, completion: Completion) -> None:
-        """Assign a sequence to a completion, with the prefix of its tokens that is in memory."""
-        ...
-
-    def start(self, completion: Completion) -> None:
-        """A completion that was admitted begins to run."""
-        ...
-
-    def next_end(self, completion: Completion) -> int:
-        """The most tokens of a running completion that may be in memory after the next step."""
-        ...
-
-    def release(self, completion: Completion) -> None:
-        """Free the completion's sequence."""
-        ...
-
-
-class Scheduled(NamedTuple):
-    """The next `tokens` tokens of a completion are computed in the step, and behind them its first `drafts` drafts."""
-
-    completion: Completion
-    tokens: int
-    drafts: int = 0
-
-    @property
-    def rows(self) -> int:
-        return self.tokens + self.drafts
-
-    @property
-    def ends(self) -> bool:
-        """Is the last token of a prompt among them?"""
-        completion = self.completion
-        return completion.status is Status.PREFILL and completion.draws and self.tokens >= completion.uncomputed
 
 
 class Chunks:
@@ -263,7 +182,7 @@ class Scheduler:
 
     def __init__(
         self,
-        manager: Manager,
+        manager: "SequenceManager",
         layouts: Mapping[str, Layout],
         *,
         context: int,

@@ -12,36 +12,22 @@ computed again after an eviction. A shift drops half of the context, so this cos
 """
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from kvcellar.engine.arguments import prompt_ids
-from kvcellar.engine.card import ModelCard
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.dialogue import Dialogue, Prompt
 from kvcellar.engine.request import SubmitOptions
-from kvcellar.engine.result import Collector, Result, Ticket
+from kvcellar.engine.request_builder import RequestBuilder
+from kvcellar.engine.result import Collector, Result
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
-
-
-class Host(Protocol):
-    """What a session uses of the engine."""
-
-    model: ModelCard
-
-    @property
-    def conversations(self) -> Conversations: ...
-    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]: ...
-    def render(self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None) -> list[int]: ...
-    def params(self, **sampling: Unpack[SamplingOptions]) -> SamplingParams: ...
-    def start(
-        self, ids: Sequence[int], params: SamplingParams, **how: Unpack[SubmitOptions]
-    ) -> tuple[Collector, Ticket]: ...
 
 
 class Session:
@@ -49,14 +35,17 @@ class Session:
 
     def __init__(
         self,
-        engine: Host,
+        requests: RequestBuilder,
         client: EngineClient,
+        codec: TextCodec,
+        conversations: Conversations,
         numbers: Iterator[int],
         dialogue: Dialogue,
         retention: RetentionOptions,
     ) -> None:
         """`numbers`: session numbers; takes the next one. The session owns `dialogue`. `retention` is that of turns."""
-        self._engine, self._client, self._numbers, self._dialogue = engine, client, numbers, dialogue
+        self._requests, self._client, self._codec, self._conversations = requests, client, codec, conversations
+        self._numbers, self._dialogue = numbers, dialogue
         self._retention = retention
         self._number = next(numbers)
         self._busy = threading.Lock()
@@ -109,7 +98,8 @@ class Session:
         """A second session that continues from here, with the same retention. What both have in common is in memory
         once."""
         with self._alone():
-            return Session(self._engine, self._client, self._numbers, self._dialogue.copy(), self._retention)
+            parts = self._requests, self._client, self._codec, self._conversations, self._numbers
+            return Session(*parts, self._dialogue.copy(), self._retention)
 
     def rewind(self, turns: int = 1) -> None:
         """Discard the last `turns` turns."""
@@ -121,8 +111,7 @@ class Session:
         is nothing. `Engine.load` continues it, also in a later process where the engine has a store. Raises what
         `Conversations.save` and `create` raise."""
         with self._alone():
-            conversations = self._engine.conversations
-            keep = conversations.create if new else conversations.save
+            keep = self._conversations.create if new else self._conversations.save
             keep(name, self._dialogue)
 
     def close(self) -> None:
@@ -135,14 +124,14 @@ class Session:
     def _turn(self, text: str | Sequence[int], sampling: SamplingOptions) -> Generator[Collector | Delta]:
         """Yields the collector, then the deltas. The turn is added to the session only at its end."""
         with self._alone():
-            params = self._engine.params(**sampling)
+            params = self._requests.params(sampling)
             if params.n != 1:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt = self._prompt(text, params)
             positions = self._dialogue.checkpoint_positions(prompt.ids)
             how = SubmitOptions(retention=self._retention, adapter=self._dialogue.adapter, session=self._number)
             how["checkpoint_positions"] = positions
-            collector, ticket = self._engine.start(prompt.ids, prompt.params, **how)
+            collector, ticket = self._requests.start(prompt.ids, prompt.params, how)
             try:
                 yield collector
                 yield from collector.deltas()
@@ -154,18 +143,18 @@ class Session:
             self.last = answer
 
     def _prompt(self, text: str | Sequence[int], params: SamplingParams) -> Prompt:
-        context = self._engine.model.context
+        context = self._client.card.model.context
         if not self._dialogue.chat:
             return self._dialogue.continued(self._ids(text), params, context)
         if not isinstance(text, str):
             raise BadRequest("the turns of a chat are texts; open a session with chat=False for token ids", "prompt")
-        return self._dialogue.chatted([{"role": "user", "content": text}], params, context, self._engine.render)
+        return self._dialogue.chatted([{"role": "user", "content": text}], params, context, self._codec.render)
 
     def _ids(self, text: str | Sequence[int]) -> Sequence[int]:
-        model = self._engine.model
+        model = self._client.card.model
         if isinstance(text, str):
             special = False if self.tokens else None  # begin-of-text only at the beginning
-            return self._engine.encode(text, special=special, limit=model.context)
+            return self._codec.encode(text, special=special, limit=model.context)
         if self.tokens and isinstance(text, Sequence) and not len(text):
             return []  # continue the last completion
         return prompt_ids(text, vocab_size=model.vocab_size, context=model.context)
@@ -174,7 +163,7 @@ class Session:
         """The tokens of a completion's text. After a stop string, `token_ids` are longer, so the text is tokenized."""
         if answer.choices[0].stop_string is None:
             return answer.token_ids
-        return self._engine.encode(answer.text, special=False) if answer.text else []
+        return self._codec.encode(answer.text, special=False) if answer.text else []
 
     def _alone(self) -> "_Alone":
         if self._closed:

@@ -58,6 +58,14 @@ STAGING_PAUSE = 0.005  # seconds between two looks for free staging memory, at t
 WAIT = 2.0  # seconds for unwritten snapshots at the end
 
 
+# Opens the store of a memory with this tree, which the last one frees cells of; None: it has none.
+OpenStore = Callable[[Memory, Prefixes, Evict], "Store | None"]
+
+
+def no_store(memory: Memory, prefixes: Prefixes, evict: Evict) -> None:
+    """Of a memory without tiers."""
+
+
 @dataclass(eq=False, slots=True)
 class _Writing:
     """A sequence of which snapshots are being made. `at` tokens of it are done, up to the snapshot `parent`. It waits

@@ -14,7 +14,7 @@ from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_replies import VariantText
 from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.in_library import preamble_of, shown_name
-from kvcellar.engine.replies import Replies, ServedReplies
+from kvcellar.engine.replies import Replies
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.messages import DescribeVariant
 from kvcellar.sample.params import SamplingParams
@@ -34,7 +34,7 @@ class Variant:
 
     default_sampling: SamplingParams
     render: Callable[..., list[int]]
-    replies: ServedReplies
+    replies: Replies
     adapter: str | None = None  # of its requests; "": none; None: that of requests which name none
     close: Callable[[], None] = _nothing
     template: str | None = None  # of chats

@@ -29,10 +29,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.picture import Picture
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
 from kvcellar.inspector.snapshot import Beginnings, Json, snapshot, way_fields
-from kvcellar.inspector.source import Looked, Source, Viewer
+from kvcellar.inspector.source import Source, Viewer
 
 API = f"{PAGE}/api/"
 EVERY = 1.0  # seconds between two pictures
@@ -91,7 +92,7 @@ class _Model:
     beginnings: Beginnings = field(default_factory=Beginnings)
     seen: Seen | None = None
 
-    def text(self, engine: Looked) -> Callable[[tuple[int, ...]], str] | None:
+    def text(self, engine: ServedEngine) -> Callable[[tuple[int, ...]], str] | None:
         return partial(self.beginnings.decoded, partial(engine.decode, special=True)) if engine.model.has_text else None
 
 
@@ -148,7 +149,7 @@ class DataHandler:
     async def _content(self, model: str | None, viewer: Viewer, known: int) -> tuple[int, bytes]:
         """The number of a picture and its JSON; no bytes if it is the one that is known."""
 
-        def look(engine: Looked) -> tuple[int, bytes]:
+        def look(engine: ServedEngine) -> tuple[int, bytes]:
             found = self._model(engine)
             seen = self._seen(engine, found)
             if seen.number == known:
@@ -159,7 +160,7 @@ class DataHandler:
 
         return await self._source.look(model, look)
 
-    def _model(self, engine: Looked) -> _Model:
+    def _model(self, engine: ServedEngine) -> _Model:
         name = engine.model.name
         found = self._models.get(name)
         if found is None:
@@ -168,7 +169,7 @@ class DataHandler:
             found = self._models[name] = _Model()
         return found
 
-    def _seen(self, engine: Looked, of: _Model) -> Seen:
+    def _seen(self, engine: ServedEngine, of: _Model) -> Seen:
         """The last picture, unless it is old and something has changed since."""
         now, before, survey = time.monotonic(), of.seen, engine.cache.survey
         if before is not None and now - before.taken < EVERY * 0.9:
@@ -185,7 +186,7 @@ class DataHandler:
     async def entry(self, request: Request) -> Response:
         viewer, name = self._source.viewer(request), request.query_params.get("name", "")
 
-        def look(engine: Looked) -> Json:
+        def look(engine: ServedEngine) -> Json:
             entry, tokens = engine.cache.survey.entry(name, TOKENS)
             if not viewer.sees(entry.owner):
                 raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
@@ -202,7 +203,7 @@ class DataHandler:
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise BadRequest("number must be the number of a request", "number")
 
-        def look(engine: Looked) -> Json:
+        def look(engine: ServedEngine) -> Json:
             way = engine.cache.survey.way(int(text))
             if not viewer.sees(way.owner):
                 raise BadRequest("the text of this request is not kept any more", "number")
@@ -210,7 +211,7 @@ class DataHandler:
 
         return await self._answer(request, look)
 
-    async def _answer(self, request: Request, look: Callable[[Looked], Json]) -> Response:
+    async def _answer(self, request: Request, look: Callable[[ServedEngine], Json]) -> Response:
         model = request.query_params.get("model")
         return _json(await self._source.look(model, lambda engine: _encoded(look(engine))))
 

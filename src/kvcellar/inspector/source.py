@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
-from kvcellar.engine.cache_client import SurveyClient
+from kvcellar.engine.served_engine import ServedEngine
 
 T = TypeVar("T")
 
@@ -29,30 +29,6 @@ class Viewer:
         return self.texts and (self.author is None or owner == self.author)
 
 
-class Model(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def has_text(self) -> bool: ...
-
-
-class Cache(Protocol):
-    @property
-    def survey(self) -> SurveyClient: ...
-
-
-class Looked(Protocol):
-    """An engine."""
-
-    @property
-    def model(self) -> Model: ...
-    @property
-    def cache(self) -> Cache: ...
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
-
-
 class Source(Protocol):
     """Used on the event loop."""
 
@@ -64,7 +40,7 @@ class Source(Protocol):
         """Of the models that stay loaded, the default first."""
         ...
 
-    async def look(self, model: str | None, work: Callable[[Looked], T]) -> T:
+    async def look(self, model: str | None, work: Callable[[ServedEngine], T]) -> T:
         """The result of `work`, in a thread, with the engine of a loaded model; None: the default. Raises an error of
         the server."""
         ...

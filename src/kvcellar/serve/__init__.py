@@ -6,9 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvcellar.engine.served_engine import ServedEngine
     from kvcellar.serve.app import build_app
     from kvcellar.serve.host import Host
-    from kvcellar.serve.protocols import ServedEngine
     from kvcellar.serve.server import Server, run
     from kvcellar.serve.settings import ServeSettings, key_digest
 
@@ -17,7 +17,7 @@ __all__ = ["Host", "ServeSettings", "ServedEngine", "Server", "build_app", "key_
 _NAMES = {
     "kvcellar.serve.app": ("build_app",),
     "kvcellar.serve.host": ("Host",),
-    "kvcellar.serve.protocols": ("ServedEngine",),
+    "kvcellar.engine.served_engine": ("ServedEngine",),
     "kvcellar.serve.server": ("Server", "run"),
     "kvcellar.serve.settings": ("ServeSettings", "key_digest"),
 }

@@ -18,6 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
@@ -26,7 +27,6 @@ from kvcellar.serve.json_text import json_chunks, printable
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import Limits, parse_object, validated
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.shared import Shared
 from kvcellar.tiers.upkeep import check_named
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvcellar.engine.replies import ServedReading
+from kvcellar.engine.replies import RequestReading
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
@@ -66,7 +66,7 @@ class ChatRequest(GenerationRequest):
     """A chat to be continued. `messages` are in the form that `Engine.render` takes, which checks them."""
 
     messages: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]] = ()  # in the form of OpenAI's chat API; checked by `ServedReplies.reading`
+    tools: Sequence[dict[str, Any]] = ()  # in the form of OpenAI's chat API; checked by `Replies.reading`
     tool_choice: ToolChoice = AUTO
     parallel_tool_calls: bool = True  # else an answer ends with its first call
     truncate: bool = False  # the oldest turns are omitted from a prompt that is too long
@@ -88,7 +88,7 @@ class Prepared:
     namespace: str  # of its memory
     retention: RetentionOptions  # without the owner
     breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
-    reading: ServedReading | None = None  # of the answers to a chat
+    reading: RequestReading | None = None  # of the answers to a chat
     omitted: int = 0  # how many messages of a chat its prompt omits, as in `Dialogue`
     prompts: Sequence["array[int]"] = ()  # their token ids, where the response has them
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from kvcellar.engine.conversations import Held
 from kvcellar.engine.dialogue import Prompt, Render
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import ReplyPart, WholeReply
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from kvcellar.engine.embeddings import PARAMS
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.events import Embedded as Pooled
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
@@ -110,11 +111,13 @@ class EmbeddingHandler:
         with ExitStack() as stack:
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
-            how = SubmitOptions(namespace=prepared.namespace, retention=prepared.retention, adapter=engine.adapter)
+            how = SubmitOptions(
+                namespace=prepared.namespace, retention=prepared.retention, pooling=engine.embeddings.mode
+            )
 
             def submit() -> None:
                 with naming_fields({"prompt": prepared.request.field}):
-                    request.submit(group, lambda ids, to: engine.embeddings.submit(ids, deliver=to, **how))
+                    request.submit(group, lambda ids, to: engine.submit(ids, PARAMS, deliver=to, **how))
 
             await server.drain.run_before(server.threads.run("short", submit))
             while not request.finished:

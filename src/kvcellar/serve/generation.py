@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve.api_errors import api_error, shutting_down
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import ChatRequest, Json, Prepared
@@ -27,7 +28,6 @@ from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.prepare import prepare
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies, ReplyPart
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.retained import allowed

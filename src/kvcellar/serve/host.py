@@ -14,13 +14,14 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError, model_refused
@@ -28,7 +29,6 @@ from kvcellar.serve.failed_loads import forget, log_failure, refused
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.lease import Lease
 from kvcellar.serve.named_engine import NamedEngine
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Stage, Work
 from kvcellar.serve.residents import Residents
 from kvcellar.serve.servable import Catalogue, Servable, as_it_is, not_served
@@ -42,7 +42,7 @@ LONGEST_TIMER = 3600.0  # seconds
 
 class Host:
     """Close it after the server. `unload` closes an engine, and `free` frees the memory of engines that are closed and
-    not referred to; both are called on a thread of their own."""
+    not referred to; both are called on a thread of their own. `startup` loads the models that stay."""
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Host:
         *,
         unload: Callable[[Any], None],
         free: Callable[[], object] = gc.collect,
+        startup: Startup | None = None,
         clock: Callable[[], float] = time.monotonic,
         spawn: Spawn | None = None,
     ) -> None:
@@ -63,10 +64,18 @@ class Host:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._threads: set[threading.Thread] = set()
-        self.startup = Startup()  # loads the models that stay
+        self.startup = startup or Startup()
         self._closed = False
-        # called with each model that is about to be unloaded, on the thread that does so
-        self.unloading: Callable[[Resident], None] = lambda resident: None
+        self._unloading: set[Callable[[Resident], None]] = set()
+
+    @contextmanager
+    def on_unload(self, tell: Callable[[Resident], None]) -> Iterator[None]:
+        """Meanwhile `tell` is called with each model that is about to be unloaded, on the thread that does so."""
+        self._unloading.add(tell)
+        try:
+            yield
+        finally:
+            self._unloading.remove(tell)
 
     def open(self, servable: Servable) -> ServedEngine:
         """Load a model that stays, before the first request; the first one is the default. Raises what its load raises,
@@ -296,7 +305,8 @@ class Host:
     def _close(self, resident: Resident) -> None:
         engine = resident.engine
         assert engine is not None
-        self.unloading(resident)
+        for tell in list(self._unloading):
+            tell(resident)
         resident.engine = None  # so that its memory is free when it is closed
         for member in resident.members.values():
             member.variant = None

@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
+from kvcellar.engine.result import Ticket
 from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed, Finished
 from kvcellar.serve.api_errors import ApiError, shutting_down
 from kvcellar.serve.arrivals import Arrivals
-from kvcellar.serve.protocols import Ticket
 
 Batch = list[tuple[int, Event]]  # number of the prompt, event
 Submit = Callable[[Sequence[int], Callable[[Event], None]], Ticket]  # a prompt, and what is called with its events

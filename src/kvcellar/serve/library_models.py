@@ -3,14 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
+from kvcellar.engine.engine import Engine
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST, ModelName
 from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.servable import Servable
 
 LONGEST = 2**20  # tokens of a prompt that a body may have, before the model is known
@@ -18,11 +18,7 @@ KEPT = 1024  # names whose models are remembered
 LEAST_SHARE = 8  # of the cache: with less, a model waits until others are unloaded
 
 
-class MadeEngine(ServedEngine, Protocol):
-    def close(self) -> None: ...
-
-
-Make = Callable[[str, int, Callable[[], None]], MadeEngine]  # an engine of a name, as `servable.Loader`
+Make = Callable[[str, int, Callable[[], None]], Engine]  # an engine of a name, as `servable.Loader`
 OpenVariant = Callable[[ServedEngine, LibraryModel], Variant]  # as `Variants.open`
 
 

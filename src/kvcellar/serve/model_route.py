@@ -6,12 +6,12 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.model_use import ModelUse
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.sending import send_json, until_disconnected
 from kvcellar.serve.shared import Shared

@@ -1,54 +1,30 @@
 """named_engine: an engine under the name of one model that it serves, with what that model has of its own."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Unpack
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Unpack
 
+from kvcellar.engine.cache_client import CacheClient
+from kvcellar.engine.card import ModelCard
 from kvcellar.engine.conversations import Conversations
-from kvcellar.engine.replies import ServedReplies
+from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.result import Ticket
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.variants import Variant
 from kvcellar.events import Event
 from kvcellar.sample.params import SamplingParams
-from kvcellar.serve.protocols import ServedCache, ServedEmbeddings, ServedEngine, ServedModel, Ticket
-from kvcellar.text.template import RenderOptions
-
-
-@dataclass(frozen=True, slots=True)
-class NamedModel:
-    """A model under the name that clients know."""
-
-    name: str
-    path: Path | None
-    context: int
-    vocab_size: int
-    has_text: bool
-    default_sampling: SamplingParams
-    special_tokens: Mapping[str, str]
-    chat_template: str | None
-
-    @classmethod
-    def of(cls, model: ServedModel, name: str, variant: Variant) -> "NamedModel":
-        return cls(
-            name,
-            model.path,
-            model.context,
-            model.vocab_size,
-            model.has_text,
-            variant.default_sampling,
-            model.special_tokens,
-            variant.template,
-        )
 
 
 class NamedEngine:
-    """A `ServedEngine`."""
+    """A `ServedEngine`. `adapter` is that of requests which name none."""
 
     def __init__(self, engine: ServedEngine, name: str, conversations: Conversations, variant: Variant) -> None:
-        self._engine, self._variant = engine, variant
-        self.model: ServedModel = NamedModel.of(engine.model, name, variant)
+        self._engine = engine
+        self.adapter, self.render, self.replies = variant.adapter, variant.render, variant.replies
+        own = {"default_sampling": variant.default_sampling, "chat_template": variant.template}
+        self.model: ModelCard = replace(engine.model, name=name, has_chat=variant.template is not None, **own)
         self.conversations = conversations
 
     @property
@@ -64,17 +40,12 @@ class NamedEngine:
         return self._engine.cache_bytes
 
     @property
-    def adapter(self) -> str | None:
-        """Of requests which name none."""
-        return self._variant.adapter
-
-    @property
-    def cache(self) -> ServedCache:
+    def cache(self) -> CacheClient:
         return self._engine.cache
 
     @property
-    def embeddings(self) -> ServedEmbeddings:
-        """Those of all models of the engine: requests name the adapter."""
+    def embeddings(self) -> Embeddings:
+        """Those of all models of the engine."""
         return self._engine.embeddings
 
     @property
@@ -83,10 +54,6 @@ class NamedEngine:
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
-
-    @property
-    def replies(self) -> ServedReplies:
-        return self._variant.replies
 
     def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
         return self._engine.encode(text, special=special, limit=limit)
@@ -100,17 +67,6 @@ class NamedEngine:
     def written(self, token: int) -> str:
         return self._engine.written(token)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        limit: int | None = None,
-        namespace: str = "",
-        replay: bool = True,
-        **options: Unpack[RenderOptions],
-    ) -> list[int]:
-        return self._variant.render(messages, limit=limit, namespace=namespace, replay=replay, **options)
-
     def submit(
         self,
         prompt_ids: Sequence[int],
@@ -120,5 +76,5 @@ class NamedEngine:
         **how: Unpack[SubmitOptions],
     ) -> Ticket:
         if how.get("adapter") is None:
-            how["adapter"] = self._variant.adapter
+            how["adapter"] = self.adapter
         return self._engine.submit(prompt_ids, params, deliver=deliver, **how)

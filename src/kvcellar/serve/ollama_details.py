@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.engine.capabilities import NOTHING, capabilities, capabilities_of
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.details import modelfile_of, shape_of, template_in, template_of
 from kvcellar.library.library import Library, LibraryModel
@@ -21,7 +22,6 @@ from kvcellar.library.names import LATEST
 from kvcellar.library.parameters import listed
 from kvcellar.models.weights_bytes import Weights, weights_of
 from kvcellar.serve.api_errors import model_refused
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.servable import Servable, not_served
 
 log = logging.getLogger("kvcellar.serve")

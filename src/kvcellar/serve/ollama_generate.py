@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, get_args
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest
 from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.api_errors import ApiError
@@ -11,9 +12,8 @@ from kvcellar.serve.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.field_names import Place
 from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage
 from kvcellar.serve.ollama_options import NAMES, sampling_of
-from kvcellar.serve.ollama_writer import ChatShape, GenerateShape, OllamaWriter, Shape
+from kvcellar.serve.ollama_writer import OllamaWriter, Shape, chat_shape, generate_shape
 from kvcellar.serve.parsing import Fields, validated
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies
 from kvcellar.serve.writer import Caller, Generation
 
@@ -32,7 +32,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         names={**NAMES, "prompt": "messages"},
         **_common(body),
     )
-    return Generation(request, partial(_writer, engine, body.named, caller, ChatShape()))
+    return Generation(request, partial(_writer, engine, body.named, caller, chat_shape))
 
 
 def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -52,7 +52,7 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
             messages.insert(0, {"role": "system", "content": body.system})
             places.insert(0, Place("system"))
         request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, places=places, **common)
-    return Generation(request, partial(_writer, engine, body.named, caller, GenerateShape()))
+    return Generation(request, partial(_writer, engine, body.named, caller, generate_shape))
 
 
 def _writer(engine: ServedEngine, named: str, caller: Caller, shape: Shape, replies: Replies) -> OllamaWriter:

@@ -6,17 +6,16 @@ are counted with those that came from memory, which have a count of their own be
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Protocol
 from uuid import uuid4
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.api_errors import OLLAMA, ApiError
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import JsonTemplate
 from kvcellar.serve.openai.logprobs import TokenText, finite
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.writer import NDJSON, json_line
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
@@ -24,28 +23,22 @@ from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content,
 NANO = 10**9
 
 
-class Shape(Protocol):
-    """What a route has of its own."""
-
-    def text(self, content: str, thinking: str, calls: Sequence[Json]) -> Json:
-        """The fields of a line with this text; empty: the last one."""
-        ...
+# The fields of a line with a content, reasoning and calls, which differ by route; with none: of the last line.
+Shape = Callable[[str, str, Sequence[Json]], Json]
 
 
-class ChatShape:
-    def text(self, content: str, thinking: str, calls: Sequence[Json]) -> Json:
-        message: Json = {"role": "assistant", "content": content}
-        if thinking:
-            message["thinking"] = thinking
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message}
+def chat_shape(content: str, thinking: str, calls: Sequence[Json]) -> Json:
+    message: Json = {"role": "assistant", "content": content}
+    if thinking:
+        message["thinking"] = thinking
+    if calls:
+        message["tool_calls"] = calls
+    return {"message": message}
 
 
-class GenerateShape:
-    def text(self, content: str, thinking: str, calls: Sequence[Json]) -> Json:
-        found: Json = {"response": content}
-        return found | {"thinking": thinking} if thinking else found
+def generate_shape(content: str, thinking: str, calls: Sequence[Json]) -> Json:
+    found: Json = {"response": content}
+    return found | {"thinking": thinking} if thinking else found
 
 
 class OllamaWriter:
@@ -71,7 +64,7 @@ class OllamaWriter:
     def response(self) -> Json:
         whole = self._whole
         calls = [_call(number, call) for number, call in enumerate(whole.calls)]
-        return self._line(self._shape.text(whole.content, whole.reasoning, calls)) | self._end()
+        return self._line(self._shape(whole.content, whole.reasoning, calls)) | self._end()
 
     # -- a stream -------------------------------------------------------------------------------------------------
 
@@ -99,7 +92,7 @@ class OllamaWriter:
         return self._templates[kind]
 
     def last(self) -> bytes:
-        return json_line(self._line(self._shape.text("", "", ())) | self._end())
+        return json_line(self._line(self._shape("", "", ())) | self._end())
 
     def failed(self, error: ApiError) -> bytes:
         return json_line(error.body(OLLAMA))
@@ -110,11 +103,11 @@ class OllamaWriter:
     def _piece(self, piece: Piece) -> Json | None:
         match piece:
             case Content(text=text):
-                return self._shape.text(text, "", ())
+                return self._shape(text, "", ())
             case Reasoning(text=text):
-                return self._shape.text("", text, ())
+                return self._shape("", text, ())
             case CallClosed(call=call):
-                return self._shape.text("", "", [_call(call, self._whole.calls[call])])
+                return self._shape("", "", [_call(call, self._whole.calls[call])])
             case CallOpened() | CallArguments():
                 return None
 

@@ -1,13 +1,13 @@
 """one_engine: a host of one engine that the caller has made, and of no other models."""
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import ModelNotFound
 from kvcellar.serve.host import Host
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Catalogue, Servable
+from kvcellar.serve.servable import Servable
 
 
-class _Nothing:
+class NoModels:
     """The catalogue of a server that loads no models."""
 
     longest = 0
@@ -22,14 +22,9 @@ class _Nothing:
         return []
 
 
-def catalogue() -> Catalogue:
-    """Of no models."""
-    return _Nothing()
-
-
 def hosting(engine: ServedEngine) -> Host:
     """A host of one engine, which the caller closes."""
-    host = Host(_Nothing(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    host = Host(NoModels(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
     name, path = engine.model.name, engine.model.path
     host.open(Servable(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
     return host

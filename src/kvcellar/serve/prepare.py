@@ -10,14 +10,14 @@ from typing import Any
 
 from kvcellar.engine.dialogue import Dialogue, Render
 from kvcellar.engine.pinning import chat_prefix
-from kvcellar.engine.replies import ServedReading
+from kvcellar.engine.replies import RequestReading
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.field_names import naming_fields
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Naming
 from kvcellar.text.replies.tools import checked
 from kvcellar.text.template import check_continued
@@ -117,7 +117,7 @@ def chat_tokens(engine: ServedEngine, request: ChatRequest, *, namespace: str, l
     return _rendered(request, renderer(engine, request, namespace), limit or engine.model.context)[0]
 
 
-def _reading(engine: ServedEngine, request: ChatRequest) -> ServedReading:
+def _reading(engine: ServedEngine, request: ChatRequest) -> RequestReading:
     """How the answers are read. In one response, calls are read as a whole: one that is cut off is content."""
     return engine.replies.reading(
         choice=request.tool_choice.mode,

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import Recall
-from kvcellar.serve.protocols import ServedEngine
 
 Json = dict[str, object]
 

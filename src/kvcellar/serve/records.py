@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-from kvcellar.serve.protocols import ServedEngine
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve.recalls import Json, recall_fields
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.speculations import speculation_fields

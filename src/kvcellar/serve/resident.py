@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.servable import MemberKey, Servable
 
 FOREVER = float("inf")

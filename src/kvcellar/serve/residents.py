@@ -15,10 +15,10 @@ Always true:
 
 import threading
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.serve.eviction import Eviction, Freed, evicted
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.resident import FOREVER, Limits, Load, Member, Resident, Stage, Work
 from kvcellar.serve.servable import MemberKey, Servable
 

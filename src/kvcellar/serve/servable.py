@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
 from kvcellar.errors import ModelNotFound
 from kvcellar.serve.json_text import printable
-from kvcellar.serve.protocols import ServedEngine
 
 # Loads an engine with a cache of so many bytes. Blocks; calls the second argument often, which may raise to end it.
 Loader = Callable[[int, Callable[[], None]], ServedEngine]

@@ -13,12 +13,14 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import FrameType, TracebackType
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
@@ -31,7 +33,6 @@ from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.one_engine import hosting
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared
@@ -75,16 +76,17 @@ def run(
         listener=listener,
         read_keys=read_keys,
         traces=traces,
+        signalled=signalled,
     )
     if load is None:
-        server.serve(ready, signalled)
+        server.serve(ready)
         return
     assert isinstance(models, Host), "an engine is loaded already"
     models.startup.begin()
     loading = LoadThread(models.startup, load, server.stop)
-    with server.signals(signalled):  # until the load has ended, too
+    with server.signals():  # until the load has ended, too
         try:
-            server.serve(lambda url: loading.start(lambda: ready(url) if ready else None), signalled)
+            server.serve(lambda url: loading.start(lambda: ready(url) if ready else None))
         finally:
             loading.join()
 
@@ -94,8 +96,9 @@ class Server:
 
     `models` is an engine, or a host of several, which has its models from `library`; `tools` create models there.
     `read_keys` reads the keys, now and when they are to be reloaded; None: they are those of the settings. `traces`
-    makes spans of requests. The caller closes models and traces after the server. It listens from the constructor on:
-    `url` has the actual port. Raises `BadRequest` if it cannot listen.
+    makes spans of requests, and `signalled` is called in the handler of each signal. The caller closes models and
+    traces after the server. It listens from the constructor on: `url` has the actual port. Raises `BadRequest` if it
+    cannot listen.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Server:
         listener: socket.socket | None = None,
         read_keys: Callable[[], Keys] | None = None,
         traces: Traces | None = None,
+        signalled: Callable[[int], None] = lambda number: None,
     ) -> None:
         host = models if isinstance(models, Host) else hosting(models)
         self._socket = listener or bind(settings)
@@ -116,28 +120,25 @@ class Server:
         address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{address}:{self.port}"
-        drain, self._threads, self._engines = Drain(), ReaderThreads(), EngineCounts(host)
+        drain, self._threads, engines = Drain(), ReaderThreads(), EngineCounts(host)
         bodies, self.keys = BodyBudget(settings.bodies_bytes), KeyRing(settings, read_keys)
-        shared = Shared(host, settings, self._threads, bodies, drain, self._engines, self.keys, library, traces, tools)
+        shared = Shared(host, settings, self._threads, bodies, drain, engines, self.keys, library, traces, tools)
         app = _SuppressCancelled(build_app(shared, mount))
-        self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain)
-        if self.keys.reloads:
-            self._uvicorn.when_hung_up = self._reload_keys
+        hung_up = self._reload_keys if self.keys.reloads else None
+        self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain, lambda: self._ready(self.url), signalled, hung_up)
+        self._ready: Callable[[str], None] = lambda url: None
+        self._counting = partial(host.on_unload, engines.unload)
         self._thread: threading.Thread | None = None
 
-    def serve(
-        self, ready: Callable[[str], None] | None = None, signalled: Callable[[int], None] = lambda number: None
-    ) -> None:
+    def serve(self, ready: Callable[[str], None] | None = None) -> None:
         """Runs until `stop()`, or in the main thread until a signal."""
-        self._uvicorn.when_ready = lambda: ready(self.url) if ready else None
-        self._uvicorn.when_signalled = signalled
-        with self._socket, contextlib.closing(self._threads), contextlib.closing(self._engines):
+        self._ready = ready or self._ready
+        with self._socket, contextlib.closing(self._threads), self._counting():
             asyncio.run(self._uvicorn.serve([self._socket]))
 
     @contextlib.contextmanager
-    def signals(self, signalled: Callable[[int], None]) -> Iterator[None]:
+    def signals(self) -> Iterator[None]:
         """Signals end the server, and not the process, before `serve()` and after it."""
-        self._uvicorn.when_signalled = signalled
         with self._uvicorn.capture_signals():
             yield
 
@@ -168,12 +169,17 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     """uvicorn, except that a signal ends the server and not the process: the engine still has to be closed."""
 
-    def __init__(self, config: ServeConfig, drain: Drain) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        drain: Drain,
+        ready: Callable[[], None],
+        signalled: Callable[[int], None],
+        hung_up: Callable[[], None] | None,
+    ) -> None:
+        """`hung_up` is what SIGHUP begins; None: it ends the process."""
         super().__init__(config)
-        self._drain = drain
-        self.when_ready: Callable[[], None] = lambda: None
-        self.when_hung_up: Callable[[], None] | None = None  # what SIGHUP begins; None: it ends the process
-        self.when_signalled: Callable[[int], None] = lambda number: None
+        self._drain, self._ready, self._signalled, self._hang_up = drain, ready, signalled, hung_up
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -181,7 +187,7 @@ class _Uvicorn(uvicorn.Server):
         await super().startup(sockets)
         for one in sockets or ():
             one.listen(BACKLOG)
-        self.when_ready()
+        self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._drain.start()
@@ -196,7 +202,7 @@ class _Uvicorn(uvicorn.Server):
             yield
             return
         before = {number: signal.signal(number, self.handle_exit) for number in HANDLED_SIGNALS}
-        if self.when_hung_up is not None:
+        if self._hang_up is not None:
             before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._hung_up)
         try:
             yield
@@ -205,11 +211,11 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.when_signalled(sig)
+        self._signalled(sig)
         self.stop(now=self.should_exit)
 
     def _hung_up(self, sig: int, frame: FrameType | None) -> None:
-        threading.Thread(target=self.when_hung_up, name="kvcellar-keys").start()
+        threading.Thread(target=self._hang_up, name="kvcellar-keys").start()
 
     def stop(self, *, now: bool) -> None:
         self.should_exit = True

@@ -8,7 +8,7 @@ Always true:
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcellar.errors import EngineClosed
 from kvcellar.progress import Progress
@@ -22,9 +22,9 @@ SIGNAL_SECONDS = 0.1  # until a signal is heard while a load is waited for
 class Startup:
     """Thread-safe: the thread that loads writes, the event loop reads and stops it."""
 
-    def __init__(self) -> None:
-        self.loading = self.stopped = False
-        self.names: tuple[str, ...] = ()  # of the models that are loaded, in order
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        """`names`: of the models that are loaded, in order."""
+        self.names, self.loading, self.stopped = names, False, False
         self._at = 0  # index of the model that is being loaded
         self._progress: Progress | None = None
 

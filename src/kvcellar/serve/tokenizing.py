@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Json
@@ -23,7 +24,6 @@ from kvcellar.serve.openai.fields import implemented
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.prepare import chat_tokens
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller
 

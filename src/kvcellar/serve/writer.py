@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from starlette.datastructures import Headers
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Json, TextRequest
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.parsing import Fields
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies, ReplyPart
 from kvcellar.serve.settings import ServeSettings
 

@@ -1,12 +1,12 @@
 """count_tokens: how many tokens a prompt has, without running it."""
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve.anthropic.dialogue import chat_of
 from kvcellar.serve.anthropic.fields import PromptBody
 from kvcellar.serve.anthropic.parse import chat_request
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.prepare import prompt_tokens
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller
 
 

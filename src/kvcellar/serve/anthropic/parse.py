@@ -5,6 +5,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
@@ -14,7 +15,6 @@ from kvcellar.serve.anthropic.message_writer import MessageWriter
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import AUTO, ChatRequest, ToolChoice
 from kvcellar.serve.parsing import Fields, validated
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller, Generation
 
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})

@@ -50,7 +50,7 @@ class _Live:
 
 
 class EngineCounts:
-    """All methods may be called from any thread."""
+    """All methods may be called from any thread. `unload` is for `Host.on_unload`."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -58,7 +58,6 @@ class EngineCounts:
         self._live: dict[Resident, _Live] = {}
         self._ended: dict[str, Counter[Key]] = {}  # counters of engines that were unloaded, by model
         self._unloaded: WeakSet[Resident] = WeakSet()
-        host.unloading = self._unload
 
     def read(self) -> Totals:
         with self._lock:
@@ -83,7 +82,7 @@ class EngineCounts:
         at_work = bool(stats.running or stats.waiting)
         live.stale = not engine.healthy or (at_work and time.time() - stats.at > LATE)
 
-    def _unload(self, resident: Resident) -> None:
+    def unload(self, resident: Resident) -> None:
         """An engine is about to be closed: its counters are kept."""
         engine, stats = resident.engine, None
         try:
@@ -99,7 +98,3 @@ class EngineCounts:
                 into = self._ended.setdefault(live.model, Counter())
                 into.update(live.died)
                 add(into, live.stats, COUNTERS)
-
-    def close(self) -> None:
-        """No scrape follows."""
-        self._host.unloading = lambda resident: None

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms
 from kvcellar.serve.chat_request import ChatRequest
@@ -15,7 +16,6 @@ from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, r
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller, Generation
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

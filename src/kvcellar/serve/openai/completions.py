@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Annotated
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve import forms
 from kvcellar.serve.chat_request import TextRequest
 from kvcellar.serve.openai.completion_format import CompletionFormat
@@ -18,7 +19,6 @@ from kvcellar.serve.openai.fields import (
 )
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.parsing import Fields
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.writer import Caller, Generation
 
 MAX_PROMPTS = 256

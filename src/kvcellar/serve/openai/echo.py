@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import PromptScored, TokenLogprob
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.openai.logprobs import Places, TokenText, finite, top_by_text
-from kvcellar.serve.protocols import ServedEngine
 
 LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, FailFast, Field
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest
 from kvcellar.retention import MOST_TTL, PRIORITIES
 from kvcellar.sample.params import MAX_BIASES, SamplingParams
@@ -28,7 +29,6 @@ from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import Fields, unknown_parameter, validated
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.retained import options
 from kvcellar.serve.structured_fields import constraint_of
 from kvcellar.serve.writer import Caller

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from msgspec.structs import replace
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import Json
@@ -26,7 +27,6 @@ from kvcellar.serve.openai.echo import Echo, prompt_logprobs
 from kvcellar.serve.openai.fields import ResponseOptions
 from kvcellar.serve.openai.logprobs import Tokens, TokenText
 from kvcellar.serve.openai.usage import timings, usage, usage_so_far
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.recalls import recall_fields
 from kvcellar.serve.replies import Replies, Reply, ReplyPart, WholeReply
 from kvcellar.serve.writer import SSE, SSE_PING, data_events

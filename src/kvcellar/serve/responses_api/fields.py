@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
@@ -24,7 +25,6 @@ from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, s
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.prepare import prompt_tokens
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.responses_api.input_items import sent as sent_items
 from kvcellar.serve.responses_api.items import check_results, continues, messages_of
 from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import Delta
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import JsonTemplate, json_chunks, to_json
 from kvcellar.serve.openai.logprobs import TokenText, finite
-from kvcellar.serve.protocols import ServedEngine
 from kvcellar.serve.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.responses_api.output import Output
 from kvcellar.serve.responses_api.store import Kept, ResponseStore, Turn

@@ -116,7 +116,7 @@ class BalancedBody:
         escapes: bool,
     ) -> None:
         self.status = Status.MORE
-        self._parse, self._begins, self._escapes = parse, begins, escapes
+        self._parse, self._begins = parse, begins
         self._marks = Marks([*quotes, "[", "]", "(", ")", "{", "}"])
         self._in_string = {quote: Marks([quote, "\\"] if escapes else [quote]) for quote in quotes}
         self._quote = ""  # around the string that is open

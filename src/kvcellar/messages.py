@@ -7,7 +7,6 @@ Always true:
     a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -60,10 +59,6 @@ class Submission(Tagged, frozen=True, kw_only=True):
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
     prompt_told: bool = False  # `PromptScored` or `Embedded` has been told, and is not told again
     goes_on: bool = False  # another engine had taken it in, which died: it is taken in however many wait
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        return memoryview(self.prompt).cast("q")
 
 
 class Admitted(Tagged, frozen=True):

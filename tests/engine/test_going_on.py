@@ -16,7 +16,7 @@ from kvcellar import BadRequest, Constraint, Engine
 from kvcellar.engine.request import Request
 from kvcellar.events import Done, Embedded, Failed, PromptScored
 from kvcellar.messages import Drawn, Ended, EngineEvent, Produced, Submission
-from kvcellar.prefix.node import key_of
+from kvcellar.prefix.node import ids_of, key_of
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import assert_at_rest, made, small_engine, tokens
 from tests.engine.test_limits import held
@@ -151,7 +151,7 @@ def assert_goes_on(first: Engine, second: Engine, asked: Submission, draw: rando
         assert answers([*events[:place], *more]) == whole, f"cut behind {place} of {len(events)} events"
         done = more[-1]
         assert isinstance(done, Done)
-        assert done.usage.cached_tokens < len(asked.prompt_ids)
+        assert done.usage.cached_tokens < len(ids_of(asked.prompt))
     return events
 
 

@@ -11,27 +11,29 @@ from typing import Any
 import kvcellar
 from kvcellar import Engine
 from kvcellar.engine.loop import Loop
+from kvcellar.engine.thread_client import ThreadClient
 
 SRC = Path(kvcellar.__file__).parent
 LOOP = "kvcellar-engine"  # the name of its thread
+APART = (Loop._compact.__code__, ThreadClient._look.__code__)
 MOST = 50  # to be lowered whenever the number falls; three are of the seam between a front end and an engine
 
 
 class Entered:
     """Files of the package in which functions are called, in all threads that are started while `profile` is set.
 
-    Compaction is not counted: it runs only while no request does.
+    Compaction and a look at the statistics are not counted: they are not of a request.
     """
 
     def __init__(self) -> None:
         self.files: set[str] = set()
         self.counting = False
-        self._compacting = False
+        self._apart = False
 
     def profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event in ("call", "return") and frame.f_code is Loop._compact.__code__:
-            self._compacting = event == "call"
-        elif event != "call" or not self.counting or (self._compacting and threading.current_thread().name == LOOP):
+        if event in ("call", "return") and frame.f_code in APART:
+            self._apart = event == "call"
+        elif event != "call" or not self.counting or (self._apart and threading.current_thread().name == LOOP):
             return
         elif (file := Path(frame.f_code.co_filename)).is_relative_to(SRC):
             self.files.add(str(file.relative_to(SRC)))

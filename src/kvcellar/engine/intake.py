@@ -21,6 +21,7 @@ from kvcellar.engine import arguments
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.messages import EngineEvent, Produced, Submission
+from kvcellar.prefix.node import ids_of
 from kvcellar.sample.sampler import Sampler
 
 if TYPE_CHECKING:  # imports transformers
@@ -55,7 +56,7 @@ class Intake:
         what cannot have been produced, `Overloaded`."""
         params = submission.params
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        size, use, request = self.prompts.take(len(submission.prompt_ids), params.n, scores), None, None
+        size, use, request = self.prompts.take(len(ids_of(submission.prompt)), params.n, scores), None, None
         try:
             if (submission.adapter, self.adapters.default) != (None, None):
                 use = self.adapters.take(submission.adapter)

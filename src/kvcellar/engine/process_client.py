@@ -77,6 +77,7 @@ from kvcellar.messages import (
     Submission,
     Wanted,
 )
+from kvcellar.prefix.node import ids_of
 from kvcellar.progress import report
 from kvcellar.tiers.upkeep import Readable
 from kvcellar.wire import decode, packed
@@ -160,7 +161,9 @@ class _Request:
     @property
     def length(self) -> int:
         """Tokens that another engine has to compute before it draws one, at most."""
-        return len(self.submission.prompt_ids) + max((len(one.token_ids) for one in self.choices.values()), default=0)
+        return len(ids_of(self.submission.prompt)) + max(
+            (len(one.token_ids) for one in self.choices.values()), default=0
+        )
 
     def rest(self) -> Submission:
         """What is left of it, for another engine."""

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypedDict, cast
 from kvcellar.engine.prompt_reading import Pooled, PromptLogprobs, PromptReading, to_read
 from kvcellar.events import Done, Failed, FinishReason, Recall, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.messages import Drawn, Ended, EngineEvent, PoolingMode, Submission
-from kvcellar.prefix.node import key_of
+from kvcellar.prefix.node import ids_of, key_of
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
@@ -131,7 +131,7 @@ class Request:
         return True
 
     def __post_init__(self) -> None:
-        self.prompt = self.submission.prompt_ids
+        self.prompt = ids_of(self.submission.prompt)
         namespace, pooling = self.submission.namespace, self.submission.pooling
         if self.submission.prompt_told or self.submission.produced:  # the prompt was read before a token was drawn
             self.prompt_reading = None

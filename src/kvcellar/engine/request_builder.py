@@ -18,7 +18,7 @@ from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.messages import Submission
-from kvcellar.prefix.node import key_of
+from kvcellar.prefix.node import ids_of, key_of
 from kvcellar.sample.params import SamplingOptions, SamplingParams, check_ids, merged
 from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
@@ -50,7 +50,7 @@ class RequestBuilder:
         params, deliver = arguments.parameters(params), arguments.receiver(deliver)
         client = self._client
         submission, chat = self.submission(client.number, prompt_ids, params, how)
-        number, prompt = submission.number, submission.prompt_ids
+        number, prompt = submission.number, ids_of(submission.prompt)
         stop, fail = partial(client.stop, number), partial(client.fail, number)
         processor = self.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
         client.submit(submission, processor.receive)

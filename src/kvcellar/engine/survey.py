@@ -23,7 +23,7 @@ from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run
-from kvcellar.prefix.node import TOKEN, Node, key_of, path_digest, root_of, upwards
+from kvcellar.prefix.node import TOKEN, Node, ids_of, key_of, path_digest, root_of, upwards
 from kvcellar.prefix.why import NAME, path_key
 from kvcellar.snapshot import requested
 
@@ -215,7 +215,7 @@ class Survey:
                     return owner, request.space, text, len(request.prompt), request.recall
             for one in self._loop.last:
                 if one.number == number and one.text is not None:
-                    whole = tuple(memoryview(b"".join(one.text)).cast("q"))
+                    whole = tuple(ids_of(b"".join(one.text)))
                     return one.owner, one.space, whole, len(one.text[0]) // TOKEN, one.recall
             return None
 

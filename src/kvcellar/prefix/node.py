@@ -25,6 +25,11 @@ def key_of(tokens: Iterable[int]) -> bytes:
     return array("q", tokens).tobytes()
 
 
+def ids_of(key: bytes | memoryview) -> Sequence[int]:
+    """The token ids of a key, which are not copied."""
+    return memoryview(key).cast("q")
+
+
 class ClaimView(Protocol):
     """What the tree reads of a claim."""
 

@@ -4,6 +4,7 @@ import threading
 from array import array
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy
 import pytest
@@ -60,6 +61,15 @@ def test_a_prompt_beyond_memory_is_refused_and_one_that_just_fits_is_answered(na
         result = engine.generate(prompt(fits - 3), ignore_eos=True, max_tokens=9)
         assert (len(result.token_ids), result.finish_reason) == (4, "length")
         assert_at_rest(engine)
+
+
+def test_a_prompt_is_measured_by_the_memory_of_the_engine_that_runs_now(monkeypatch):
+    """One that was started again may have less than the one that has died."""
+    with small_engine("llama") as engine:
+        client = engine._client
+        monkeypatch.setattr(client, "card", replace(client.card, cells={"causal": 5}))
+        with pytest.raises(PromptTooLong, match="6 tokens; the memory for causal layers allows 5"):
+            engine.generate(prompt(6))
 
 
 def test_an_answer_that_memory_ends_is_the_beginning_of_the_whole_one():

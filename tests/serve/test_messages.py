@@ -540,7 +540,7 @@ def test_limits_of_memory_and_queue(client: httpx.Client, real: Engine, monkeypa
     held = f"the prompt has 200 tokens; the memory for {group} layers allows 100. Shorten the prompt"
     for changed, message in ((small, held), (padded, PADDING)):
         with monkeypatch.context() as patch:
-            patch.setattr(real, "_requests", RequestBuilder(real._client, changed, real._codec))
+            patch.setattr(real._client, "card", changed)
             assert message_of(client.post(COMPLETIONS, json=body)) == message
     memory = PromptMemory(1000)
     with monkeypatch.context() as patch:
@@ -566,7 +566,7 @@ def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: py
         None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20, replay_bytes=0
     )
     monkeypatch.setattr(real, "_codec", mute)
-    monkeypatch.setattr(real, "_requests", RequestBuilder(real._client, real._client.card, mute))
+    monkeypatch.setattr(real, "_requests", RequestBuilder(real._client, mute))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))
     assert message_of(client.post(COMPLETIONS, json={"prompt": "hi"})) == NO_TEXT
     assert message_of(client.post(CHAT, json=talk(USER))) == f"messages: {NO_TEXT}"

@@ -91,7 +91,7 @@ class Engine:
                     client = _on_a_thread(model, checked, opened, thread)
             self._client, card = client, client.card
             self._codec, self._sessions = TextCodec.of(card), count(1)
-            self._requests = RequestBuilder(client, card, self._codec)
+            self._requests = RequestBuilder(client, self._codec)
             self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
             self.conversations: Conversations = open_conversations(checked, self.model)

@@ -9,7 +9,6 @@ from typing import Any
 
 from kvcellar.engine import arguments
 from kvcellar.engine.batches import Started, together
-from kvcellar.engine.card import EngineCard
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.output_processor import OutputProcessor
 from kvcellar.engine.request import SubmitOptions, fresh_seed
@@ -29,10 +28,11 @@ _OPTIONS = sorted(SubmitOptions.__annotations__)
 
 
 class RequestBuilder:
-    """Of one engine, which is closed when nothing refers to this any more. Safe to use from several threads."""
+    """Of one engine, which is closed when nothing refers to this any more; one that was started again may have other
+    bounds. Safe to use from several threads."""
 
-    def __init__(self, client: EngineClient, card: EngineCard, codec: TextCodec) -> None:
-        self._client, self._card, self._codec = client, card, codec
+    def __init__(self, client: EngineClient, codec: TextCodec) -> None:
+        self._client, self._codec = client, codec
 
     def params(self, sampling: SamplingOptions) -> SamplingParams:
         """As `Engine.params`."""
@@ -41,7 +41,7 @@ class RequestBuilder:
             names = sorted(arguments.FIELDS)
             raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
-        return merged(self._card.model.default_sampling, given)
+        return merged(self._client.card.model.default_sampling, given)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, deliver: Callable[[Event], None], how: SubmitOptions
@@ -72,17 +72,17 @@ class RequestBuilder:
 
     def results(self, starts: Sequence[Callable[[], Started]]) -> list[Result]:
         """The results of a batch. Blocks; an error of one request cancels the others."""
-        return together(starts, self._card.max_waiting)
+        return together(starts, self._client.card.max_waiting)
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
-        model = self._card.model
+        model = self._client.card.model
         found = arguments.prompt_ids(ids, vocab_size=model.vocab_size, context=model.context)
         self._check_padding(found)
         check_ids(params, model.vocab_size)
         if params.stop and not self._codec.has_text:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
-        for name, cells in self._card.cells.items():
+        for name, cells in self._client.card.cells.items():
             if len(found) > cells:
                 raise PromptTooLong(len(found), cells, f"the memory for {name} layers", hint="Or raise cache_bytes.")
         return found
@@ -150,7 +150,7 @@ class RequestBuilder:
         Such a model leaves it out when it counts positions in a forward without a cache, and counts it in one with a
         cache: no positions would be right.
         """
-        padding = self._card.padding
+        padding = self._client.card.padding
         if padding is not None and padding in prompt:
             raise BadRequest(
                 f"prompt has token {padding} at {prompt.index(padding)}, which is padding: this model does not count "

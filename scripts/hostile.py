@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ class Request:
 
 
 Make = Callable[[], Request]
+HEALTH = Request("/health", method="GET").data()
 
 
 def completion(path: str = COMPLETIONS, /, **fields: object) -> Request:
@@ -97,8 +99,7 @@ BODIES: Mapping[str, Make] = {  # of about 8 MB, the default limit of a server
     "deep schemas": lambda: chat("a", response_format=_schema(SCHEMAS["properties"](20_000))),
     "deep grammars": lambda: completion(prompt="a", grammar=LARK["groups"](20_000)),
     "cyclic grammars": lambda: completion(prompt="a", grammar=LARK["cycles"](4_000)),
-    "ambiguous grammars": lambda: completion(prompt="a", max_tokens=100, ignore_eos=True, grammar=_ambiguous()),
-    "cache lists": lambda: Request("/kvcellar/cache/entries?tier=device", method="GET"),
+    "ambiguous grammars": lambda: completion(prompt="a", n=63, max_tokens=4, grammar=_ambiguous()),
 }
 MANY: dict[str, tuple[int, Make]] = {  # with the number of connections
     "512 bodies": (512, BODIES["ids"]),
@@ -112,7 +113,7 @@ def _schema(source: str) -> dict[str, object]:
 
 def _ambiguous() -> str:
     """A mask of it takes long."""
-    parts = [number * number for number in range(1, 20)]
+    parts = range(300)
     rules = "\n".join(f"part{number}: /[a-z ]{{1,{number + 1}}}/" for number in parts)
     return f'start: some\nsome: {" | ".join(f"some part{n}" for n in parts)} | ""\n{rules}'
 
@@ -169,7 +170,7 @@ class Probes:
     def _request_health(self) -> None:
         while not self._over.wait(0.005):
             self.health.since = time.perf_counter()
-            status = sent(Request("/health", method="GET"), self._port)
+            status = sent(HEALTH, self._port)
             self.health.now()
             assert status == 200, status
 
@@ -197,9 +198,9 @@ def memory(process: int) -> float:
     return found
 
 
-def sent(request: Request, port: int, left: threading.Event | None = None) -> int:
+def sent(request: bytes, port: int, left: threading.Event | None = None) -> int:
     """The status of the complete response; 0 if the connection was closed before its end."""
-    first, data = b"", memoryview(request.data())
+    first, data = b"", memoryview(request)
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.settimeout(0.2)
         while True:
@@ -218,7 +219,7 @@ def sent(request: Request, port: int, left: threading.Event | None = None) -> in
                 return int(first.split()[1]) if first else 0
 
 
-def attack(request: Request, port: int, copies: int, seconds: float) -> Counter[int]:
+def attack(request: bytes, port: int, copies: int, seconds: float) -> Counter[int]:
     """How many responses of each status there were."""
     left = threading.Event()
     timer = threading.Timer(seconds, left.set)
@@ -235,10 +236,10 @@ def look_at(port: int, seconds: float) -> Counter[int]:
     rng, over = random.Random(0), time.monotonic() + seconds
     with ThreadPoolExecutor(8) as senders:
         prompts = [[[rng.randrange(256, 400) for _ in range(4)] for _ in range(200)] for _ in range(NODES // 200)]
-        list(senders.map(lambda some: sent(completion(prompt=some), port), prompts))
+        list(senders.map(lambda some: sent(completion(prompt=some).data(), port), prompts))
     found = Counter[int]()
     while time.monotonic() < over:
-        found[sent(Request("/inspector/api/snapshot", method="GET"), port)] += 1
+        found[sent(Request("/inspector/api/snapshot", method="GET").data(), port)] += 1
     return found
 
 
@@ -284,7 +285,7 @@ def served(*models: Path) -> Iterator[tuple[int, int]]:
             until = time.monotonic() + START_SECONDS
             while True:
                 with suppress(OSError):
-                    if sent(Request("/ready", method="GET"), port) == 200:
+                    if sent(Request("/ready", method="GET").data(), port) == 200:
                         break
                 assert time.monotonic() < until, "the server is not ready"
                 time.sleep(0.1)
@@ -318,7 +319,8 @@ def main() -> None:
         show("quiet", server, port, quiet)
         one = {name: (options.copies, make) for name, make in BODIES.items()}
         for name, (copies, make) in (one | MANY).items():
-            show(name, server, port, lambda make=make, copies=copies: attack(make(), port, copies, options.seconds))
+            if not options.only or name in options.only:
+                show(name, server, port, partial(attack, make().data(), port, copies, options.seconds))
         show("inspector", server, port, lambda: look_at(port, options.seconds))
     for row in rows:
         print(json.dumps(asdict(row)))

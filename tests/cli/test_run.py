@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from kvcellar import Engine
+from kvcellar.engine.request_builder import RequestBuilder
 from tests.cli.command import kvcellar, started
 from tests.zoo import ARCHS
 
@@ -135,13 +136,13 @@ def test_sampling_options_are_used(engine):
     ids=lambda x: x[0] if isinstance(x, tuple) and isinstance(x[0], str) else "",
 )
 def test_every_option_of_sampling_reaches_the_engine(monkeypatch, words, field, value):
-    params_seen, honest = [], Engine.submit
+    params_seen, honest = [], RequestBuilder.submit
 
-    def submit(self, ids, params, **others):
+    def submit(self, ids, params, deliver, how):
         params_seen.append(params)
-        return honest(self, ids, params, **others)
+        return honest(self, ids, params, deliver, how)
 
-    monkeypatch.setattr(Engine, "submit", submit)
+    monkeypatch.setattr(RequestBuilder, "submit", submit)
     assert kvcellar("run", "embedded", "import os", "--json", "--max-tokens", "9", *words, *GREEDY).code == 0
     (params,) = params_seen
     assert getattr(params, field) == value

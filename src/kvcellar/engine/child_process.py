@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from msgspec import Raw
 
@@ -41,7 +42,8 @@ class ChildProcess:
         self.stats: Raw | None = None  # as it has told them last; it does before it says hello
         self.began = self.beaten  # when its model was loaded
         self.killed = ""  # why this side has killed it
-        self.crashed = True  # its end was due to itself, or to a step that hung; at its end
+        self.from_outside = False  # at its end: another process has killed it, and not because memory lacked
+        self._ooms = _kills_for_memory()
         self._start = start
 
     @property
@@ -115,8 +117,18 @@ class ChildProcess:
                 self._process.kill()
                 status = self._process.wait()
                 self.killed = self.killed or f"it has not ended within {seconds:.0f} seconds"
-        self.crashed, how = status != -signal.SIGKILL or bool(self.killed), in_words(status)
+        how, ooms = in_words(status), _kills_for_memory()
+        self.from_outside = status == -signal.SIGKILL and not self.killed and ooms is not None and ooms == self._ooms
         return f"{how} ({self.killed})" if self.killed else how
+
+
+def _kills_for_memory() -> int | None:
+    """How many processes of this machine Linux has killed because memory lacked; None: that is not known."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(value) for name, value in map(str.split, lines) if name == "oom_kill"), None)
 
 
 def logged(line: Logged) -> None:

@@ -10,8 +10,8 @@ Always true:
   * events are delivered by one thread, the one that reads messages, and no event after `Done` or `Failed`;
   * after a death, requests go on one after the other: the next one when the one before was told something, or after
     `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one with which
-    engines in a row had begun, and died before they told anything of it, has failed: with two that crashed, or four
-    that SIGKILL has ended, which also comes from outside (`CRASH`, `KILL`, `MOST_SUSPECTED`);
+    `DEATHS` engines in a row had begun, and died before they told anything of it, has failed. An engine that another
+    process has killed, though memory did not lack, does not count;
   * the process is gone when `close` has returned, and ends by itself if this one dies.
 """
 
@@ -84,7 +84,7 @@ from kvcellar.wire import decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
-CRASH, KILL, MOST_SUSPECTED = 2, 1, 4  # how much a request is suspected by each death, and with what it is refused
+DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
 FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 UNPROVEN_SECONDS = 2.0
 STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
@@ -118,7 +118,7 @@ class _Request:
     prompt_told: bool = False
     here: bool = False  # the running engine has begun with it
     proven: bool = False  # the running engine has told something of it
-    suspected: int = 0  # of the deaths of engines that had begun with it, and told nothing, in a row
+    deaths: int = 0  # of engines that had begun with it, and told nothing, in a row
     went_on: bool = False  # more than one engine had it
     cancelled: bool = False
     failed: Exception | None = None  # its text
@@ -127,7 +127,7 @@ class _Request:
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
         if not isinstance(event, Admitted):
-            self.suspected, self.proven = 0, True
+            self.deaths, self.proven = 0, True
         match event:
             case Drawn():
                 event = self._drawn(event)
@@ -555,10 +555,10 @@ class ProcessClient:
         unknown = not any(request.here for request in self._running.values())
         for number, request in list(self._running.items()):
             begun = request.here or request.ask is not None or number in suspects or unknown
-            if begun and not request.proven and number not in unsent:
-                request.suspected += CRASH if process.crashed else KILL
+            begun = begun and not request.proven and number not in unsent
+            request.deaths += begun and not process.from_outside
             request.here, request.proven, request.went_on = False, False, True
-            if request.suspected >= MOST_SUSPECTED:
+            if request.deaths >= DEATHS:
                 self._refuse(number, request, how)
         self._fruitless = self._fruitless + 1 if time.monotonic() - process.began < SOON else 1
         if self._fruitless > FRUITLESS:
@@ -576,7 +576,7 @@ class ProcessClient:
 
     def _refuse(self, number: int, request: _Request, how: str) -> None:
         """Fail a request that may be the reason why engines die."""
-        error = EngineDied(f"engines have died in a row when they had begun with this request: the last {how}")
+        error = EngineDied(f"{DEATHS} engines in a row have died when they had begun with this request: the last {how}")
         with self._changed:
             if request.ask is not None:
                 self._reply(Refusal(request.ask, error))
@@ -691,5 +691,5 @@ class ProcessClient:
             for number, request in self._running.items():
                 assert number == request.submission.number
                 assert request.ask is None or self._waiting[request.ask].request is request
-                assert request.suspected < MOST_SUSPECTED
+                assert request.deaths < DEATHS
                 assert all(0 <= index < request.submission.params.n for index in request.choices)

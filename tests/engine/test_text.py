@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvcellar import EngineFailed
 from kvcellar.engine.count_stats import stats as stats_of
+from kvcellar.prefix.node import key_of
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.output import ByteStream, _Table
 from tests.engine.mixes import Ear, assert_at_rest, judge, small_engine
@@ -110,7 +111,8 @@ def test_the_engine_draws_no_more_when_a_text_has_ended(spoken, drafts):
     assert (result.text, result.finish_reason) == ("ab", "stop")
     assert loop.steps - before <= 6
     last = next(iter(loop.last))
-    assert (last.usage, last.outcome, last.text) == (result.usage, "stop", ((spoken.first,), result.token_ids))
+    text = key_of([spoken.first]), key_of(result.token_ids)
+    assert (last.usage, last.outcome, last.text) == (result.usage, "stop", text)
 
 
 def test_an_error_of_a_text_ends_its_request_and_frees_what_it_had(spoken, monkeypatch):

@@ -21,7 +21,7 @@ GROUPED = re.compile(r"by \((\w+)\) \((?:rate\()?(kvcellar_\w+)")
 
 @pytest.fixture
 def page(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(engine, "stats", lambda: BUSY)
+    monkeypatch.setattr(engine, "counted", BUSY)
     with Server(engine, ServeSettings(port=0)) as server:
         assert httpx.post(f"{server.url}{COMPLETIONS}", json=completion()).status_code == 200
         return httpx.get(f"{server.url}/metrics").text

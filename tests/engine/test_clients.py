@@ -415,6 +415,18 @@ def test_statistics_are_told_without_being_asked_for(engine: Engine) -> None:
 # -- receivers --------------------------------------------------------------------------------------------------------
 
 
+def test_a_defect_of_the_statistics_ends_no_engine(engines: dict[str, Engine], monkeypatch, caplog) -> None:
+    engine, before = engines["thread"], engines["thread"].last_stats
+
+    def broken(_: Any) -> Any:
+        raise ArithmeticError("a count is below zero")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcellar.engine.thread_client.stats", broken)
+        eventually(lambda: engine.generate([5, 6], **GREEDY) and "below zero" in caplog.text, "it is logged")
+    eventually(lambda: engine.generate([5, 6], **GREEDY) and engine.last_stats.steps > before.steps, "it is told again")
+
+
 def test_a_receiver_that_waits_for_the_engine_is_refused(engine: Engine) -> None:
     refused: list[Exception] = []
     own = threading.Event()

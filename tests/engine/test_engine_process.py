@@ -255,7 +255,7 @@ def test_the_death_of_an_engine_that_has_told_tokens_of_a_request_does_not_count
 
 @pytest.mark.skipif(_kills_for_memory() is None, reason="this machine does not count what it kills for lack of memory")
 @pytest.mark.parametrize("lacks", [False, True], ids=["enough memory", "too little memory"])
-def test_an_engine_that_is_killed_counts_against_a_request_only_where_memory_lacked(
+def test_an_engine_that_is_killed_counts_against_a_request_at_once_only_where_memory_lacked(
     server, model, expected, monkeypatch, lacks
 ) -> None:
     if lacks:

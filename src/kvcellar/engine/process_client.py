@@ -11,7 +11,7 @@ Always true:
   * after a death, requests go on one after the other: the next one when the one before was told something, or after
     `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one with which
     `DEATHS` engines in a row had begun, and died before they told anything of it, has failed. An engine that another
-    process has killed, though memory did not lack, does not count;
+    process has killed, though memory did not lack, counts `OUTSIDE`;
   * the process is gone when `close` has returned, and ends by itself if this one dies.
 """
 
@@ -85,6 +85,7 @@ from kvcellar.wire import decode, packed
 log = logging.getLogger("kvcellar.engine")
 
 DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
+OUTSIDE = 0.125  # of a death: a guard of memory that is not Linux itself kills, too, and a request may be the reason
 FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 UNPROVEN_SECONDS = 2.0
 STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
@@ -118,7 +119,7 @@ class _Request:
     prompt_told: bool = False
     here: bool = False  # the running engine has begun with it
     proven: bool = False  # the running engine has told something of it
-    deaths: int = 0  # of engines that had begun with it, and told nothing, in a row
+    deaths: float = 0.0  # of engines that had begun with it, and told nothing, in a row
     went_on: bool = False  # more than one engine had it
     cancelled: bool = False
     failed: Exception | None = None  # its text
@@ -127,7 +128,7 @@ class _Request:
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
         if not isinstance(event, Admitted):
-            self.deaths, self.proven = 0, True
+            self.deaths, self.proven = 0.0, True
         match event:
             case Drawn():
                 event = self._drawn(event)
@@ -555,8 +556,8 @@ class ProcessClient:
         unknown = not any(request.here for request in self._running.values())
         for number, request in list(self._running.items()):
             begun = request.here or request.ask is not None or number in suspects or unknown
-            begun = begun and not request.proven and number not in unsent
-            request.deaths += begun and not process.from_outside
+            if begun and not request.proven and number not in unsent:
+                request.deaths += OUTSIDE if process.from_outside else 1.0
             request.here, request.proven, request.went_on = False, False, True
             if request.deaths >= DEATHS:
                 self._refuse(number, request, how)

@@ -52,7 +52,7 @@ class ThreadClient:
             try:
                 self.last_stats = stats(self.built)
                 self._counted(self.last_stats)
-            except Exception:
+            except Exception:  # a defect of a count ends no engine: what was told before stays, and becomes stale
                 log.exception("the statistics of the engine could not be read")
         return None
 

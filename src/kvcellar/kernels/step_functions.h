@@ -66,7 +66,8 @@ void of_vectors(const Line& line) {
 
 // out[i,c,p] = bias[c] + the sum over k of x[i,c,p+k] w[c,k], each product added with one rounding: with one sum, which
 // begins with the bias, or with PARTS of them, which take products in turn as long as there is one for each, and the
-// first one the others; the bias is added at the end. size: p, i, c, k.
+// first one the others; the bias is added at the end. So do torch's own products of bfloat16, with four sums (`sum` in
+// aten/src/ATen/native/cpu/BlasKernel.cpp), and oneDNN's do the former. size: p, i, c, k.
 template <class T, int PARTS>
 int convolved(const Instruction& I, int64_t) {
     const Operand &x = I.in[0], &w = I.in[1], &bias = I.in[2], &out = I.out;

@@ -79,7 +79,7 @@ class EngineCounts:
             return
         live = self._live.setdefault(resident, _Live(resident.servable.name))
         live.take(stats := engine.last_stats)
-        at_work = bool(stats.running or stats.waiting)
+        at_work = engine.starting or bool(stats.running or stats.waiting)
         live.stale = not engine.healthy or (at_work and time.time() - stats.at > LATE)
 
     def unload(self, resident: Resident) -> None:

@@ -231,13 +231,17 @@ def attack(request: bytes, port: int, copies: int, seconds: float) -> Counter[in
         timer.cancel()
 
 
-def look_at(port: int, seconds: float) -> Counter[int]:
-    """The pictures of the inspector, one after the other, of a tree that has `NODES` entries."""
-    rng, over = random.Random(0), time.monotonic() + seconds
+def fill(port: int) -> None:
+    """Give the prefix tree `NODES` entries."""
+    rng = random.Random(0)
     with ThreadPoolExecutor(8) as senders:
         prompts = [[[rng.randrange(256, 400) for _ in range(4)] for _ in range(200)] for _ in range(NODES // 200)]
         list(senders.map(lambda some: sent(completion(prompt=some).data(), port), prompts))
-    found = Counter[int]()
+
+
+def look_at(port: int, seconds: float) -> Counter[int]:
+    """The pictures of the inspector, one after the other."""
+    found, over = Counter[int](), time.monotonic() + seconds
     while time.monotonic() < over:
         found[sent(Request("/inspector/api/snapshot", method="GET").data(), port)] += 1
     return found
@@ -279,7 +283,7 @@ def served(*models: Path) -> Iterator[tuple[int, int]]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     command = [sys.executable, "-m", "kvcellar", "serve", *map(str, models), "--port", str(port)]
-    command += ["--threads", "1", "--no-store", "--log-level", "error", "--cache-bytes", "64MB"]
+    command += ["--threads", "1", "--no-store", "--log-level", "error", "--cache-bytes", "512MB"]
     with subprocess.Popen(command) as process:
         try:
             until = time.monotonic() + START_SECONDS
@@ -321,7 +325,9 @@ def main() -> None:
         for name, (copies, make) in (one | MANY).items():
             if not options.only or name in options.only:
                 show(name, server, port, partial(attack, make().data(), port, copies, options.seconds))
-        show("inspector", server, port, lambda: look_at(port, options.seconds))
+        if not options.only or "inspector" in options.only:
+            fill(port)
+            show("inspector", server, port, partial(look_at, port, options.seconds))
     for row in rows:
         print(json.dumps(asdict(row)))
 

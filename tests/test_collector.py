@@ -1,69 +1,80 @@
 import gc
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvcellar.cli.serve import load
-from kvcellar.collector import RARE, settle, settled
+from kvcellar.collector import RARE, collect, settle, settled
 from tests.small_process import in_small_process
 
-
-def collections(entries: int) -> Counter[int]:
-    """By generation, while so many objects are made that stay."""
-    counted = Counter[int]()
-
-    def count(phase: str, info: dict[str, int]) -> None:
-        counted[info["generation"]] += phase == "start"
-
-    gc.callbacks.append(count)
-    try:
-        stay = [[number] for number in range(entries)]
-    finally:
-        gc.callbacks.remove(count)
-    assert len(stay) == entries
-    return counted
+LIVE = 600_000
 
 
-def test_a_memory_that_fills_while_requests_are_served_is_not_looked_at_whole_until_it_is_large() -> None:
+class Cycle:
+    alive = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+        Cycle.alive += 1
+
+    def __del__(self) -> None:
+        Cycle.alive -= 1
+
+
+def test_no_collection_while_requests_are_served_looks_at_what_was_there_or_has_outlived_one() -> None:
     in_small_process(_fill)
 
 
 def _fill() -> None:
-    grown = 600_000
-    before, thresholds = collections(grown), gc.get_threshold()
-    assert before[2] >= 2
+    """What a collection of the oldest generation looks at is in a generation when it begins."""
+    looked = list[int]()
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            looked.append(sum(len(gc.get_objects(generation)) for generation in range(3)))
+
+    there = [[number] for number in range(LIVE)]
+    gc.callbacks.append(count)
     with settled():
-        assert gc.get_freeze_count() > 0
-        during = collections(grown)
-    assert during[2] == 0
-    assert during[1] >= before[1]  # the young are collected as before
-    assert gc.get_threshold() == thresholds
+        del looked[:]
+        stay = [[number] for number in range(LIVE)]
+        assert len(looked) > 3
+        assert max(looked) < 0.4 * LIVE  # the first one comes once a quarter of what was there is new
+        assert gc.get_freeze_count() > LIVE
+    assert len(there) == len(stay)
     assert gc.get_freeze_count() == 0
+    assert gc.callbacks == [count]
 
 
-def test_what_is_in_cycles_is_collected_within_a_bound_while_requests_are_served() -> None:
-    in_small_process(_cycles)
+@pytest.mark.parametrize("whole", [RARE, None])
+def test_what_ends_in_cycles_is_freed_within_a_bound_while_requests_are_served(whole) -> None:
+    in_small_process(_cycles, whole)
 
 
-def _cycles() -> None:
-    class Cycle:
-        alive = 0
-
-        def __init__(self) -> None:
-            self.itself = self
-            Cycle.alive += 1
-
-        def __del__(self) -> None:
-            Cycle.alive -= 1
-
-    settle()
-    most, held = 0, list[Cycle]()
-    for _ in range(1_200_000):
-        held.append(Cycle())
-        if len(held) > 50_000:  # has outlived two collections
-            held.clear()
+def _cycles(whole: int | None) -> None:
+    settle(whole)
+    most = 0
+    for _ in range(LIVE):
+        Cycle()
         most = max(most, Cycle.alive)
-    assert 50_000 < most < 1_000_000
+    assert most < 0.2 * LIVE
+
+
+@pytest.mark.parametrize(("whole", "freed"), [(3, True), (None, False)])
+def test_cycles_that_have_outlived_a_collection_are_freed_by_one_of_all_objects(whole, freed) -> None:
+    in_small_process(_outlived, whole, freed)
+
+
+def _outlived(whole: int | None, freed: bool) -> None:
+    settle(whole)
+    held = [Cycle() for _ in range(LIVE // 2)]
+    del held
+    stay = [[number] for number in range(LIVE)]
+    assert (Cycle.alive < LIVE // 8) == freed
+    collect()
+    assert Cycle.alive == 0
+    assert len(stay) == LIVE
 
 
 def test_a_server_is_settled_once_its_models_are_loaded() -> None:
@@ -76,4 +87,3 @@ def _load() -> None:
     load(hosted, [], lambda text: None)
     assert loaded == [0]
     assert gc.get_freeze_count() > 0
-    assert gc.get_threshold()[2] == RARE

@@ -21,6 +21,7 @@ from kvcellar.errors import BadRequest, NoToken
 from kvcellar.events import Delta, Event
 from kvcellar.sample.params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine, tokens
+from tests.small_process import in_small_process
 from tests.zoo import ARCHS, layers
 
 CELLS = 60
@@ -249,3 +250,37 @@ def test_a_broken_listener_gives_its_cells_back_at_once():
         assert len(seen.token_ids) == 6
         assert_at_rest(engine)
         assert len([event for event in ear.events if isinstance(event, Delta)]) == 2
+
+
+@pytest.mark.parametrize("name", ["ministral", "lfm2", "mamba2"])
+def test_what_a_request_held_is_not_in_cycles_when_it_is_done(name: str) -> None:
+    """So that no collection of the process of an engine has to look at all that is in memory."""
+    in_small_process(_leave_no_cycles, name)
+
+
+def _leave_no_cycles(name: str) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"n": 3},
+        {"logprobs": 2},
+        {"temperature": 0.7, "seed": 3},
+        {"prompt_logprobs": 1},
+    ]
+    with Engine(ARCHS[name].build(), cache_bytes=4 << 20, max_sequences=4, step_tokens=16, threads=1) as engine:
+
+        def use() -> None:
+            for how in kinds:
+                engine.generate(list(range(3, 40)), max_tokens=5, ignore_eos=True, **how)
+            ear = Ear()
+            engine.submit([5, 6, 7], engine.params(max_tokens=900), deliver=ear).cancel()
+            ear.wait()
+            engine.cache.survey.picture()
+            engine.cache.clear()
+
+        use()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        use()
+        gc.collect()
+    assert not Counter(type(one).__qualname__ for one in gc.garbage)

@@ -224,7 +224,7 @@ def test_a_mixer_runs_once_per_distinct_length(name: str) -> None:
 def test_row_indices_of_equal_feeds_are_computed_once_per_step() -> None:
     """And its outputs are returned to their rows."""
     segments = [StateSegment(0, 0, 2, 0, 1), StateSegment(1, 2, 1, 0, 2), StateSegment(2, 3, 2, 0, 3)]
-    mixing = Mixing(Driver(*guest_and_reference("lfm2")).memory, segments, 5, opened=nullcontext)
+    mixing = Mixing(Driver(*guest_and_reference("lfm2")).memory, segments, 5)
     hidden, shapes = torch.arange(10.0).reshape(1, 5, 2), []
 
     def mixer(x: Tensor, scale: int) -> tuple[Tensor, None]:
@@ -232,9 +232,9 @@ def test_row_indices_of_equal_feeds_are_computed_once_per_step() -> None:
         return x * scale + torch.arange(x.shape[1])[:, None], None
 
     wanted = hidden * 3 + torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0])[None, :, None]
-    assert torch.equal(mixing.mix(mixer, (hidden,), {"scale": 3})[0], wanted)
+    assert torch.equal(mixing.mix(mixer, (hidden,), {"scale": 3}, nullcontext)[0], wanted)
     with Made() as made:
-        assert torch.equal(mixing.mix(mixer, (hidden,), {"scale": 3})[0], wanted)
+        assert torch.equal(mixing.mix(mixer, (hidden,), {"scale": 3}, nullcontext)[0], wanted)
     assert not made.uploads
     assert shapes == [(2, 2, 2), (1, 1, 2)] * 2
 

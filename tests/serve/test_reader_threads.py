@@ -2,9 +2,11 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from kvcellar.serve import reader_threads
 from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
 from kvcellar.serve.reader_threads import ReaderThreads
 from tests.serve.fake_engine import PATIENCE
@@ -56,3 +58,18 @@ def test_what_continues_stored_text_keeps_no_short_body_waiting(body: bytes, poo
         found.release()
         threads.close()
     assert name.rpartition("_")[0] == pool
+
+
+def test_a_long_body_is_not_searched_on_the_event_loop(monkeypatch) -> None:
+    """Which takes 10 ns for each byte."""
+    searched = list[int]()
+    search = SimpleNamespace(search=lambda data: searched.append(len(data)))
+    monkeypatch.setattr(reader_threads, "_CONTINUES", search)
+    threads = ReaderThreads()
+    for length in (SHORT_BODY, SHORT_BODY + 1):
+        found = RequestBody(BodyBudget(10**9))
+        found.add(b"a" * length)
+        asyncio.run(threads.read(found, lambda: None))
+        found.release()
+    threads.close()
+    assert searched == [SHORT_BODY]

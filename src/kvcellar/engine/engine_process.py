@@ -26,6 +26,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any
 
+from kvcellar.collector import settle
 from kvcellar.engine.build import build
 from kvcellar.engine.fork_server import ENDING_SIGNALS
 from kvcellar.engine.settings import settings_of
@@ -143,6 +144,7 @@ class EngineProcess:
             self._outbox.close(LAST_WORDS)
             return 1
         self._client = client
+        settle(whole=None)
         self._outbox.put(Hello(VERSION, packed(client.card)))
         self._ended.wait()
         threading.Timer(END_SECONDS, os._exit, (1,)).start()  # a step that never ends must not keep the process

@@ -401,6 +401,7 @@ class Loop:
             if self._requests.pop(request.number, None) is not None:
                 self.last.add(request)
             self.manager.drafting.conclude(request.number)
+            request.completions = []  # they refer to it: what both hold is freed now, not by a collection of cycles
 
     def _free(self, completion: Completion) -> None:
         self.scheduler.remove(completion)

@@ -27,6 +27,7 @@ from kvcellar.models.scan import Call, Scans, recurrent, with_our_scans
 from kvcellar.plan import StateSegment
 
 Forward = Callable[..., Any]
+Opened = Callable[[], AbstractContextManager[Any]]
 
 
 def conv(index: int) -> str:
@@ -182,23 +183,23 @@ class Mixing:
     memory: Memory
     segments: Sequence[StateSegment]
     tokens: int
-    opened: Callable[[], AbstractContextManager[Any]]  # opens the door of the step again
     revertible: frozenset[int] = frozenset()  # sequences of which a part of the tokens may be committed
     view: StateView | None = field(default=None, init=False)
     _grids: Sequence[Grid] = field(default=(), init=False)  # the same for all mixers
 
-    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        """Call `forward` once per distinct length; its results [B,L,...] are returned as [1,T,...]."""
+    def mix(self, forward: Forward, args: Any, kwargs: Any, opened: Opened) -> Any:
+        """Call `forward` once per distinct length; its results [B,L,...] are returned as [1,T,...]. `opened` opens the
+        door of the step again."""
         self._grids = self._grids or self._all_grids()
         whole: Any = None
         for segments, length, rows in self._grids:
             if rows is None:
                 change = self._all_of(len(segments), length)
-                out = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length)
+                out = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length, opened)
                 # In the order that results of several lengths have: sums over a row depend on its strides.
                 return mapped(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]).contiguous() if x.dim() > 1 else x)
             change = self._some_of(rows)
-            part = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length)
+            part = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length, opened)
             whole = self._joined(whole, part, rows)
         return whole
 
@@ -217,12 +218,20 @@ class Mixing:
             for length, segments in by_length.items()
         ]
 
-    def _call(self, forward: Forward, args: Any, kwargs: Any, segments: Sequence[StateSegment], length: int) -> Any:
+    def _call(
+        self,
+        forward: Forward,
+        args: Any,
+        kwargs: Any,
+        segments: Sequence[StateSegment],
+        length: int,
+        opened: Opened,
+    ) -> Any:
         def rerun(indices: Sequence[int], fewer: int) -> StateView:
             part = _part_of(list(indices), len(segments), length, fewer)
             view = StateView(self.memory.states, [segments[i] for i in indices], fewer)
             some_args, some_kwargs = mapped(args, part), mapped(kwargs, part)
-            with torch.inference_mode(), self.opened():
+            with torch.inference_mode(), opened():
                 self._run(view, forward, some_args, some_kwargs)
             return view
 

@@ -287,7 +287,7 @@ class FlatDoor(StepDoor):
         self._latent = frozenset(b.layer for b in bindings.values() if b.latent is not None)
         self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)
         revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
-        self.mixing = Mixing(memory, plan.states, plan.tokens, lambda: opened(self), revertible)
+        self.mixing = Mixing(memory, plan.states, plan.tokens, revertible)
 
     def history(self, layer: int) -> LayerHistory:
         """What a layer stores."""
@@ -342,7 +342,7 @@ class FlatDoor(StepDoor):
         return self.mixing.view
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return self.mixing.mix(forward, args, kwargs)
+        return self.mixing.mix(forward, args, kwargs, lambda: opened(self))
 
 
 class SoloDoor(StepDoor):

@@ -10,7 +10,6 @@ Always true, on the event loop:
 """
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from kvcellar.collector import collect
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
@@ -50,7 +50,7 @@ class Host:
         limits: Limits,
         *,
         unload: Callable[[Any], None],
-        free: Callable[[], object] = gc.collect,
+        free: Callable[[], object] = collect,
         startup: Startup | None = None,
         clock: Callable[[], float] = time.monotonic,
         spawn: Spawn | None = None,

@@ -45,8 +45,9 @@ class ReaderThreads:
 
     async def read(self, body: RequestBody, work: Callable[[], T]) -> T:
         """The result of `work`, which reads `body`."""
-        short: Kind = "files" if _CONTINUES.search(body.data) else "short"
-        return await self.run("long" if body.long else short, work, body)
+        if body.long:
+            return await self.run("long", work, body)
+        return await self.run("files" if _CONTINUES.search(body.data) else "short", work, body)
 
     async def run(self, kind: Kind, work: Callable[[], T], body: RequestBody | None = None) -> T:
         """The result of `work`. If the request is cancelled meanwhile, it is done all the same, and `body`, which it

@@ -5,15 +5,18 @@
 Prints for each attack: the longest response time of /health, the longest time between two tokens of another client's
 stream, the growth of the memory of all processes of the server, the time that the attack took and the statuses of its
 responses; then the same as lines of JSON. An attack that is not over after `--seconds` is left: its clients go away.
-Times are wall time: compare with the row `quiet`, without an attack. What attacks and probes is a process of its own,
-but on the same machine. With PYTHONPATH set to another checkout, its server is measured.
+Times are wall time: compare with the row `quiet`, without an attack. What attacks and what probes are processes of
+their own on the same machine; attacks have a lower priority there, as they would come from others. With PYTHONPATH set
+to another checkout, its server is measured.
 
 The server has the embedded model, whose chat template loops without an end, and whose tokenizer has an expression that
 backtracks, on certain texts; and a small random model of 131 072 positions.
 """
 
 import argparse
+import gc
 import json
+import os
 import random
 import shutil
 import socket
@@ -24,10 +27,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,7 @@ BACKTRACKS, SLOW = "(zq|zq)+!", "zq" * 22 + "\u2603"  # a third of a second for 
 LONG, LONG_PROMPT = "long", 130_000
 _LONG_IDS = [3 + at % 900 for at in range(LONG_PROMPT)]
 NODES = 50_000
+NICE = 10
 
 
 @dataclass(frozen=True)
@@ -319,15 +324,27 @@ def main() -> None:
         time.sleep(QUIET)
         return {}
 
-    with tempfile.TemporaryDirectory() as folder, served(*written(Path(folder))) as (server, port):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(*written(Path(folder))) as (server, port),
+        ProcessPoolExecutor(1, get_context("spawn"), os.nice, (NICE,)) as attackers,
+    ):
+        attackers.submit(len, "").result()
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # collections of this process would be measured as gaps
+
+        def attacked(*given: Any) -> Counter[int]:
+            return attackers.submit(attack, *given).result()
+
         show("quiet", server, port, quiet)
         one = {name: (options.copies, make) for name, make in BODIES.items()}
         for name, (copies, make) in (one | MANY).items():
             if not options.only or name in options.only:
-                show(name, server, port, partial(attack, make().data(), port, copies, options.seconds))
+                show(name, server, port, partial(attacked, make().data(), port, copies, options.seconds))
         if not options.only or "inspector" in options.only:
-            fill(port)
-            show("inspector", server, port, partial(look_at, port, options.seconds))
+            attackers.submit(fill, port).result()
+            show("inspector", server, port, lambda: attackers.submit(look_at, port, options.seconds).result())
     for row in rows:
         print(json.dumps(asdict(row)))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
-from kvcellar.serve.connection import READ, Connection
+from kvcellar.serve.connection import READ, READ_OF_BODY, Connection
 from kvcellar.serve.json_text import json_chunks, to_json
 from kvcellar.serve.sending import send_json
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_response, request
@@ -122,7 +122,11 @@ def test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not(engine,
         assert read_response(third)[0] == 200
 
 
-def test_received_data_is_parsed_in_small_parts(server, monkeypatch) -> None:
+@pytest.mark.parametrize(("chunk", "most"), [(1, READ), (40_000, READ), (None, READ_OF_BODY)])
+def test_received_data_is_parsed_in_small_parts_except_where_it_has_nothing_to_parse(
+    server, monkeypatch, chunk, most
+) -> None:
+    """The bytes behind a body of known length may be of another request."""
     sizes: list[int] = []
     receive = Connection.data_received
 
@@ -131,17 +135,19 @@ def test_received_data_is_parsed_in_small_parts(server, monkeypatch) -> None:
         receive(self, data)
 
     monkeypatch.setattr(Connection, "data_received", watched)
-    body = json.dumps(completion("a" * 15_000, max_tokens=1)).encode()
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    body = json.dumps(completion("a" * 15_000, max_tokens=1)).encode() + b" " * 100_000
+    framing, data = f"Content-Length: {len(body)}", body
+    if chunk is not None:
+        framing, parts = "Transfer-Encoding: chunked", range(0, len(body), chunk)
+        data = b"".join(b"%x\r\n%b\r\n" % (len(part := body[at : at + chunk]), part) for at in parts) + b"0\r\n\r\n"
     with connected(server) as wire:
-        wire.sendall(
-            request(COMPLETIONS, None, "Content-Type: application/json", "Transfer-Encoding: chunked", method="POST")
-            + chunks
-            + b"0\r\n\r\n"
-        )
+        wire.sendall(request(COMPLETIONS, None, "Content-Type: application/json", framing, method="POST") + data)
         assert read_response(wire)[0] == 200
-    assert sum(sizes) > len(chunks)
-    assert max(sizes) <= READ
+        wire.sendall(request("/health") * 200)
+        assert [read_response(wire)[0] for _ in range(200)] == [200] * 200
+    assert sum(sizes) > len(data)
+    assert max(sizes) <= most
+    assert (max(sizes) > READ) == (chunk is None)
 
 
 @pytest.mark.parametrize("fields", [{"prompt": "hello"}, {"prompt": ["hello", "you"]}])

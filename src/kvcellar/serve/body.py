@@ -4,7 +4,7 @@ Always true:
   * the bytes of all bodies, and what is kept of them in another form, fit in the budget, not counting the first
     `SHORT_BODY` bytes of each: a share is given back when the bytes that it stands for are free.
 
-Besides, uvicorn holds up to 64 KiB of each connection that were not asked for yet, and each thread that parses holds
+Besides, uvicorn holds up to 96 KiB of each connection that were not asked for yet, and each thread that parses holds
 one body as text and as objects.
 """
 

@@ -6,8 +6,9 @@ Always true:
   * there is room for the connection, or it is being closed (see `room`);
   * a connection without a running request has a timer, ours or uvicorn's for idle ones, that closes it;
   * a connection whose client does not read has a timer that aborts it and drops unsent data;
-  * at most `READ` bytes of one connection are parsed at a time on the event loop; a connection over its CPU budget is
-    parsed from a queue, and nothing more is read from it meanwhile (see `parse_queue`).
+  * at most `READ` bytes of one connection are parsed at a time on the event loop, or `READ_OF_BODY` of a body of known
+    length, in which nothing is parsed; a connection over its CPU budget is parsed from a queue, and nothing more is
+    read from it meanwhile (see `parse_queue`).
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from kvcellar.serve.sending import ADMIT, WRITE
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.strict_http import StrictConnection
 
-READ = 2 * 2**10  # bytes
+READ, READ_OF_BODY = 2 * 2**10, 32 * 2**10  # bytes
 ACCEPTED = 64  # connections that are accepted before other tasks of the event loop run
 
 
@@ -57,6 +58,7 @@ class ServeConfig(uvicorn.Config):
         )
         self.serve = settings
         self.parse_queue = ParseQueue()
+        self.receive_buffer = memoryview(bytearray(READ_OF_BODY))  # of all connections: its bytes are copied at once
         self.room = Room[Connection](settings.max_connections)
 
 
@@ -83,7 +85,7 @@ class Timer:
 
 
 class Connection(H11Protocol, asyncio.BufferedProtocol):
-    """Received data is parsed `READ` bytes at a time, because a chunk of one byte costs as much as one of thousands."""
+    """Received data is parsed a few bytes at a time, because a chunk of one byte costs as much as one of thousands."""
 
     def __init__(
         self,
@@ -96,9 +98,9 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         self.conn = StrictConnection(config.serve.max_header_bytes)
         self._application: Any = self.app
         self.app = self._run  # type: ignore[assignment]
+        self._buffer = config.receive_buffer
         self._settings, self._queue, self._room = config.serve, config.parse_queue, config.room
         self._budget = CpuBudget()
-        self._buffer = bytearray(READ)
         self._read_timer = Timer(config.serve.header_seconds, self._read_timeout)
         self._write_timer = Timer(config.serve.write_seconds, self._abort)
 
@@ -123,8 +125,8 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         else:
             self.transport.close()
 
-    def get_buffer(self, sizehint: int) -> bytearray:
-        return self._buffer
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer[: max(READ, min(self.conn.body_left, READ_OF_BODY))]
 
     def buffer_updated(self, nbytes: int) -> None:
         data = bytes(self._buffer[:nbytes])

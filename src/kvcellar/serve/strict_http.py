@@ -25,11 +25,13 @@ _FRAMING = b"content-length", b"transfer-encoding"
 
 
 class StrictConnection(h11.Connection):
-    """The server's side of one connection. `next_event` raises `h11.RemoteProtocolError` for what is refused."""
+    """The server's side of one connection. `next_event` raises `h11.RemoteProtocolError` for what is refused.
+    `body_left` are the bytes of a body of known length that were not returned yet; 0 of a body in chunks."""
 
     def __init__(self, max_incomplete_event_size: int) -> None:
         super().__init__(h11.SERVER, max_incomplete_event_size)
         self._receive_buffer = StrictBuffer()  # h11 has no parameter for it
+        self.body_left = 0
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
@@ -37,6 +39,10 @@ class StrictConnection(h11.Connection):
             coded = any(name == b"transfer-encoding" for name, _ in event.headers)
             if event.http_version not in _VERSIONS or (coded and event.http_version == b"1.0"):
                 raise h11.RemoteProtocolError("not HTTP/1.1, or a transfer coding without it")
+            lengths = [int(value) for name, value in event.headers if name == b"content-length"]
+            self.body_left = lengths[0] if lengths and not coded else 0
+        elif isinstance(event, h11.Data) and self.body_left:
+            self.body_left -= len(event.data)
         return event
 
     def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]

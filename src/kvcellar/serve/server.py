@@ -28,6 +28,7 @@ from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
+from kvcellar.serve.event_loop import new_event_loop
 from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
@@ -134,7 +135,8 @@ class Server:
         """Runs until `stop()`, or in the main thread until a signal."""
         self._ready = ready or self._ready
         with self._socket, contextlib.closing(self._threads), self._counting():
-            asyncio.run(self._uvicorn.serve([self._socket]))
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(self._uvicorn.serve([self._socket]))
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:

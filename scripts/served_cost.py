@@ -1,11 +1,12 @@
 """What serving costs beside the engine: tokens per CPU second of a server, over those of an engine alone.
 
-    python -m scripts.served_cost [--streams 1,8,32] [--tokens 256] [--model DIRECTORY]
+    python -m scripts.served_cost [--streams 1,8,32] [--tokens 256] [--rounds 5] [--model DIRECTORY]
 
 Three rows for each number of streams: an engine that a program calls, `kvcellar serve` in one process, and with the
 engine in a process of its own; the CPU time of all processes counts. The clients, of the openai package, run in this
-process, whose time is not counted. Prints also tokens per second of the wall clock, the time to the first token, and
-the memory of each process.
+process, whose time is not counted. All three are there at the same time and take turns, as the speed of a machine
+changes: the ratio is the median of those of the rounds. Prints also tokens per second of the wall clock, the time to
+the first token, and the memory of each process.
 """
 
 import argparse
@@ -17,7 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -26,7 +28,6 @@ import openai
 
 TICKS = os.sysconf("SC_CLK_TCK")
 START_SECONDS = 300.0
-ROUNDS = 3
 PROMPT = "def main():\n    "
 
 
@@ -37,6 +38,11 @@ class Run(NamedTuple):
     cpu: float
     seconds: float
     first: float
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens per CPU second."""
+        return self.tokens / self.cpu
 
 
 def cpu_of(pids: list[int]) -> float:
@@ -109,8 +115,9 @@ def over_http(port: int, tokens: int) -> Callable[[int], tuple[int, float]]:
     return stream
 
 
-def alone(model: str | None, streams: list[int], tokens: int) -> None:
-    """In a process of its own: an engine that streams to threads of a program. Prints a line for each run."""
+def serve_alone(model: str | None, tokens: int) -> None:
+    """In a process of its own: an engine that streams to threads of a program. For each line, a number of streams, it
+    writes a run."""
     from kvcellar import Engine
 
     with Engine(model, threads=1) as engine:
@@ -122,48 +129,57 @@ def alone(model: str | None, streams: list[int], tokens: int) -> None:
                 count += len(delta.token_ids)
             return count, first
 
-        for number in streams:
-            for _ in range(ROUNDS + 1):
-                print(json.dumps([number, measured([os.getpid()], number, stream)]), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(measured([os.getpid()], int(line), stream)), flush=True)
 
 
-def best(runs: list[Run]) -> Run:
-    """The one with the most tokens for its CPU time: other load only takes. The first warms up."""
-    return max(runs[1:], key=lambda run: run.tokens / run.cpu)
+@contextmanager
+def alone(model: str | None, tokens: int) -> Iterator[Callable[[int], Run]]:
+    """Calls of an engine alone, by number of streams."""
+    command = [sys.executable, "-m", "scripts.served_cost", "--alone", "--tokens", str(tokens)]
+    command += ["--model", model] if model else []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        asked, told = process.stdin, process.stdout
+
+        def run(streams: int) -> Run:
+            print(streams, file=asked, flush=True)
+            assert told is not None
+            return Run(*json.loads(told.readline()))
+
+        yield run
+        asked.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--streams", default="1,8,32")
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--model", default=None)
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    streams = [int(one) for one in given.streams.split(",")]
     if given.alone:
-        alone(given.model, streams, given.tokens)
+        serve_alone(given.model, given.tokens)
         return
-    found: dict[str, dict[int, list[Run]]] = {"alone": {}, "no": {}, "yes": {}}
-    command = [sys.executable, "-m", "scripts.served_cost", "--alone", "--streams", given.streams]
-    command += ["--tokens", str(given.tokens), *(["--model", given.model] if given.model else [])]
-    for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
-        number, run = json.loads(line)
-        found["alone"].setdefault(number, []).append(Run(*run))
-    for mode in ("no", "yes"):
-        with served(given.model, mode) as (pid, port):
+    with ExitStack() as opened:
+        runs = {"alone": opened.enter_context(alone(given.model, given.tokens))}
+        for mode in ("no", "yes"):
+            pid, port = opened.enter_context(served(given.model, mode))
             pids, stream = family(pid), over_http(port, given.tokens)
-            for number in streams:
-                found[mode][number] = [measured(pids, number, stream) for _ in range(ROUNDS + 1)]
+            runs[mode] = partial(measured, pids, stream=stream)
             print(f"--engine-process {mode}: {[memory_of(one) for one in pids]} MB", flush=True)
-    for number in streams:
-        of = {mode: best(runs[number]) for mode, runs in found.items()}
-        base = of["alone"].tokens / of["alone"].cpu
-        for mode, run in of.items():
-            print(
-                f"{number} streams, {mode}: {run.tokens / run.cpu:.0f} tokens per CPU second "
-                f"({run.tokens / run.cpu / base:.2f}), {run.tokens / run.seconds:.0f} per second, first after "
-                f"{run.first * 1000:.0f} ms"
-            )
+        for streams in map(int, given.streams.split(",")):
+            rounds = [{mode: run(streams) for mode, run in runs.items()} for _ in range(given.rounds + 1)][1:]
+            for mode in runs:
+                of = [one[mode] for one in rounds]
+                ratio = median(one[mode].efficiency / one["alone"].efficiency for one in rounds)
+                print(
+                    f"{streams} streams, {mode}: {median(one.efficiency for one in of):.0f} tokens per CPU second "
+                    f"({ratio:.2f}), {median(one.tokens / one.seconds for one in of):.0f} per second, first after "
+                    f"{median(one.first for one in of) * 1000:.0f} ms",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from kvcellar.serve import Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src/kvcellar"
-PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ADDRESS = f"http://{ServeSettings().host}:{ServeSettings().port}"  # of the documents' server; ours takes its place
 SHELLS = {"sh", "bash", "shell", "console", "ini", "dockerfile"}
 

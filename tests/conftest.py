@@ -2,6 +2,8 @@
 
 `pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50.
 
+A test that is parametrized with more than `MANY` architectures of the zoo is slow with all but the typical ones.
+
 Engines of the tests in the folders `RECORDED` run recorded steps, as those of users do, unless a test says `record=`
 itself; those of other tests run their modules. `pytest --record auto`, or `off`, says it for all.
 """
@@ -32,6 +34,7 @@ ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 RECORD = ("auto", "off")
+MANY = 32  # as many as there are typical ones
 RECORDED = ("cli", "engine", "serve")  # what users run
 TESTS = Path(__file__).parent
 _SHARING = pytest.StashKey[Any]()
@@ -81,12 +84,29 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in _rare(items):
+        item.add_marker(pytest.mark.slow)
     asked_for_slow = config.getoption("--long") or "slow" in config.getoption("markexpr")
     for item in items:
         if item.get_closest_marker("slow") and not asked_for_slow:
             item.add_marker(pytest.mark.skip(reason="slow: `make test-long` runs it"))
         if item.get_closest_marker("gpu") and (why := _no_accelerator()):
             item.add_marker(pytest.mark.skip(reason=why))
+
+
+def _rare(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests of many architectures, but for the typical ones."""
+    zoo = sys.modules.get("tests.zoo")  # it imports torch, which tests that do not use it run without
+    if zoo is None:
+        return []
+    of: dict[str, list[tuple[str, pytest.Item]]] = {}
+    for item in items:
+        values = callspec.params.values() if (callspec := getattr(item, "callspec", None)) is not None else ()
+        names = [value.name if isinstance(value, zoo.Arch) else value for value in values]
+        for name in [name for name in names if isinstance(name, str) and name in zoo.ARCHS][:1]:
+            of.setdefault(item.nodeid.partition("[")[0], []).append((name, item))
+    many = [found for found in of.values() if len({name for name, _ in found}) > MANY]
+    return [item for found in many for name, item in found if name not in zoo.TYPICAL]
 
 
 def _no_accelerator() -> str | None:

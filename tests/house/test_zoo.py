@@ -14,6 +14,7 @@ from tests.zoo import (
     KINDS,
     RECURRENT,
     REFUSED_OR_UNUSUAL,
+    TYPICAL,
     WINDOW,
     Arch,
     auto_config,
@@ -128,6 +129,11 @@ WITHOUT_A_FEATURE = [
 def test_logits_differ_without_a_feature(arch: Arch, kind: str) -> None:
     model, changed_model = arch.build(), WITHOUT[kind](arch)
     assert moved(reference_logits(model, TOKENS)[-1], reference_logits(changed_model, TOKENS)[-1]) > SENSITIVE
+
+
+def test_typical_architectures_have_every_kind_of_layer() -> None:
+    assert TYPICAL <= ARCHS.keys()
+    assert {kind for name in TYPICAL for kind in ARCHS[name].kinds} == set(KINDS)
 
 
 @pytest.mark.parametrize("name", [name for name, arch in ARCHS.items() if arch.kinds == ("sliding",)])

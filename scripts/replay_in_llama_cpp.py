@@ -19,8 +19,8 @@ from urllib.request import Request, urlopen
 import gguf
 import numpy as np
 
-from kvcellar.bench.replay import TRACES
-from kvcellar.bench.served import Served, computed
+from benchmarks.replay import TRACES
+from benchmarks.served import Served, computed
 
 PORT = 18_431
 HIDDEN, VOCABULARY = 64, 50_016

@@ -13,8 +13,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvcellar.bench.replay import TRACES, WINDOW
-from kvcellar.bench.served import Served, computed
+from benchmarks.replay import TRACES, WINDOW
+from benchmarks.served import Served, computed
 
 TINY = {
     "hidden_size": 64,

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from kvcellar.bench.against import in_transformers
-from kvcellar.bench.replay import KINDS, TRACES, WINDOW, Turn, Writer, ideal
-from kvcellar.bench.run import REPLAY, run
-from kvcellar.bench.served import Served, computed
+from benchmarks.against import in_transformers
+from benchmarks.replay import KINDS, TRACES, WINDOW, Turn, Writer, ideal
+from benchmarks.run import REPLAY, run
+from benchmarks.served import Served, computed
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.node import common_prefix
 

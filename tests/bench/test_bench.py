@@ -7,16 +7,12 @@ from typing import Any
 import pytest
 from click import BadParameter
 
-from kvcellar.attention.choose import backends
-from kvcellar.bench import hf_baseline
-from kvcellar.bench import run as bench
-from kvcellar.bench.attention import TINY_CASES
-from kvcellar.bench.gaps import BESIDE
-from kvcellar.bench.kinds import KINDS
-from kvcellar.bench.network import RECURRENT, TINY, write
-from kvcellar.bench.profile import PARTS, RECORDED, profile
-from kvcellar.bench.report import Findings, as_json, line
-from kvcellar.bench.run import (
+from benchmarks import run as bench
+from benchmarks.attention import TINY_CASES
+from benchmarks.gaps import BESIDE
+from benchmarks.profile import PARTS, RECORDED, profile
+from benchmarks.report import Findings, as_json, line
+from benchmarks.run import (
     ATTENTION,
     BOOKKEEPING,
     DRAFTS,
@@ -40,8 +36,12 @@ from kvcellar.bench.run import (
     run,
     run_profile,
 )
-from kvcellar.bench.start import Start, lines
-from kvcellar.bench.workloads import Row
+from benchmarks.start import Start, lines
+from benchmarks.workloads import Row
+from kvcellar.attention.choose import backends
+from kvcellar.bench import hf_baseline
+from kvcellar.bench.kinds import KINDS
+from kvcellar.bench.network import RECURRENT, TINY, write
 from kvcellar.cli.bench import command
 from kvcellar.errors import BadRequest
 from kvcellar.kernels.compiled import NotCompiled

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.decoding import decode
+from benchmarks.drafts import drafters, held_out
+from benchmarks.oracle import DEEPEST, Oracle
+from benchmarks.run import DRAFTS, SPECULATE, run
+from benchmarks.speculate import ERRORS, SMALLEST, USELESS
 from kvcellar import Engine
-from kvcellar.bench.decoding import decode
-from kvcellar.bench.drafts import drafters, held_out
 from kvcellar.bench.network import TINY, write
-from kvcellar.bench.oracle import DEEPEST, Oracle
-from kvcellar.bench.run import DRAFTS, SPECULATE, run
-from kvcellar.bench.speculate import ERRORS, SMALLEST, USELESS
 from kvcellar.sample.params import SamplingParams
 from tests.speculate.chains import chain, sampler
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.threads import TARGETS, run_threads
 from kvcellar.bench.others import BUSY, Others
 from kvcellar.bench.peer import Side
-from kvcellar.bench.threads import TARGETS, run_threads
 from kvcellar.errors import BadRequest, KvcellarError
 
 FAKE = Path(__file__).parent / "fake_peer.py"
@@ -51,7 +51,7 @@ def test_a_row_says_whether_cores_were_idle(
     others: float | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Others, "share", lambda self: others)
-    monkeypatch.setattr("kvcellar.bench.threads.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("benchmarks.threads.os.cpu_count", lambda: 2)
     run_threads(quick=True, sides=SIDES)
     _, head, *rows, last = capsys.readouterr().out.splitlines()
     assert head.split()[-2:] == ["other", "processes"]
@@ -63,7 +63,7 @@ def test_a_row_says_whether_cores_were_idle(
 
 
 def test_what_cannot_be_compared_with_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcellar.bench.threads.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("benchmarks.threads.os.cpu_count", lambda: 1)
     with pytest.raises(BadRequest, match="threads is 2; 2 to 1, the CPUs here"):
         run_threads(quick=True, sides=SIDES)
     monkeypatch.undo()

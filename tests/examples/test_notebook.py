@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from kvcellar.bench.drafts import held_out
+from benchmarks.drafts import held_out
 from tests.serve.fake_engine import PATIENCE
 
 ROOT = Path(__file__).parents[2]

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.interleave import in_rounds
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.choose import named
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.memory import Memory
 from kvcellar.collector import settled
 from kvcellar.contracts import Backend

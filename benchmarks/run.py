@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvcellar.bench import (
+from benchmarks import (
     against,
     attention,
     drafts,
@@ -25,25 +25,27 @@ from kvcellar.bench import (
     two_models,
     waits,
 )
-from kvcellar.bench.bookkeeping import bookkeeping
+from benchmarks.bookkeeping import bookkeeping
+from benchmarks.conversation import QUICK, Script, conversation
+from benchmarks.counts import all_counts
+from benchmarks.counts import lines as count_lines
+from benchmarks.fragmented import fragmented
+from benchmarks.fragmented import lines as fragmented_lines
+from benchmarks.prefix import SMALLEST, Extent, prefix
+from benchmarks.prefix import lines as prefix_lines
+from benchmarks.profile import profile
+from benchmarks.replay import lines as replay_lines
+from benchmarks.replay import replayed
+from benchmarks.restart import lines as restart_lines
+from benchmarks.restart import restart
+from benchmarks.revertible import forked, revertible
+from benchmarks.threads import run_threads
+from benchmarks.workloads import PROMPTS, WORKLOADS, Engines, Prompts, Row, Scale
+from kvcellar.bench import report as versions
 from kvcellar.bench.compared import run_kinds
-from kvcellar.bench.conversation import QUICK, Script, conversation
-from kvcellar.bench.counts import all_counts
-from kvcellar.bench.counts import lines as count_lines
-from kvcellar.bench.fragmented import fragmented
-from kvcellar.bench.fragmented import lines as fragmented_lines
 from kvcellar.bench.kinds import KINDS, write_kind
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.bench.prefix import SMALLEST, Extent, prefix
-from kvcellar.bench.prefix import lines as prefix_lines
-from kvcellar.bench.profile import profile
-from kvcellar.bench.replay import lines as replay_lines
-from kvcellar.bench.replay import replayed
-from kvcellar.bench.restart import lines as restart_lines
-from kvcellar.bench.restart import restart
-from kvcellar.bench.revertible import forked, revertible
-from kvcellar.bench.threads import run_threads
-from kvcellar.bench.workloads import PROMPTS, WORKLOADS, Engines, Prompts, Row, Scale
+from kvcellar.bench.peer import sides_of
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import load
@@ -97,7 +99,7 @@ def run(
     if record is not None and only not in RECORDING:
         given = "runs without --only" if only is None else f"--only {only}"
         raise BadRequest(f"record is for --against and --only {', '.join(RECORDING)}; not for {given}", "record")
-    by_kind = partial(run_kinds, quick=quick, threads=threads, record=record)
+    by_kind = partial(run_kinds, sides_of(["transformers"], record=record), quick=quick, threads=threads)
     alone: dict[str, Callable[[], object]] = {
         ATTENTION: partial(run_attention, quick=quick, threads=threads),
         START: partial(run_starts, quick=quick, record=record),
@@ -143,7 +145,7 @@ def _run_compared(quick: bool, only: str | None, threads: int) -> None:
         with tempfile.TemporaryDirectory() as directory:
             found.prefix = prefix(extent, Path(directory))
         _print(prefix_lines(found.prefix, extent))
-    print(report.as_json(found, report.about(parameters=parameters, threads=threads, quick=quick)), flush=True)
+    print(report.as_json(found, versions.about(parameters=parameters, threads=threads, quick=quick)), flush=True)
 
 
 def _run_workloads(rows: list[Row], size: Size, scale: Scale, only: str | None, threads: int) -> int:
@@ -163,7 +165,7 @@ def run_starts(*, quick: bool = False, record: str | None = None) -> None:
     """Print the cost of starting, as a table and as one line of JSON. Threads are set by the environment."""
     found = start.starts(warm=1 if quick else start.WARM, record=record)
     _print(start.lines(found))
-    about = report.about(parameters=0, threads=torch.get_num_threads(), quick=quick)
+    about = versions.about(parameters=0, threads=torch.get_num_threads(), quick=quick)
     about = {name: about[name] for name in about if name not in ("parameters", "dtype")}
     print(json.dumps({**about, "start": {name: asdict(one) for name, one in found.items()}}), flush=True)
 
@@ -173,7 +175,7 @@ def run_two_models(*, quick: bool = False, threads: int = 1) -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = two_models.two_models(Path(directory), quick=quick, threads=threads)
     _print(list(two_models.lines(found)))
-    about = report.about(parameters=0, threads=threads, quick=quick)
+    about = versions.about(parameters=0, threads=threads, quick=quick)
     print(json.dumps({**about, "two_models": asdict(found)}), flush=True)
 
 
@@ -182,7 +184,7 @@ def run_linear(*, quick: bool = False, threads: int = 1) -> None:
     torch.set_num_threads(1)
     found = linear.products(TINY, threads=threads, rounds=2) if quick else linear.products(SMALL, threads=threads)
     _print(linear.lines(found, threads))
-    about = report.about(parameters=0, threads=threads, quick=quick)
+    about = versions.about(parameters=0, threads=threads, quick=quick)
     by_type = {dtype: {rows: one._asdict() for rows, one in by_rows.items()} for dtype, by_rows in found.items()}
     print(json.dumps({**about, "linear": by_type}), flush=True)
 
@@ -193,7 +195,7 @@ def run_structured(*, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = structured.structured(structured.SMALLEST if quick else structured.Extent(), Path(directory))
     _print(list(structured.lines(found)))
-    about = report.about(parameters=0, threads=1, quick=quick)
+    about = versions.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "structured": {str(n): one._asdict() for n, one in found.items()}}), flush=True)
 
@@ -203,7 +205,7 @@ def run_serve_load(*, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = serve_load.serve_load(serve_load.SMALLEST if quick else serve_load.Extent(), Path(directory))
     _print(list(serve_load.lines(found)))
-    about = report.about(parameters=0, threads=1, quick=quick)
+    about = versions.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "serve_load": found._asdict()}), flush=True)
 
@@ -214,7 +216,7 @@ def run_gaps(*, quick: bool = False, threads: int = 1) -> None:
     for name, gap in gaps.measure(gaps.SMALLEST if quick else gaps.Extent(), threads=threads):
         found[name] = gap
         _print([gaps.line(name, gap)])
-    about = report.about(parameters=0, threads=threads, quick=quick)
+    about = versions.about(parameters=0, threads=threads, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "gaps": {name: gap._asdict() for name, gap in found.items()}}), flush=True)
 
@@ -224,7 +226,7 @@ def run_waits(*, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = waits.measure(waits.SMALLEST if quick else waits.Extent(), Path(directory))
     _print([waits.line(one) for one in found])
-    about = report.about(parameters=0, threads=1, quick=quick)
+    about = versions.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "waits": [one._asdict() for one in found]}), flush=True)
 
@@ -235,7 +237,7 @@ def run_attention(*, quick: bool = False, threads: int = 1) -> None:
     tiny = partial(attention.attention, TINY, attention.TINY_CASES, rounds=2)
     found = tiny() if quick else attention.attention(SMALL, attention.CASES)
     _print(attention.lines(found))
-    about = report.about(parameters=0, threads=threads, quick=quick)
+    about = versions.about(parameters=0, threads=threads, quick=quick)
     print(json.dumps({**about, "attention": {name: one._asdict() for name, one in found.items()}}), flush=True)
 
 
@@ -244,7 +246,7 @@ def run_fragmented(*, quick: bool = False, threads: int = 1) -> None:
     torch.set_num_threads(threads)
     found = fragmented(TINY, sequences=4, tokens=128, rounds=2) if quick else fragmented(SMALL)
     _print(fragmented_lines(found))
-    about = report.about(parameters=0, threads=threads, quick=quick)
+    about = versions.about(parameters=0, threads=threads, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "fragmented": {name: one._asdict() for name, one in found.items()}}), flush=True)
 
@@ -254,7 +256,7 @@ def run_restart(*, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = restart(TINY, Path(directory), tokens=400) if quick else restart(SMALL, Path(directory))
     _print(restart_lines(found))
-    about = report.about(parameters=0, threads=1, quick=quick)
+    about = versions.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "restart": found._asdict()}), flush=True)
 
@@ -278,7 +280,7 @@ def run_speculate(*, quick: bool = False) -> None:
     with tempfile.TemporaryDirectory() as directory:
         found = speculate.speculate(speculate.SMALLEST if quick else speculate.Extent(), Path(directory))
     _print(speculate.lines(found))
-    about = report.about(parameters=0, threads=1, quick=quick)
+    about = versions.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "speculate": speculate.as_json(found)}), flush=True)
 
@@ -288,7 +290,7 @@ def run_drafts(*, quick: bool = False) -> None:
     torch.set_num_threads(1)
     found = drafts.drafts(drafts.SMALLEST if quick else drafts.Extent())
     _print(drafts.lines(found))
-    about = report.about(parameters=0, threads=1, quick=quick)
+    about = versions.about(parameters=0, threads=1, quick=quick)
     del about["parameters"]
     print(json.dumps({**about, "drafts": drafts.as_json(found)}), flush=True)
 
@@ -311,7 +313,7 @@ def run_profile(name: str, *, quick: bool = False, threads: int = 1, recorded: b
         print(f"{part:20} {took:8.2f} ms {took / sum(parts.values()):6.1%}")
     found = all_counts()
     _print(count_lines(found))
-    about = report.about(parameters=parameters, threads=threads, quick=quick)
+    about = versions.about(parameters=parameters, threads=threads, quick=quick)
     per_layer = {name: {str(n): one._asdict() for n, one in by_n.items()} for name, by_n in found.items()}
     measured = {"profile": name, "attention": attention, "ms": parts, "per_layer": per_layer}
     print(json.dumps({**about, **measured}), flush=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvcellar.bench.replay import TRACES, Turn, Writer, ideal
+from benchmarks.replay import TRACES, Turn, Writer, ideal
 
 
 class Served(NamedTuple):

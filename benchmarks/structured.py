@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvcellar.bench.decoding import decode
-from kvcellar.bench.interleave import in_rounds
+from benchmarks.decoding import decode
+from benchmarks.interleave import in_rounds
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.engine.engine import Engine
 from kvcellar.sample.constraint import Constraint

@@ -108,7 +108,7 @@ def _stored(engine: Engine) -> None:
 
 
 def _killed_child(directory: Path, tokens: int) -> None:
-    command = [sys.executable, "-m", "kvcellar.bench.restart", str(directory), str(tokens)]
+    command = [sys.executable, "-m", "benchmarks.restart", str(directory), str(tokens)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         if child.stdout.readline().strip() != READY:

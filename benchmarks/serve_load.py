@@ -268,7 +268,7 @@ def _clients(extent: Extent, port: int, model: str) -> Clients:
         "pause": extent.pause,
         "seconds": SECONDS,
     }
-    command = [sys.executable, "-m", "kvcellar.bench.load_client"]
+    command = [sys.executable, "-m", "benchmarks.load_client"]
     command += [f"--{name}={value}" for name, value in options.items()]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if ran.returncode:

@@ -21,8 +21,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcellar.bench.decoding import PARAMS, Burst, decode, together
-from kvcellar.bench.interleave import Side, sides
+from benchmarks.decoding import PARAMS, Burst, decode, together
+from benchmarks.interleave import Side, sides
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.events import Delta, Event, Failed, Finished

@@ -21,9 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvcellar.bench.gaps import LARGE_VOCABULARY
+from benchmarks.gaps import LARGE_VOCABULARY
+from benchmarks.serve_load import write_tokenizer
 from kvcellar.bench.network import TINY, Size, write
-from kvcellar.bench.serve_load import write_tokenizer
 from kvcellar.errors import KvcellarError
 
 KEYS = ("sk-of-one", "sk-of-another")

@@ -14,8 +14,8 @@ from pathlib import Path
 from threading import Semaphore
 from typing import Any
 
+from benchmarks.interleave import in_rounds
 from kvcellar.attention.choose import backends
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import TINY, Size, write
 from kvcellar.engine.engine import Engine
 from kvcellar.events import Delta, Event

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.interleave import in_rounds
 from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import RECURRENT, hybrid
 from kvcellar.cache.memory import Memory
 from kvcellar.kernels.packed import pack

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.replay import KINDS, TRACES, WINDOW, Counts, Turn, Writer
 from kvcellar.bench.hf_baseline import KeptCaches
-from kvcellar.bench.replay import KINDS, TRACES, WINDOW, Counts, Turn, Writer
 from kvcellar.prefix.node import common_prefix
 
 SYSTEMS = ("transformers",)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.interleave import in_rounds
 from kvcellar.attention.choose import named
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.interleave import Side, in_rounds, sides
+from benchmarks.layouts import layouts
 from kvcellar.bench import hf_baseline
-from kvcellar.bench.interleave import Side, in_rounds, sides
-from kvcellar.bench.layouts import layouts
 from kvcellar.bench.network import SMALL, TINY
 from kvcellar.engine.engine import Engine
 from kvcellar.events import Delta, Event, Failed

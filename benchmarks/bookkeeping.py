@@ -10,10 +10,10 @@ from itertools import chain
 
 import torch
 
+from benchmarks.interleave import in_rounds
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.choose import backends
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.memory import Memory
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span

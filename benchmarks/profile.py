@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.clocked import OTHERS, OVERHEAD, ClockedKernel
 from kvcellar.attention.choose import backends
-from kvcellar.bench.clocked import OTHERS, OVERHEAD, ClockedKernel
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, GroupStep, History, StepTables
 from kvcellar.errors import KvcellarError

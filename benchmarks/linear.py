@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.bench.interleave import in_rounds
+from benchmarks.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.linear import Kernel, PanelLinear, panel_bytes, panel_linear

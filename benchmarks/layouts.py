@@ -12,8 +12,8 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from benchmarks.interleave import in_rounds
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import Size
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import History, Stored

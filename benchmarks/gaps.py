@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from benchmarks.structured import write_tokenizer
 from kvcellar.bench.network import TINY, Size, write
-from kvcellar.bench.structured import write_tokenizer
 from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import EngineOptions

@@ -62,7 +62,7 @@ def lines(found: Mapping[str, Start]) -> list[str]:
 
 
 def _started(environment: Mapping[str, str], settings: Sequence[str]) -> Start:
-    command = [sys.executable, "-m", "kvcellar.bench.start", *settings]
+    command = [sys.executable, "-m", "benchmarks.start", *settings]
     ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True)
     return Start(**json.loads(ran.stdout.splitlines()[-1]))
 

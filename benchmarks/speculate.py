@@ -17,11 +17,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.decoding import Burst, decode, together
+from benchmarks.interleave import in_rounds
+from benchmarks.oracle import DEEPEST, Oracle
 from kvcellar.attention.choose import backends
-from kvcellar.bench.decoding import Burst, decode, together
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.bench.oracle import DEEPEST, Oracle
 from kvcellar.engine.engine import Engine
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.row import ROOT
 from kvcellar.bench.network import Size, write
 from kvcellar.engine.engine import Engine
 
@@ -182,7 +183,7 @@ def watch(model: str, minutes: float, seed: int) -> list[Sample]:
     command += ["--minutes", str(minutes), "--seed", str(seed)]
     samples: list[Sample] = []
     printed = 0.0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(sample := Sample(**json.loads(line)))

@@ -79,7 +79,7 @@ def _run_works(works: Sequence[Work], sides: Sequence[Side], *, quick: bool, thr
         found = compared(
             Path(place), sides, works, extent, threads=threads, each_round=lambda: _read(reads), report=table.show
         )
-    about = report.about(parameters=parameters, threads=threads, quick=quick)
+    about = {**report.about(threads=threads, quick=quick), "parameters": parameters}
     print(json.dumps({**about, "read_gb_s": round(reads.rate / 1e9, 1), **as_json(found)}), flush=True)
     if wrong := [*found.failed.values(), *table.others]:
         raise KvcellarError("\n".join(wrong))
@@ -95,7 +95,7 @@ def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = F
             table.show(found, work)
         results[name] = {"parameters": parameters, **as_json(found)}
         failed += found.failed.values()
-    print(json.dumps({**report.about(parameters=0, threads=threads, quick=quick), "kinds": results}), flush=True)
+    print(json.dumps({**report.about(threads=threads, quick=quick), "kinds": results}), flush=True)
     if wrong := [*failed, *table.others]:
         raise KvcellarError("\n".join(wrong))
 

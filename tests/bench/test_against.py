@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-from kvcellar.bench.against import in_transformers
-from kvcellar.bench.replay import KINDS, TRACES, WINDOW, Turn, Writer, ideal
-from kvcellar.bench.run import REPLAY, run
-from kvcellar.bench.served import Served, computed
-from kvcellar.errors import BadRequest
+from benchmarks.against import in_transformers
+from benchmarks.replay import KINDS, TRACES, WINDOW, Served, Turn, Writer, computed, ideal
+from benchmarks.run import main
 from kvcellar.prefix.node import common_prefix
 
 
@@ -59,22 +57,15 @@ def test_it_computes_no_less_than_an_ideal_cache(name: str) -> None:
     assert ideal(turns) <= in_transformers(turns, "full") <= in_transformers(turns, "hybrid")
 
 
-def test_the_bench_prints_both_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_row_has_both_counts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for some in (TRACES, KINDS):
         for name in list(some)[1:]:
             monkeypatch.delitem(some, name)
-    run(quick=True, only=REPLAY, beside="transformers")
+    main(["replay-transformers", "--quick"])
     *table, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
-    assert set(found["transformers"]) == set(found["replay"]) == {"agent full"}
-    ours, theirs = found["replay"]["agent full"][0], found["transformers"]["agent full"]
-    assert table[-1].split()[:5] == ["agent", "full", str(ours["tokens"]), str(ours["computed"]), str(theirs)]
-
-
-@pytest.mark.parametrize(("only", "beside"), [(None, "transformers"), (REPLAY, "sglang")])
-def test_what_cannot_be_counted_is_refused(only: str | None, beside: str) -> None:
-    with pytest.raises(BadRequest, match="only replay is counted against transformers"):
-        run(quick=True, only=only, beside=beside)
+    found = json.loads(last)["rows"]["replay-transformers"]
+    assert list(found) == ["agent full"]
+    assert table[-1].split()[:5] == ["agent", "full", *map(str, found["agent full"].values())]
 
 
 @pytest.mark.parametrize("name", TRACES)

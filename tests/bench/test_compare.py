@@ -11,10 +11,14 @@ from threading import Thread
 
 import pytest
 import torch
+from click import BadParameter
 
+from kvcellar import Engine
+from kvcellar.bench import compared as compared_module
+from kvcellar.bench import hf_baseline
 from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import NEAR, Agreement, Compared, Extent, Work, compared, same_work
-from kvcellar.bench.compared import run_against, run_kinds
+from kvcellar.bench.compared import ROWS, run_against, run_kinds
 from kvcellar.bench.gguf import write_gguf
 from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import TINY, write
@@ -22,6 +26,7 @@ from kvcellar.bench.peer import PATIENCE, PeerFailed, Side, running, sides_of
 from kvcellar.bench.peers import ours, with_transformers
 from kvcellar.bench.peers.serve import Adapter
 from kvcellar.bench.peers.turns import Turns
+from kvcellar.cli.bench import command
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.models.gguf_import import import_gguf
@@ -141,9 +146,29 @@ def test_what_cannot_be_compared_is_refused(named: list[str], pythons: list[str]
         sides_of(named, pythons)
 
 
-def test_a_work_that_is_not_there_is_refused() -> None:
-    with pytest.raises(BadRequest, match=r"peers are compared in decode-512, .*; not in 'turns'"):
-        run_against(["transformers"], only="turns")
+def test_a_row_that_is_not_there_is_refused() -> None:
+    with pytest.raises(BadParameter, match=f"there is no row 'turns'; there are {', '.join(ROWS)}"):
+        command.main(["--only", "turns"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--against", "llama.cpp", "--peer-python", "llama.cpp=p"), "compared with transformers; not with llama.cpp"),
+        (("--size", "0.5b"), "mamba2 has no other size"),
+    ],
+)
+def test_networks_of_other_kinds_have_one_peer_and_one_size(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
+        command.main(["--only", "mamba2", *options], standalone_mode=False)
+
+
+def test_transformers_is_the_peer_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[list[Side]]()
+    monkeypatch.setattr(compared_module, "_run_works", lambda works, sides, **how: asked.append(sides))
+    for options in ([], ["--only", "decode-512"]):
+        command.main(options, standalone_mode=False)
+    assert [[side.label for side in sides] for sides in asked] == [["kvcellar bf16", "transformers bf16"]] * 2
 
 
 def test_ours_and_transformers_compute_the_same(tmp_path: Path) -> None:
@@ -182,7 +207,7 @@ def test_a_peer_that_computes_something_else_is_an_error(capsys: pytest.CaptureF
 
 
 def test_other_kinds_are_measured_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
-    run_kinds(quick=True, sides=[replace(fake("a"), name="kvcellar"), fake("b")])
+    run_kinds([replace(fake("a"), name="kvcellar"), fake("b")], quick=True)
     *_, last = capsys.readouterr().out.splitlines()
     found = json.loads(last)["kinds"]
     assert list(found) == list(KINDS)
@@ -195,7 +220,7 @@ def test_other_kinds_are_measured_one_by_one(capsys: pytest.CaptureFixture[str])
 
 def test_one_kind_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
     sides = [replace(fake("a"), name="kvcellar"), replace(fake("bf16"), name="transformers")]
-    run_kinds(only="mamba2", quick=True, sides=sides)
+    run_against([], only="mamba2", quick=True, sides=sides)
     *table, last = capsys.readouterr().out.splitlines()
     assert list(json.loads(last)["kinds"]) == ["mamba2"]
     targets = [line.split()[6] for line in table if line.startswith("  transformers bf16")]
@@ -271,3 +296,25 @@ def test_memory_is_read_whole() -> None:
         pytest.skip(f"not compiled here: {error}")
     assert reads.read() == (4120 // 8) * 0x0101010101010101 % 2**64
     assert reads.rate > 0
+
+
+def test_both_engines_generate_the_same_tokens(tmp_path: Path) -> None:
+    """Greedy tokens of both are equal, padded and not."""
+    write(TINY, tmp_path)
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    network = load(tmp_path, dtype="float32", device="cpu").model.eval()
+    with Engine(tmp_path, dtype="float32", device="cpu", cache_bytes=1 << 20) as engine:
+        ours = [engine.generate(prompt, temperature=0.0, max_tokens=6, ignore_eos=True) for prompt in prompts]
+    steps: list[int] = []
+    ids = hf_baseline.generate(network, prompts, 6, lambda tokens: steps.append(1))
+    assert [list(result.token_ids) for result in ours] == ids[:, -6:].tolist()
+    assert len(steps) == 6
+
+
+def test_network_is_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    counts = [write(TINY, tmp_path / name) for name in ("one", "two")]
+    assert counts[0] == counts[1] == sum(p.numel() for p in load(tmp_path / "one", device="cpu").model.parameters())
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert weights[0] == weights[1]

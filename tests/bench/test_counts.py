@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.counts import SEQUENCES, SPEC, counts
 from kvcellar.attention.cpu import Cpu
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.counts import SEQUENCES, SPEC, counts
 from kvcellar.contracts import Backend
 
 MOST = 8

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from kvcellar.bench import interleave
-from kvcellar.bench.interleave import Side, sides
+from benchmarks import interleave
+from benchmarks.interleave import Side, sides
 
 
 def play(side: Side, steps: int, name: str, order: list[str]) -> None:

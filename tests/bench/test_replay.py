@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from kvcellar.bench.replay import CHUNK, KINDS, TRACES, Turn, Writer, clairvoyant, ideal, replay
+from benchmarks.replay import CHUNK, KINDS, TRACES, Turn, Writer, clairvoyant, ideal, replay
 
 # Prompts of a quarter of their length have checkpoints as far apart as others: so more is computed between them.
 MOST = {"full": 1.02, "sliding": 1.3, "chunked": 1.3, "hybrid": 1.3}

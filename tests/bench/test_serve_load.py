@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvcellar.bench.load_client import prompt
-from kvcellar.bench.serve_load import SMALLEST, Delivery, Mark, Watch, found, percentile
+from benchmarks.load_client import prompt
+from benchmarks.serve_load import SMALLEST, Delivery, Mark, Watch, found, percentile
 from kvcellar.errors import KvcellarError
 from kvcellar.events import Delta, Finished
 

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from benchmarks.soak import MAX_GROWTH, Sample, fill, judged, resident, soak, table
 from kvcellar import Engine
-from kvcellar.bench.soak import MAX_GROWTH, Sample, fill, judged, resident, soak, table
 from tests.engine.mixes import assert_at_rest
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the resident set is read from Linux's /proc")
@@ -55,7 +55,7 @@ def test_a_client_that_fails_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(engine, "params", _raise)
         monkeypatch.setattr(engine, "stream", _raise)
         clients = soak(engine, 600.0, seed=1, every=0.1)
-        monkeypatch.setattr("kvcellar.bench.soak.fill", lambda *_: None)
+        monkeypatch.setattr("benchmarks.soak.fill", lambda *_: None)
         with pytest.raises(RuntimeError, match="the request failed"):
             list(clients)
 

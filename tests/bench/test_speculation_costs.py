@@ -5,31 +5,30 @@ from typing import Any
 
 import pytest
 
+from benchmarks.decoding import decode
+from benchmarks.drafts import drafters, held_out
+from benchmarks.run import main
+from benchmarks.speculate import DEEPEST, ERRORS, SMALLEST, USELESS, Oracle
 from kvcellar import Engine
-from kvcellar.bench.decoding import decode
-from kvcellar.bench.drafts import drafters, held_out
 from kvcellar.bench.network import TINY, write
-from kvcellar.bench.oracle import DEEPEST, Oracle
-from kvcellar.bench.run import DRAFTS, SPECULATE, run
-from kvcellar.bench.speculate import ERRORS, SMALLEST, USELESS
 from kvcellar.sample.params import SamplingParams
 from tests.speculate.chains import chain, sampler
 
 pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings
 
 
-def measured(capsys: pytest.CaptureFixture[str], only: str) -> tuple[list[str], dict[str, Any]]:
-    """The lines of the table, and the JSON of the last line."""
-    run(quick=True, only=only)
+def measured(capsys: pytest.CaptureFixture[str], row: str) -> tuple[list[str], Any]:
+    """The lines of the table, and what the last line has of the row."""
+    main([row, "--quick"])
     *table, last = capsys.readouterr().out.splitlines()
-    return table, json.loads(last)
+    return table, json.loads(last)["rows"][row]
 
 
 def test_rounds_are_compared_with_forwards_of_their_width(capsys: pytest.CaptureFixture[str]):
-    table, last = measured(capsys, SPECULATE)
+    table, results = measured(capsys, "speculate")
     errors, depths = [str(error) for error in ERRORS], [str(depth) for depth in SMALLEST.depths]
-    assert list(last["speculate"]) == [str(sequences) for sequences in SMALLEST.sequences]
-    for found in last["speculate"].values():
+    assert list(results) == [str(sequences) for sequences in SMALLEST.sequences]
+    for found in results.values():
         assert list(found["forward_ms"]) == [str(rows) for rows in range(1, DEEPEST + 2)]
         assert min(found["plain_ms"], *found["forward_ms"].values()) > 0
         assert list(found["fixed"]) == errors
@@ -44,8 +43,7 @@ def test_rounds_are_compared_with_forwards_of_their_width(capsys: pytest.Capture
 
 
 def test_acceptance_is_counted_on_texts_that_do_not_end(capsys: pytest.CaptureFixture[str]):
-    table, last = measured(capsys, DRAFTS)
-    found = last["drafts"]
+    table, found = measured(capsys, "drafts")
     assert "ngram" in drafters()
     assert [one["drafter"] for one in found if one["temperature"] == 0.8] == drafters()
     for one in found:

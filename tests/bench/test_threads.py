@@ -1,15 +1,17 @@
 """Threads are compared with one by wall time, and a row says when cores were not idle."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks import threads
+from benchmarks.row import Given
+from benchmarks.run import printed
+from benchmarks.threads import TARGETS
 from kvcellar.bench.others import BUSY, Others
 from kvcellar.bench.peer import Side
-from kvcellar.bench.threads import TARGETS, run_threads
 from kvcellar.errors import BadRequest, KvcellarError
 
 FAKE = Path(__file__).parent / "fake_peer.py"
@@ -48,24 +50,28 @@ def test_time_of_others_is_what_is_busy_without_those_measured(tmp_path: Path, m
      (None, "not known: cores may have been busy")],
 )  # fmt: skip
 def test_a_row_says_whether_cores_were_idle(
-    others: float | None, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    others: float | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(Others, "share", lambda self: others)
-    monkeypatch.setattr("kvcellar.bench.threads.os.cpu_count", lambda: 2)
-    run_threads(quick=True, sides=SIDES)
-    _, head, *rows, last = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr("benchmarks.threads.os.cpu_count", lambda: 2)
+    result = printed(threads.row(Given(tmp_path, quick=True), SIDES))
+    _, head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[-2:] == ["other", "processes"]
     assert [row.split()[0] for row in rows] == list(TARGETS)
     assert all(row.endswith(said) for row in rows)
-    found = json.loads(last)["wall"]
+    found = result["works"]
     assert {work: one["idle"] for work, one in found.items()} == dict.fromkeys(TARGETS, others == 0.01)
     assert all(one["one_ms"] > 0 and one["many_ms"] > 0 for one in found.values())
 
 
-def test_what_cannot_be_compared_with_one_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcellar.bench.threads.os.cpu_count", lambda: 1)
+def test_what_cannot_be_compared_with_one_thread_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.threads.os.cpu_count", lambda: 1)
     with pytest.raises(BadRequest, match="threads is 2; 2 to 1, the CPUs here"):
-        run_threads(quick=True, sides=SIDES)
+        printed(threads.row(Given(tmp_path, quick=True), SIDES))
     monkeypatch.undo()
     with pytest.raises(KvcellarError, match="fake missing x2 failed, loading the model"):
-        run_threads(quick=True, sides=[SIDES[0], replace(SIDES[1], precision="missing")])
+        printed(threads.row(Given(tmp_path, quick=True), [SIDES[0], replace(SIDES[1], precision="missing")]))

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.reference import Reference
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Chunked, Sliding
 from kvcellar.cache.memory import Memory

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.reference import Reference
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.inputs import Inputs
 from kvcellar.cache.layouts import Causal, Input, Sliding

@@ -4,8 +4,8 @@ removal of the middle of a full cache, what is dropped when a context is full, a
 import pytest
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.engine.request import shift_span

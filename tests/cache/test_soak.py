@@ -13,8 +13,8 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.reference import Reference
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.plan import Batch, Feed, Plan

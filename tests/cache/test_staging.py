@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import PIECE, Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory

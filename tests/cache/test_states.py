@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.buckets import PADDED
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.group import Group
 from kvcellar.cache.history import SMALLEST, StepTables
 from kvcellar.cache.layouts import Causal

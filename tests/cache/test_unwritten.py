@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.reference import Reference
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Input, Sliding
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import WrongStage

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.zeros import put_zeros
 from kvcellar import Engine
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.engine.result import Result
 from tests.text import made
 from tests.zoo import ARCHS

@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
+from benchmarks.conversation import Script, Turn, ideal, play, reads
 from kvcellar import Engine
-from kvcellar.bench.conversation import Script, Turn, ideal, play, reads
 from kvcellar.engine import capacity
 from kvcellar.engine.prefixes import NEAR
 from kvcellar.engine.session import Session

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from kvcellar.bench.replay import Replay, Turn
+from benchmarks.replay import Replay, Turn
 from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.plan import Feed
 from kvcellar.spans import Span

@@ -7,7 +7,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from kvcellar.bench.drafts import held_out
+from benchmarks.drafts import held_out
 from tests.serve.fake_engine import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,9 @@ def test_it_runs_in_a_fresh_kernel_and_plots(notebook, tmp_path, monkeypatch) ->
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")  # beside the folder of the notebook, as in a checkout
+    (tmp_path / "examples").mkdir()
+    monkeypatch.chdir(tmp_path / "examples")
     NotebookClient(notebook, timeout=PATIENCE, kernel_name="python3").execute()
     outputs = [(cell.source, output) for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     shown = [source for source, output in outputs if "image/png" in output.get("data", {})]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
-PARTS = ("src", "tests", "docs", "scripts", "examples", ".ci")
+SOURCES = sorted(path for part in ("src", "benchmarks") for path in (ROOT / part).rglob("*.py"))
+PARTS = ("src", "benchmarks", "tests", "docs", "scripts", "examples", ".ci")
 TEXTS = sorted(
     path
     for path in [*ROOT.glob("*"), *(f for part in PARTS for f in (ROOT / part).rglob("*"))]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.prefix import Spans, _insert, bushy
 from kvcellar import Engine, SamplingParams
-from kvcellar.bench.prefix import Spans, _insert, bushy
 from kvcellar.engine.cache_client import SurveyClient
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.request import Request, SubmitOptions

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.reference import Reference
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest

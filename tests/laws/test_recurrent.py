@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.sdpa import Sdpa
-from kvcellar.bench.zeros import put_zeros
 from kvcellar.cache.layouts import Input
 from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, WrongStage

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.bench.prefix import NODE, Spans, _insert, bushy, grown
-from kvcellar.bench.replay import Replay, Turn, _completion
+from benchmarks.prefix import NODE, Spans, _insert, bushy, grown
+from benchmarks.replay import Replay, Turn, _completion
 from kvcellar.engine.prefixes import SLICE
 from kvcellar.engine.request import Completion, Status
 from kvcellar.prefix import node

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.structured import write_tokenizer
 from kvcellar import BadRequest
-from kvcellar.bench.structured import write_tokenizer
 from kvcellar.sample import compiler
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.grammars import KEPT, Grammars

@@ -1,1 +1,1 @@
-"""bench: measures kvcellar against transformers on the same weights, and the cost of single operations."""
+"""bench: measures kvcellar and other engines on the same weights and tokens."""

@@ -11,13 +11,15 @@ from kvcellar.bench import report
 from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.gguf import write_gguf
+from kvcellar.bench.kinds import KINDS, kinds
 from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
-from kvcellar.bench.kinds import kinds
 from kvcellar.bench.network import LARGER, SMALL, TINY, Size, write
 from kvcellar.bench.others import IDLE
 from kvcellar.bench.peer import OURS, Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
 
+OTHER_KINDS = "kinds"  # the row of all networks of other kinds
+ROWS = (*WORKS, OTHER_KINDS, *KINDS)
 SIZES: Mapping[str, Size] = {"125m": SMALL, "0.5b": LARGER}  # for the others than the first nothing is aimed at
 LIMIT = 0.8  # of the limit that is aimed at, by one sequence in 16 bits
 MEMORY = 1.3  # times as much as llama.cpp, beside Python, torch and the model's module
@@ -48,16 +50,27 @@ def run_against(
     size: str | None = None,
     record: str | None = None,
     sides: Sequence[Side] | None = None,
-) -> Compared:
-    """Measure the sides that are named, print a table and one line of JSON. `size` is one of `SIZES`, by default the
-    first; `record` is the setting of ours. Raises `KvcellarError` at the end if a peer failed, or computed something
-    else."""
-    if only is not None and only not in WORKS:
-        raise BadRequest(f"peers are compared in {', '.join(WORKS)}; not in {only!r}", "only")
+) -> None:
+    """Measure the sides that are named, print a table and one line of JSON. `only` is one of `ROWS`; without it, all
+    but those of networks of other kinds are run. `size` is one of `SIZES`, by default the first; `record` is the
+    setting of ours. Raises `KvcellarError` at the end if a peer failed, or computed something else."""
+    if only not in (None, *ROWS):
+        raise BadRequest(f"there is no row {only!r}; there are {', '.join(ROWS)}", "only")
     sides = sides_of(named, pythons, record=record) if sides is None else sides
+    if only is None or only in WORKS:
+        works = [work for name, work in WORKS.items() if only in (None, name)]
+        _run_works(works, sides, quick=quick, threads=threads, size=size)
+        return
+    if strange := [side.name for side in sides if side.name not in (OURS, "transformers")]:
+        raise BadRequest(f"{only} is compared with transformers; not with {', '.join(strange)}", "against")
+    if size is not None:
+        raise BadRequest(f"{only} has no other size; leave it out", "size")
+    run_kinds(sides, only=None if only == OTHER_KINDS else only, quick=quick, threads=threads)
+
+
+def _run_works(works: Sequence[Work], sides: Sequence[Side], *, quick: bool, threads: int, size: str | None) -> None:
     chosen = SMALL if size is None else SIZES[size]
     network, extent = (TINY, QUICK) if quick else (chosen, Extent())
-    works = [work for name, work in WORKS.items() if only in (None, name)]
     reads = Reads(os.environ, size=1 << 20) if quick else Reads(os.environ)
     table = Table(sides, extent, TARGETS if chosen is SMALL else {}, network, reads)
     with tempfile.TemporaryDirectory() as place:
@@ -66,25 +79,15 @@ def run_against(
         found = compared(
             Path(place), sides, works, extent, threads=threads, each_round=lambda: _read(reads), report=table.show
         )
-    about = report.about(parameters=parameters, threads=threads, quick=quick)
+    about = {**report.about(threads=threads, quick=quick), "parameters": parameters}
     print(json.dumps({**about, "read_gb_s": round(reads.rate / 1e9, 1), **as_json(found)}), flush=True)
-    wrong = [*found.failed.values(), *table.others]
-    if wrong:
+    if wrong := [*found.failed.values(), *table.others]:
         raise KvcellarError("\n".join(wrong))
-    return found
 
 
-def run_kinds(
-    *,
-    only: str | None = None,
-    quick: bool = False,
-    threads: int = 1,
-    record: str | None = None,
-    sides: Sequence[Side] | None = None,
-) -> None:
-    """Measure networks of one of `KINDS`, or of all, beside transformers, print a table and one line of JSON. Raises
-    `KvcellarError` as `run_against`."""
-    sides = sides_of(["transformers"], record=record) if sides is None else sides
+def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = False, threads: int = 1) -> None:
+    """Measure networks of one of `KINDS`, or of all, print a table and one line of JSON. Raises `KvcellarError` as
+    `run_against`."""
     table, results, failed = Table(sides, Extent(), TARGETS), dict[str, Any](), list[str]()
     for name, parameters, found in kinds(sides, only=only, quick=quick, threads=threads):
         _print([f"{name}: {parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
@@ -92,7 +95,7 @@ def run_kinds(
             table.show(found, work)
         results[name] = {"parameters": parameters, **as_json(found)}
         failed += found.failed.values()
-    print(json.dumps({**report.about(parameters=0, threads=threads, quick=quick), "kinds": results}), flush=True)
+    print(json.dumps({**report.about(threads=threads, quick=quick), "kinds": results}), flush=True)
     if wrong := [*failed, *table.others]:
         raise KvcellarError("\n".join(wrong))
 

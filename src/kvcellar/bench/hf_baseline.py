@@ -1,23 +1,16 @@
-"""hf_baseline: `generate`, `generate_batch` and `DynamicCache` of transformers, the baselines of the bench."""
+"""hf_baseline: networks of transformers, and `generate` with its `DynamicCache`: the baseline of the bench."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvcellar.bench.peers.turns import Turns
 from kvcellar.prefix.node import common_prefix
-
-PAGE = 256  # tokens per page in continuous batching
-STEP_TOKENS = 512  # most tokens of one of its steps
-SPARE = 0.2  # of the pages: it starts no sequence while fewer than 15 % are free
 
 
 class _StepStreamer:
@@ -76,36 +69,6 @@ def generate(
     return model.generate(ids, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportReturnType]
 
 
-def generate_batch(model: PreTrainedModel, prompts: Sequence[Sequence[int]], new: int) -> list[float]:
-    """Continuous batching: seconds of each step in which every sequence got a token.
-
-    The number of pages is set to what the prompts need plus those it keeps free; by default it allocates most of the
-    machine's memory. Raises `RuntimeError` if it fails, or never serves all prompts at once.
-    """
-    pages = ceil(sum((len(prompt) + new) // PAGE + 2 for prompt in prompts) / (1 - SPARE))
-    outputs = model.generate_batch(  # pyright: ignore[reportCallIssue]
-        [list(prompt) for prompt in prompts],
-        continuous_batching_config=ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=pages, max_batch_tokens=STEP_TOKENS
-        ),
-        max_new_tokens=new,
-        record_timestamps=True,
-        warmup=False,
-    ).values()
-    for output in outputs:
-        if output.error is not None:
-            raise RuntimeError(output.error)
-    if len(outputs) != len(prompts):
-        raise RuntimeError(f"{len(outputs)} of {len(prompts)} prompts were completed")
-    # From the first token of the last sequence to the end of the first one, every step serves all sequences.
-    start, end = max(output.timestamps[0] for output in outputs), min(output.timestamps[-1] for output in outputs)
-    last = max(outputs, key=lambda output: output.timestamps[0]).timestamps
-    seconds = [b - a for a, b in pairwise(last) if start <= a and b <= end]
-    if not seconds:
-        raise RuntimeError("no step gave a token to every sequence")
-    return seconds
-
-
 class _Stopped(Exception):
     """Ends `generate` from its streamer."""
 
@@ -139,7 +102,7 @@ class Generating:
     def _kept(self, prompt: Sequence[int]) -> DynamicCache:
         common = min(common_prefix(self._held, list(prompt)), len(prompt) - 1)
         in_cache = self._cache.get_seq_length()
-        if not common or not _cropped(self._cache, in_cache - common):
+        if not common or not cropped(self._cache, in_cache - common):
             self._cache = DynamicCache(config=self._model.config)
         self._held = list(prompt)
         return self._cache
@@ -160,35 +123,7 @@ class Generating:
             turns.fail(error)
 
 
-class KeptCaches:
-    """A `DynamicCache` for each conversation, as clients of transformers keep them: cropped to the tokens that the next
-    prompt begins with. Where `crop` refuses that, the conversation begins anew."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        """`config` gives the kinds of layers; the K/V have one head of size one, without a network."""
-        self._config = AutoConfig.for_model(**config)
-        self._kept: dict[int, tuple[DynamicCache, list[int]]] = {}
-
-    def serve(self, conversation: int, prompt: Sequence[int], answer: Sequence[int], common: int) -> int:
-        """Compute what the cache does not have of a prompt, and its answer but for the last token; returns how many
-        tokens of the prompt that were. `common` tokens of the prompt are those that the conversation has."""
-        cache, tokens = self._kept.get(conversation, (None, []))
-        if cache is None or not _cropped(cache, len(tokens) - common):
-            cache, common = DynamicCache(config=self._config), 0
-        text = [*prompt, *answer[:-1]]
-        for new in (len(prompt) - common, len(text) - len(prompt)):
-            if new:
-                _compute(cache, new)
-        assert cache.get_seq_length() in (len(text), 0), "0: the first layer is recurrent"
-        self._kept[conversation] = cache, text
-        return len(prompt) - common
-
-    def tokens(self, conversation: int) -> list[int]:
-        """What the cache of a conversation has."""
-        return self._kept[conversation][1] if conversation in self._kept else []
-
-
-def _cropped(cache: DynamicCache, tokens: int) -> bool:
+def cropped(cache: DynamicCache, tokens: int) -> bool:
     """Remove the last tokens. False where a layer refuses: the cache is then of no use."""
     if tokens:
         try:
@@ -196,12 +131,3 @@ def _cropped(cache: DynamicCache, tokens: int) -> bool:
         except RuntimeError:  # a window that has moved on, or a recurrent state
             return False
     return True
-
-
-def _compute(cache: DynamicCache, new: int) -> None:
-    for index, kind in enumerate(cache.layers):
-        if isinstance(kind, LinearAttentionLayer):
-            cache.update_conv_state(torch.zeros(1, 1, max(4, new)), index)
-            cache.update_recurrent_state(torch.zeros(1, 1, 1, 1), index)
-        else:
-            cache.update(torch.zeros(1, 1, new, 1), torch.zeros(1, 1, new, 1), index)

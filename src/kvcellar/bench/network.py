@@ -1,4 +1,4 @@
-"""network: networks with random weights: Llama as a model directory, and configs of hybrid networks."""
+"""network: Llama networks with random weights, as model directories."""
 
 import json
 from collections.abc import Iterator
@@ -8,10 +8,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Group
-from kvcellar.shapes import Plane
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +22,6 @@ class Size:
     intermediate: int
     vocabulary: int
     context: int
-
-    def group(self, *, plain: bool = False) -> Group:
-        """The group "causal" of all layers."""
-        planes = (Plane("k", self.kv_heads, self.head_size), Plane("v", self.kv_heads, self.head_size))
-        return Group("causal", Causal(), planes, tuple(range(self.layers)), no_shift=None, plain=plain)
 
     def config(self) -> dict[str, object]:
         return {
@@ -54,54 +45,6 @@ class Size:
 SMALL = Size(896, 12, 14, 2, 64, 2304, 32_000, 8192)  # 125 million parameters
 LARGER = Size(896, 24, 14, 2, 64, 4864, 151_936, 8192)  # 494 million parameters
 TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to test the bench
-
-RECURRENT = ("lfm2", "qwen3_5_text", "bamba")  # short convolutions; gated delta rules; Mamba 2
-
-
-def hybrid(kind: str, *, hidden: int, layers: int, head: int) -> dict[str, object]:
-    """The config of a network with recurrent layers of one kind, and attention in every fourth layer."""
-    return {
-        "model_type": kind,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // head,
-        "num_key_value_heads": hidden // head // 2,
-        "head_dim": head,
-        "intermediate_size": 3 * hidden,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        **_recurrent_config(kind, hidden=hidden, layers=layers, head=head),
-    }
-
-
-def _recurrent_config(kind: str, *, hidden: int, layers: int, head: int) -> dict[str, object]:
-    attention, heads = range(3, layers, 4), hidden // head
-    if kind == "bamba":
-        return {
-            "attn_layer_indices": list(attention),
-            "attn_rotary_emb": head // 2,
-            "mamba_n_heads": 2 * heads,
-            "mamba_d_head": head,
-            "mamba_d_state": head,
-            "mamba_expand": 2,
-            "mamba_n_groups": 1,
-        }
-    recurrent = "conv" if kind == "lfm2" else "linear_attention"
-    layer_types = ["full_attention" if layer in attention else recurrent for layer in range(layers)]
-    if kind == "lfm2":
-        return {"layer_types": layer_types, "block_ff_dim": 3 * hidden, "block_auto_adjust_ff_dim": False}
-    return {
-        "layer_types": layer_types,
-        "linear_num_key_heads": heads // 2,
-        "linear_num_value_heads": heads,
-        "linear_key_head_dim": head,
-        "linear_value_head_dim": head,
-    }
-
 
 BRANCH = 0.002  # of the usual size: what a layer adds to the residual stream of a network that repeats its last token
 

@@ -37,7 +37,7 @@ COMMANDS = {
     "cache": "List, remove, verify, export and import what is cached.",
     "doctor": "Test a model and print how it would be served, and why.",
     "verify": "Check on this machine that using the cache does not change a model's logits.",
-    "bench": "Measure kvcellar and transformers in one run.",
+    "bench": "Measure kvcellar and other engines on the same weights.",
 }
 
 

@@ -38,12 +38,13 @@ class Peer:
         self._turns, self._tickets = Turns(0), list[Any]()
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        from kvcellar.bench.decoding import PARAMS
         from kvcellar.bench.peers.turns import Turns
+        from kvcellar.sample.params import SamplingParams
 
+        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         self._turns = Turns(len(prompts))
         self._tickets = [
-            self._engine.submit(prompt, PARAMS, deliver=partial(self._on_event, self._turns, number))
+            self._engine.submit(prompt, greedy, deliver=partial(self._on_event, self._turns, number))
             for number, prompt in enumerate(prompts)
         ]
         return self._turns.first()

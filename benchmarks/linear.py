@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.bench.interleave import in_rounds
-from kvcellar.bench.network import Size
+from benchmarks.interleave import in_rounds
+from benchmarks.row import Given, Lines
+from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.linear import Kernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.packed import ROWS, PackedLinear
@@ -97,13 +98,16 @@ def _spent(clock: Callable[[], float], threads: int, layers: Sequence[Layer], in
         torch.set_num_threads(before)
 
 
-def lines(found: dict[str, dict[int, Products]], threads: int) -> list[str]:
-    """A line for each type and number of rows."""
-    return [_line(dtype, rows, one, threads) for dtype, by_rows in found.items() for rows, one in by_rows.items()]
-
-
 def _line(dtype: str, rows: int, one: Products, threads: int) -> str:
     line = f"{dtype:9} {rows:4} row(s) {one.own:8.2f} ms, {one.gigabytes:5.1f} GB/s"
     if one.onednn is not None:
         line += f", oneDNN {one.onednn:8.2f} ms: {one.ratio:.2f}x"
     return line + (f"; {threads} threads {one.threads:.2f}x" if threads > 1 else "")
+
+
+def row(given: Given) -> Lines:
+    threads = given.threads
+    found = products(TINY, threads=threads, rounds=2) if given.quick else products(SMALL, threads=threads)
+    for dtype, by_rows in found.items():
+        yield from (_line(dtype, rows, one, threads) for rows, one in by_rows.items())
+    return {dtype: {rows: one._asdict() for rows, one in by_rows.items()} for dtype, by_rows in found.items()}

@@ -21,9 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvcellar.bench.gaps import LARGE_VOCABULARY
+from benchmarks.gaps import LARGE_VOCABULARY
+from benchmarks.row import Given, Lines
+from benchmarks.serve_load import write_tokenizer
 from kvcellar.bench.network import TINY, Size, write
-from kvcellar.bench.serve_load import write_tokenizer
 from kvcellar.errors import KvcellarError
 
 KEYS = ("sk-of-one", "sk-of-another")
@@ -156,8 +157,11 @@ def _ready(port: int) -> bool:
         connection.close()
 
 
-def line(found: Found) -> str:
-    return (
-        f"{found.longest:8.2f} s  the longest wait of {found.short} short requests of one key, half within "
-        f"{found.half:.3f} s, beside {found.heavy} long ones; {found.failed} failed"
-    )
+def row(given: Given) -> Lines:
+    found = measure(SMALLEST if given.quick else Extent(), given.directory)
+    for one in found:
+        yield (
+            f"{one.longest:8.2f} s  the longest wait of {one.short} short requests of one key, half within "
+            f"{one.half:.3f} s, beside {one.heavy} long ones; {one.failed} failed"
+        )
+    return [one._asdict() for one in found]

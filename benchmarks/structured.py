@@ -19,8 +19,9 @@ from typing import NamedTuple
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kvcellar.bench.decoding import decode
-from kvcellar.bench.interleave import in_rounds
+from benchmarks.decoding import decode
+from benchmarks.interleave import in_rounds
+from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.engine.engine import Engine
 from kvcellar.sample.constraint import Constraint
@@ -127,16 +128,6 @@ def structured(extent: Extent, directory: Path) -> dict[int, Found]:
     return found
 
 
-def lines(found: dict[int, Found]) -> Iterator[str]:
-    for sequences, one in found.items():
-        of_token = one.share / sequences
-        met = "ok" if of_token <= MAX_SHARE else f"over the aim of {MAX_SHARE:.0%}"
-        yield (
-            f"{sequences} sequences: step {one.step_ms:.2f} ms, masks {one.mask_ms:.3f} ms: {one.share:.1%} of it, "
-            f"{of_token:.1%} for each token: {met}; the schema was compiled in {one.compile_ms:.1f} ms"
-        )
-
-
 class _Text:
     """A text that is written at random, and begun again where it is complete."""
 
@@ -218,3 +209,15 @@ def _words(count: int) -> Iterator[str]:
         word = "".join(draw.choices(syllables, k=draw.randrange(1, 5)))
         made[draw.choice(("", "Ġ")) + (word.capitalize() if draw.random() < 0.2 else word)] = None
     yield from list(made)[:count]
+
+
+def row(given: Given) -> Lines:
+    found = structured(SMALLEST if given.quick else Extent(), given.directory)
+    for sequences, one in found.items():
+        of_token = one.share / sequences
+        met = "ok" if of_token <= MAX_SHARE else f"over the aim of {MAX_SHARE:.0%}"
+        yield (
+            f"{sequences} sequences: step {one.step_ms:.2f} ms, masks {one.mask_ms:.3f} ms: {one.share:.1%} of it, "
+            f"{of_token:.1%} for each token: {met}; the schema was compiled in {one.compile_ms:.1f} ms"
+        )
+    return {str(sequences): one._asdict() for sequences, one in found.items()}

@@ -1,23 +1,31 @@
 """profile: the time of each part of a step, with memory and network only: no engine thread, no queue."""
 
+import ctypes
 import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.counts import all_counts
+from benchmarks.counts import lines as count_lines
+from benchmarks.row import Given, Lines
 from kvcellar.attention.choose import backends
-from kvcellar.bench.clocked import OTHERS, OVERHEAD, ClockedKernel
+from kvcellar.bench.compare import QUICK, WORKS, Extent, Work
+from kvcellar.bench.kinds import KINDS, write_kind
+from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.cache.memory import Memory
 from kvcellar.contracts import Backend, GroupStep, History, StepTables
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.packed import LINEARS, pack
+from kvcellar.kernels.recorded_kernel import WORDS, StepKernel
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import load
@@ -30,9 +38,24 @@ from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Arrangement, AttentionSpec, Scoring
 from kvcellar.spans import Span
 
+OTHERS = "small operators"
+OVERHEAD = "overhead"  # of the clock itself
 PARTS = ("linear layers", "attention", "rest of the network", "begin and commit", "draw")
 RECORDED = (*PARTS[:2], OTHERS, *PARTS[2:])  # of a recorded step
+PART_OF: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("kvcellar_linear", "kvcellar_quantised", "kvcellar_experts"), "linear layers"),
+        **dict.fromkeys(("kvcellar_attend", "kvcellar_store"), "attention"),
+    }
+)  # by the name of a kernel's function
 PROMPT = 512  # prompt tokens per step of prefill
+PROFILES: Mapping[str, Work] = MappingProxyType(
+    {
+        **{name: work for name, work in WORKS.items() if not work.reused},
+        **{kind: Work(kind, (512,)) for kind in KINDS},
+        **{f"{kind}-8": Work(f"{kind}-8", (512,) * 8) for kind in KINDS},
+    }
+)  # steps whose parts can be timed: `kind-8` decodes eight sequences
 
 
 class Clock:
@@ -93,6 +116,47 @@ class Clocked:
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         with self._clock.running("attention"):
             return self._backend.attend_dense(q, k, v, step, scoring)
+
+
+class _Symbol(ctypes.Structure):
+    """`Dl_info` of the C library."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+class ClockedKernel(StepKernel):
+    """The loop, which calls `spend` with a part and seconds. Raises `NotCompiled` as `StepKernel` does."""
+
+    def __init__(self, environment: Mapping[str, str], spend: Callable[[str, float], None]) -> None:
+        super().__init__(environment)
+        self._spend, self._compiled, self._parts = spend, self.run, dict[int, str]()
+        self._find = ctypes.CDLL(None).dladdr
+        self._find.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Symbol)]
+        self.run: Any = self._clocked
+
+    def _clocked(self, first: int, count: int, failed: Any, _: None) -> int:
+        took = (ctypes.c_int64 * count)()  # of a span: at its beginning
+        error: int = self._compiled(first, count, failed, took)
+        done = time.perf_counter()
+        words = (ctypes.c_int64 * (count * WORDS)).from_address(first)
+        for at, nanoseconds in enumerate(took):
+            if nanoseconds:
+                run, function = words[at * WORDS : at * WORDS + 2]
+                self._spend(self._part(function) if run == self.native else OTHERS, nanoseconds * 1e-9)
+        self._spend(OVERHEAD, time.perf_counter() - done)
+        return error
+
+    def _part(self, function: int) -> str:
+        if function not in self._parts:
+            found = _Symbol()
+            self._find(function, ctypes.byref(found))
+            self._parts[function] = PART_OF.get((found.name or b"").decode(), OTHERS)
+        return self._parts[function]
 
 
 def profile(
@@ -191,3 +255,23 @@ def _forward(guest: Guest, memory: Memory, new: Mapping[int, Sequence[int]], clo
     with clock.running("begin and commit"):
         memory.commit()
     return logits
+
+
+def row(given: Given) -> Lines:
+    """With the setting `record`, of a recorded step; else by modules."""
+    extent = QUICK if given.quick else Extent()
+    work, kind = extent.of(PROFILES[given.profile]), given.profile.removesuffix("-8")
+    if kind in KINDS:
+        write_kind(kind, given.directory, quick=given.quick)
+    else:
+        write(TINY if given.quick else SMALL, given.directory)
+    steps = extent.bursts * extent.burst if work.decoding else extent.repeats
+    attention, parts = profile(
+        given.directory, work.prompts(0), steps, recorded=given.record == "auto", reading=not work.decoding
+    )
+    for part, took in parts.items():
+        yield f"{part:20} {took:8.2f} ms {took / sum(parts.values()):6.1%}"
+    found = all_counts()
+    yield from count_lines(found)
+    per_layer = {name: {str(n): one._asdict() for n, one in by_n.items()} for name, by_n in found.items()}
+    return {"of": given.profile, "attention": attention, "ms": parts, "per_layer": per_layer}

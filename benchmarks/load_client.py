@@ -95,7 +95,7 @@ async def load(given: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvcellar.bench.load_client", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.load_client", description=__doc__)
     parser.add_argument("--model", required=True)
     for name in ("port", "connections", "streams", "asking", "prompt", "tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)

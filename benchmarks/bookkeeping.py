@@ -10,15 +10,18 @@ from itertools import chain
 
 import torch
 
+from benchmarks.interleave import in_rounds
+from benchmarks.networks import group
+from benchmarks.row import Given, Lines
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.choose import backends
-from kvcellar.bench.interleave import in_rounds
-from kvcellar.bench.network import Size
-from kvcellar.bench.zeros import put_zeros
+from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.cache.memory import Memory
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 
 SEQUENCES = 32
+MAX_GROWTH = 1.3  # from 10^4 to 10^6 cells
 
 
 def bookkeeping(size: Size, in_use: list[int], *, steps: int = 64, rounds: int = 7) -> dict[int, float]:
@@ -31,7 +34,7 @@ def bookkeeping(size: Size, in_use: list[int], *, steps: int = 64, rounds: int =
 def _filled(size: Size, in_use: int, spare: int) -> Memory:
     """A memory in which 32 sequences hold `in_use` cells, filled by chunks of all sequences in turn."""
     capacity = {"causal": 2 * in_use + spare}
-    memory = Memory([size.group()], cells=capacity, dtype=torch.bfloat16, device="meta", backend=backends()[0])
+    memory = Memory([group(size)], cells=capacity, dtype=torch.bfloat16, device="meta", backend=backends()[0])
     each = in_use // SEQUENCES
     chunk = max(1, each // 4)
     for start in range(0, each, chunk):
@@ -55,3 +58,13 @@ def _step(memory: Memory) -> float:
     put = time.perf_counter()
     memory.commit()
     return (begun - start) + (time.perf_counter() - put)
+
+
+def row(given: Given) -> Lines:
+    powers = (3, 4) if given.quick else (3, 4, 5, 6)
+    found = bookkeeping(TINY if given.quick else SMALL, [10**n for n in powers])
+    for cells, took in found.items():
+        yield f"begin+commit  {took:7.3f} ms  {cells:,} cells in use by {SEQUENCES} sequences"
+    if not given.quick:
+        yield f"{'':14}{found[10**6] / found[10**4]:6.2f}x  from 10,000 to 1,000,000; target below {MAX_GROWTH}"
+    return {str(cells): round(took, 4) for cells, took in found.items()}

@@ -1,15 +1,12 @@
 """threads: our engine on several threads against one, by wall time, which says something on idle cores only."""
 
-import json
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from kvcellar.bench import report
+from benchmarks.row import Given, Lines
 from kvcellar.bench.compare import QUICK, WORKS, Compared, Extent, Work, compared
 from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.bench.others import IDLE
@@ -20,29 +17,26 @@ TARGETS: Mapping[str, float] = {"prefill-512": 1.7, "ragged-8": 1.4, "decode-512
 HEAD = f"  {'':14} {'1, wall ms':>11} {'N, wall ms':>11} {'faster':>7} {'target':>7}   other processes"
 
 
-def run_threads(
-    *, quick: bool = False, threads: int = 2, record: str | None = None, sides: Sequence[Side] | None = None
-) -> Compared:
-    """Measure one thread and `threads`, print a table and one line of JSON. `sides`: one of one thread, and another."""
-    if threads < 2 or threads > (os.cpu_count() or 1):
-        raise BadRequest(f"threads is {threads}; 2 to {os.cpu_count()}, the CPUs here, are compared with 1", "threads")
+def row(given: Given, sides: Sequence[Side] | None = None) -> Lines:
+    """One thread and the given number, at least two. `sides`: one of one thread, and another."""
+    count = max(2, given.threads)
+    if count > (os.cpu_count() or 1):
+        raise BadRequest(f"threads is {count}; 2 to {os.cpu_count()}, the CPUs here, are compared with 1", "threads")
     if sides is None:
-        ours = sides_of([], record=record)[0]
-        sides = [replace(ours, threads=count) for count in (1, threads)]
-    size, extent = (TINY, QUICK) if quick else (SMALL, Extent())
-    with tempfile.TemporaryDirectory() as place:
-        parameters = write(size, Path(place))
-        print(f"{parameters / 1e6:.0f} million parameters, {threads} threads against 1, wall time\n{HEAD}", flush=True)
-        found = compared(Path(place), sides, [WORKS[name] for name in TARGETS], extent, report=_show)
-    about = report.about(parameters=parameters, threads=threads, quick=quick)
-    print(json.dumps({**about, "wall": dict(_as_json(found))}), flush=True)
-    return found
+        ours = sides_of([], record=given.record)[0]
+        sides = [replace(ours, threads=each) for each in (1, count)]
+    size, extent = (TINY, QUICK) if given.quick else (SMALL, Extent())
+    parameters, works = write(size, given.directory), [WORKS[name] for name in TARGETS]
+    yield f"{parameters / 1e6:.0f} million parameters, {count} threads against 1, wall time"
+    yield HEAD
+    found = compared(given.directory, sides, works, extent, report=_stop_where_one_failed)
+    yield from (_row(found, work) for work in works)
+    return {"threads": count, "works": dict(_as_json(found))}
 
 
-def _show(found: Compared, work: Work) -> None:
+def _stop_where_one_failed(found: Compared, work: Work) -> None:
     if found.failed:
         raise KvcellarError("\n".join(found.failed.values()))
-    print(_row(found, work), flush=True)
 
 
 def _walls(found: Compared, work: str) -> tuple[float, float]:

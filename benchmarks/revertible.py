@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.interleave import in_rounds
+from benchmarks.networks import RECURRENT, hybrid
+from benchmarks.row import Given, Lines
 from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
-from kvcellar.bench.interleave import in_rounds
-from kvcellar.bench.network import RECURRENT, hybrid
 from kvcellar.cache.memory import Memory
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest
@@ -28,6 +29,7 @@ from kvcellar.spans import Span
 READ = 64  # tokens of each sequence before the step
 NEW = 4  # tokens of each sequence in the step
 WIDTHS = (8, 1)
+MAX_REVERTIBLE = 1.05  # of a revertible step over a plain one
 
 
 class Cost(NamedTuple):
@@ -114,3 +116,20 @@ def _step(guest: Guest, memory: Memory, feeds: list[Feed], accepted: Mapping[int
     guest.forward(memory, plan, ids, torch.arange(len(ids)))
     memory.commit(accepted)
     return time.perf_counter() - start
+
+
+def row(given: Given) -> Lines:
+    costs, forks = revertible(small=given.quick), forked(small=given.quick)
+    for kind, by_width in costs.items():
+        for width, cost in by_width.items():
+            yield (
+                f"revertible    {cost.all_kept:6.2f}x  if all tokens are accepted, {cost.part_kept:.2f}x if a part is, "
+                f"of {width} x {NEW} tokens of {kind}; target {MAX_REVERTIBLE}x"
+            )
+    for kind, fork in forks.items():
+        yield (
+            f"fork          {fork.at_once:6} bytes of state of {kind}, and {fork.first_write} with its first token; "
+            f"one state row has {fork.row}"
+        )
+    by_kind = {kind: {str(n): cost._asdict() for n, cost in by_width.items()} for kind, by_width in costs.items()}
+    return {"steps": by_kind, "forks": {kind: fork._asdict() for kind, fork in forks.items()}}

@@ -10,10 +10,12 @@ import heapq
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.row import Given, Lines
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
@@ -32,6 +34,7 @@ from kvcellar.shapes import Plane, Recurrent, StatePlane
 STEP_TOKENS = 512
 CHUNK = 16  # tokens of a node of the clairvoyant cache
 WINDOW = 256
+QUICK = 0.05  # of the lengths of all texts, to test the row
 STATE = Recurrent({9: (StatePlane("sum", (1,), "float32"),)})
 KINDS: dict[str, tuple[dict[str, Layout], bool]] = {
     "full": ({"full": Causal()}, False),
@@ -268,15 +271,6 @@ def clairvoyant(turns: Sequence[Turn], cells: int) -> int:
     return computed
 
 
-def replayed(*, scale: float = 1.0) -> dict[tuple[str, str], tuple[Counts, Counts]]:
-    """All traces on all kinds of models: with all cells, and with a tenth of them."""
-    return {
-        (name, kind): (replay(name, kind, scale=scale), replay(name, kind, share=0.1, scale=scale))
-        for name in TRACES
-        for kind in KINDS
-    }
-
-
 def replay(name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed: int = 1) -> Counts:
     """Replay a trace with cells for this share of all its tokens, and rows for this share of the checkpoints that it
     leaves without a limit."""
@@ -296,13 +290,48 @@ def replay(name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed
     return Counts(tokens, ours.computed, best, clairvoyant(turns, limited), limited / cells, limited)
 
 
-def lines(found: dict[tuple[str, str], tuple[Counts, Counts]]) -> list[str]:
-    """The table: prompt tokens computed, as a ratio to the ideal cache, and to the clairvoyant one in less memory."""
+# -- on a server that draws the answers itself -------------------------------------------------------------------------
+
+
+class Served(NamedTuple):
+    """What a server drew after a prompt, and how many tokens of the prompt it did not compute."""
+
+    answer: Sequence[int]
+    cached: int
+
+
+class Computed(NamedTuple):
+    """Prompt tokens in all, those that were computed, and those that an ideal cache computes on the same texts."""
+
+    tokens: int
+    computed: int
+    ideal: int
+
+
+def computed(name: str, serve: Callable[[list[int], int], Served], *, scale: float = 1.0, seed: int = 1) -> Computed:
+    """Replay a trace: `serve` is called with each prompt and the number of tokens to draw."""
+    turns, count = list[Turn](), 0
+    for turn in TRACES[name](Writer(seed, scale)):
+        drawn, cached = serve(turn.prompt, len(turn.answer))
+        turn.answer[:] = drawn  # which the trace goes on from
+        turns.append(turn._replace(answer=list(drawn)))
+        count += len(turn.prompt) - cached
+    return Computed(sum(len(turn.prompt) for turn in turns), count, ideal(turns))
+
+
+# -- the row -----------------------------------------------------------------------------------------------------------
+
+
+def row(given: Given) -> Lines:
+    """With all cells, as a ratio to the ideal cache, and with a tenth of them, to the clairvoyant one."""
+    found = dict[str, list[dict[str, object]]]()
     names = ("trace", "kind", "tokens", "computed", "ideal", "ratio", "in a", "computed", "best", "ratio")
-    head = "{:8} {:8} {:>9} {:>9} {:>9} {:>6}   {:>5} {:>9} {:>9} {:>6}".format(*names)
-    rows = [
-        f"{trace:8} {kind:8} {whole.tokens:9} {whole.computed:9} {whole.ideal:9} {whole.ratio:6.3f}   "
-        f"{part.share:5.0%} {part.computed:9} {part.clairvoyant:9} {part.ratio:6.3f}"
-        for (trace, kind), (whole, part) in found.items()
-    ]
-    return [head, *rows]
+    yield "{:8} {:8} {:>9} {:>9} {:>9} {:>6}   {:>5} {:>9} {:>9} {:>6}".format(*names)
+    for trace, kind in product(TRACES, KINDS):
+        whole, part = (replay(trace, kind, share=share, scale=QUICK if given.quick else 1.0) for share in (1.0, 0.1))
+        found[f"{trace} {kind}"] = [whole._asdict(), part._asdict()]
+        yield (
+            f"{trace:8} {kind:8} {whole.tokens:9} {whole.computed:9} {whole.ideal:9} {whole.ratio:6.3f}   "
+            f"{part.share:5.0%} {part.computed:9} {part.clairvoyant:9} {part.ratio:6.3f}"
+        )
+    return found

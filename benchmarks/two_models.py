@@ -3,10 +3,11 @@
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine
@@ -71,7 +72,9 @@ def gaps(times: list[float], begin: float, end: float) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times) if later > begin and earlier < end] or [end - begin]
 
 
-def lines(found: Stall) -> Iterator[str]:
+def row(given: Given) -> Lines:
+    found = two_models(given.directory, quick=given.quick, threads=given.threads)
     yield f"a stream alone: {found.median:.1f} ms between two tokens, at most {found.worst:.1f} ms"
     yield f"while another model is loaded, in {found.load_seconds:.2f} s: at most {found.worst_loading:.1f} ms"
     yield f"  {found.tokens} tokens arrived meanwhile"
+    return asdict(found)

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
+from benchmarks.row import Given, Lines
+from benchmarks.structured import write_tokenizer
 from kvcellar.bench.network import TINY, Size, write
-from kvcellar.bench.structured import write_tokenizer
 from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import EngineOptions
@@ -169,9 +170,13 @@ def _gap(beside: Beside, act: Callable[[Beside], None]) -> Gap:
     return Gap(1e3 * wall, 1e3 * cpu, len(within), ended - began)
 
 
-def line(name: str, gap: Gap) -> str:
-    met = "ok" if gap.gap_ms <= AIM else f"over the aim of {AIM:.0f}"
-    return (
-        f"{name:16} {gap.gap_ms:8.1f} ms at most, {gap.cpu_ms:8.1f} ms of CPU; {gap.tokens:5} tokens "
-        f"in {gap.seconds:5.1f} s: {met}"
-    )
+def row(given: Given) -> Lines:
+    found = dict[str, dict[str, object]]()
+    for name, gap in measure(SMALLEST if given.quick else Extent(), threads=given.threads):
+        met = "ok" if gap.gap_ms <= AIM else f"over the aim of {AIM:.0f}"
+        yield (
+            f"{name:16} {gap.gap_ms:8.1f} ms at most, {gap.cpu_ms:8.1f} ms of CPU; {gap.tokens:5} tokens "
+            f"in {gap.seconds:5.1f} s: {met}"
+        )
+        found[name] = gap._asdict()
+    return found

@@ -27,6 +27,7 @@ from typing import NamedTuple, Unpack
 
 from tokenizers import Tokenizer, decoders, models
 
+from benchmarks.row import ROOT, Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
@@ -210,22 +211,6 @@ def percentile(values: Sequence[int], share: float) -> int:
     return next(value for number, value in enumerate(ordered, 1) if number >= share * len(ordered))
 
 
-def lines(one: Found) -> Iterator[str]:
-    yield (
-        f"event loop    {one.loop_share:6.1%}  of the CPU time of {one.steps} steps with {one.streams} streams, of "
-        f"{one.connections} connections: {one.loop_cpu_ms:.2f} of {one.step_cpu_ms:.2f} ms; aim below {MAX_SHARE:.0%}"
-    )
-    yield (
-        f"tokens        {one.delay_steps:6}  steps were delivered while a token was on its way to its client, at most; "
-        f"aim {MAX_STEPS}; {one.late:.2%} waited longer; p50 {one.delay_p50_ms:.1f} ms, p99 {one.delay_p99_ms:.1f} ms"
-    )
-    yield (
-        f"/health       {one.health_p99_ms:6.1f}  ms at p99 of {one.asked} requests, p50 {one.health_p50_ms:.1f} ms; "
-        f"aim below {MAX_HEALTH:.0f} ms"
-    )
-    yield f"throughput    {one.tokens_per_second:6.0f}  tokens/s"
-
-
 # -- the server and its clients ----------------------------------------------------------------------------------------
 
 
@@ -268,9 +253,9 @@ def _clients(extent: Extent, port: int, model: str) -> Clients:
         "pause": extent.pause,
         "seconds": SECONDS,
     }
-    command = [sys.executable, "-m", "kvcellar.bench.load_client"]
+    command = [sys.executable, "-m", "benchmarks.load_client"]
     command += [f"--{name}={value}" for name, value in options.items()]
-    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if ran.returncode:
         raise KvcellarError(f"the clients of serve-load failed: {ran.stderr.strip()[-2000:]}")
     return Clients(**json.loads(ran.stdout.splitlines()[-1]))
@@ -282,3 +267,24 @@ def write_tokenizer(vocabulary: int, directory: Path) -> None:
     made.decoder = decoders.ByteLevel()
     made.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+# -- the row -----------------------------------------------------------------------------------------------------------
+
+
+def row(given: Given) -> Lines:
+    one = serve_load(SMALLEST if given.quick else Extent(), given.directory)
+    yield (
+        f"event loop    {one.loop_share:6.1%}  of the CPU time of {one.steps} steps with {one.streams} streams, of "
+        f"{one.connections} connections: {one.loop_cpu_ms:.2f} of {one.step_cpu_ms:.2f} ms; aim below {MAX_SHARE:.0%}"
+    )
+    yield (
+        f"tokens        {one.delay_steps:6}  steps were delivered while a token was on its way to its client, at most; "
+        f"aim {MAX_STEPS}; {one.late:.2%} waited longer; p50 {one.delay_p50_ms:.1f} ms, p99 {one.delay_p99_ms:.1f} ms"
+    )
+    yield (
+        f"/health       {one.health_p99_ms:6.1f}  ms at p99 of {one.asked} requests, p50 {one.health_p50_ms:.1f} ms; "
+        f"aim below {MAX_HEALTH:.0f} ms"
+    )
+    yield f"throughput    {one.tokens_per_second:6.0f}  tokens/s"
+    return one._asdict()

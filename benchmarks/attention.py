@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.interleave import in_rounds
+from benchmarks.row import Given, Lines
 from kvcellar.attention.choose import named
-from kvcellar.bench.interleave import in_rounds
-from kvcellar.bench.network import Size
+from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.cache.group import Group
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Memory
@@ -95,9 +96,8 @@ def _milliseconds(memory: Memory, q: torch.Tensor, scoring: Scoring) -> float:
     return (time.process_time_ns() - start) / 1e6
 
 
-def lines(found: Mapping[str, Took]) -> list[str]:
-    """A line for each case."""
-    return [
-        f"attention {name:18} cpu {one.cpu_ms:8.3f} ms   sdpa {one.sdpa_ms:8.3f} ms   {one.ratio:5.2f}x"
-        for name, one in found.items()
-    ]
+def row(given: Given) -> Lines:
+    found = attention(TINY, TINY_CASES, rounds=2) if given.quick else attention(SMALL, CASES)
+    for name, one in found.items():
+        yield f"attention {name:18} cpu {one.cpu_ms:8.3f} ms   sdpa {one.sdpa_ms:8.3f} ms   {one.ratio:5.2f}x"
+    return {name: one._asdict() for name, one in found.items()}

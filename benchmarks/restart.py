@@ -18,7 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from kvcellar.bench.network import Size, write
+from benchmarks.row import ROOT, Given, Lines
+from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import KvcellarError
 from kvcellar.tiers.buffers import Space, allocated
@@ -108,8 +109,8 @@ def _stored(engine: Engine) -> None:
 
 
 def _killed_child(directory: Path, tokens: int) -> None:
-    command = [sys.executable, "-m", "kvcellar.bench.restart", str(directory), str(tokens)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+    command = [sys.executable, "-m", "benchmarks.restart", str(directory), str(tokens)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         if child.stdout.readline().strip() != READY:
             raise KvcellarError("the process that was to be killed failed")
@@ -125,17 +126,18 @@ def _compute(directory: Path, tokens: int) -> None:
     time.sleep(600)
 
 
-def lines(found: Restart) -> list[str]:
-    """The table."""
-    rate = found.bytes / found.reading / 1e6
-    return [
-        f"{found.tokens} tokens, seconds to the first token of the next turn:",
-        f"{'cold':30} {found.cold:8.3f}",
-        f"{'warm, in memory':30} {found.warm:8.3f}",
+def row(given: Given) -> Lines:
+    found = restart(TINY, given.directory, tokens=400) if given.quick else restart(SMALL, given.directory)
+    yield f"{found.tokens} tokens, seconds to the first token of the next turn:"
+    yield f"{'cold':30} {found.cold:8.3f}"
+    yield f"{'warm, in memory':30} {found.warm:8.3f}"
+    yield (
         f"{'after SIGKILL, from the store':30} {found.restarted:8.3f}   {found.restarted / found.bound:.2f} of the "
-        f"bound {found.bound:.3f}, cold is {found.cold / found.restarted:.1f} times that",
-        f"{'read and verified':30} {found.bytes / 1e6:8.1f} MB at {rate:.0f} MB/s",
-    ]
+        f"bound {found.bound:.3f}, cold is {found.cold / found.restarted:.1f} times that"
+    )
+    rate = found.bytes / found.reading / 1e6
+    yield f"{'read and verified':30} {found.bytes / 1e6:8.1f} MB at {rate:.0f} MB/s"
+    return found._asdict()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from compileall import compile_dir
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from statistics import median
 from typing import Any
 
 import kvcellar
+from benchmarks.row import ROOT, Given, Lines
 from kvcellar.errors import KvcellarError
 
 PROMPT = "def read_lines(path):"
@@ -37,33 +37,33 @@ class Start:
     ours: float
 
 
-def starts(*, warm: int = WARM, record: str | None = None) -> dict[str, Start]:
-    """The first start, with an empty cache directory, and the medians of the next `warm` starts. `record` is the
-    setting."""
-    settings = [] if record is None else ["--record", record]
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "XDG_CACHE_HOME": cache}
-        if not compile_dir(Path(kvcellar.__file__).parent, quiet=1):  # as pip does at installation
-            raise KvcellarError("kvcellar's modules cannot be compiled, so each start would compile them again")
-        first = _started(environment, settings)
-        others = [_started(environment, settings) for _ in range(warm)]
+def starts(directory: Path, settings: Sequence[str], *, warm: int = WARM) -> dict[str, Start]:
+    """The first start, with an empty cache directory, and the medians of the next `warm` starts. `settings` are options
+    of `kvcellar run`."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(directory)}
+    if not compile_dir(Path(kvcellar.__file__).parent, quiet=1):  # as pip does at installation
+        raise KvcellarError("kvcellar's modules cannot be compiled, so each start would compile them again")
+    first = _started(environment, settings)
+    others = [_started(environment, settings) for _ in range(warm)]
     parts = {part: median(asdict(one)[part] for one in others) for part in asdict(first)}
     return {"first": first, "second": Start(**parts)}
 
 
-def lines(found: Mapping[str, Start]) -> list[str]:
-    """The table."""
-    head = f"{'':13} {'torch':>10} {'transformers':>13} {'ours':>9}   CPU seconds to the first token"
-    rows = [
-        f"{name + ' start':13} {one.torch:8.2f} s {one.transformers:11.2f} s {one.ours:7.2f} s"
-        for name, one in found.items()
-    ]
-    return [head, *rows, f"{'':13} {'':10} {'':13} {TARGET:7.2f} s   target, from the second start on"]
+def row(given: Given) -> Lines:
+    settings = ["--threads", str(given.threads), *([] if given.record is None else ["--record", given.record])]
+    yield f"{'':13} {'torch':>10} {'transformers':>13} {'ours':>9}   CPU seconds to the first token"
+    found = starts(given.directory, settings, warm=1 if given.quick else WARM)
+    for name, one in found.items():
+        yield f"{name + ' start':13} {one.torch:8.2f} s {one.transformers:11.2f} s {one.ours:7.2f} s"
+    yield f"{'':13} {'':10} {'':13} {TARGET:7.2f} s   target, from the second start on"
+    return {name: asdict(one) for name, one in found.items()}
 
 
 def _started(environment: Mapping[str, str], settings: Sequence[str]) -> Start:
-    command = [sys.executable, "-m", "kvcellar.bench.start", *settings]
-    ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True)
+    command = [sys.executable, "-m", "benchmarks.start", *settings]
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, check=True
+    )
     return Start(**json.loads(ran.stdout.splitlines()[-1]))
 
 

@@ -21,8 +21,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
-from kvcellar.bench.decoding import PARAMS, Burst, decode, together
-from kvcellar.bench.interleave import Side, sides
+from benchmarks.decoding import PARAMS, Burst, decode, together
+from benchmarks.interleave import Side, sides
+from benchmarks.row import Given, Lines
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result
 from kvcellar.events import Delta, Event, Failed, Finished
@@ -229,26 +230,21 @@ class _Listener:
         return Burst(sum(self.side.cpu), steps, sum(self._tokens[1 : steps + 1]))
 
 
-# -- report -------------------------------------------------------------------------------------------------------
+# -- the row ------------------------------------------------------------------------------------------------------
 
 
-def lines(found: Sequence[Found]) -> list[str]:
-    """The table."""
-    return [
-        *(
-            f"accepted      {one.fixed.tokens / max(1, one.fixed.rounds):6.2f}   tokens a round with {DEPTH} drafts of "
-            f"{one.drafter} at temperature {one.temperature}: {', '.join(f'{rate:.2f}' for rate in one.fixed.rates)} "
-            f"by position, {one.fixed.texts} texts"
-            for one in found
-        ),
-        *(
+def row(given: Given) -> Lines:
+    found = drafts(SMALLEST if given.quick else Extent())
+    for one in found:
+        fixed, rates = one.fixed, ", ".join(f"{rate:.2f}" for rate in one.fixed.rates)
+        yield (
+            f"accepted      {fixed.tokens / max(1, fixed.rounds):6.2f}   tokens a round with {DEPTH} drafts of "
+            f"{one.drafter} at temperature {one.temperature}: {rates} by position, {fixed.texts} texts"
+        )
+    for one in found:
+        yield (
             f"chosen        {one.of_plain:6.2f}x  (+-{one.error:.2f}) of plain decoding with drafts of {one.drafter} "
             f"at temperature {one.temperature}, {one.tokens:.2f} tokens a round; target {MIN_OF_PLAIN}. No speed-up is "
             f"claimed: this model is too small"
-            for one in found
-        ),
-    ]
-
-
-def as_json(found: Sequence[Found]) -> list[dict[str, object]]:
+        )
     return [{**one._asdict(), "fixed": {**one.fixed._asdict(), "rates": one.fixed.rates}} for one in found]

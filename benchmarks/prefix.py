@@ -14,9 +14,10 @@ from pathlib import Path
 from threading import Semaphore
 from typing import Any
 
+from benchmarks.interleave import in_rounds
+from benchmarks.row import Given, Lines
 from kvcellar.attention.choose import backends
-from kvcellar.bench.interleave import in_rounds
-from kvcellar.bench.network import TINY, Size, write
+from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.engine.engine import Engine
 from kvcellar.events import Delta, Event
 from kvcellar.kernels.packed import pack
@@ -317,20 +318,28 @@ def _prompt(seed: int, tokens: int) -> list[int]:
     return [draw.randrange(1, 500) for _ in range(max(2, tokens))]
 
 
-# -- report -------------------------------------------------------------------------------------------------------
+# -- the row ------------------------------------------------------------------------------------------------------
 
 
-def lines(found: Found, extent: Extent) -> list[str]:
-    """The table."""
+def row(given: Given) -> Lines:
+    extent = SMALLEST if given.quick else Extent(SMALL)
+    found = prefix(extent, given.directory)
     sizes = list(found.eviction)
     costs = ", ".join(f"{1000 * took:.1f} us of {int(nodes):,} nodes" for nodes, took in found.eviction.items())
-    return [
+    yield (
         f"lookup        {found.lookup_p99:7.3f} ms  99th percentile, {found.lookup_p50:.3f} ms median, in a tree of "
-        f"{found.tokens:,} tokens; target below {MAX_LOOKUP} ms",
+        f"{found.tokens:,} tokens; target below {MAX_LOOKUP} ms"
+    )
+    yield (
         f"eviction      {found.growth:7.2f}x  from {int(sizes[0]):,} to {int(sizes[-1]):,} nodes ({costs}); target "
-        f"below {MAX_GROWTH}",
+        f"below {MAX_GROWTH}"
+    )
+    yield (
         f"cached        {found.cached_ratio:7.3f}x  {found.cached:.1f} ms for {extent.new} tokens behind "
-        f"{extent.prefix} cached ones, {found.forward:.1f} ms for their forward; target below {MAX_CACHED}",
+        f"{extent.prefix} cached ones, {found.forward:.1f} ms for their forward; target below {MAX_CACHED}"
+    )
+    yield (
         f"tree          {found.share:7.2%}   {found.tree:.3f} of {found.step:.1f} ms of a decoding step of "
-        f"{extent.sequences} sequences; target below {MAX_TREE:.0%}",
-    ]
+        f"{extent.sequences} sequences; target below {MAX_TREE:.0%}"
+    )
+    return found.as_json()

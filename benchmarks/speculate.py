@@ -1,6 +1,7 @@
 """speculate: what rounds of speculation cost, end to end, against what they may cost on paper.
 
-The drafter is an oracle (`oracle.py`). On paper, a round costs what a forward over its rows costs, measured in the same
+The drafter is an oracle: it knows the text to come, is wrong at a set rate, and costs nothing, so that what is
+measured is what verification costs. On paper, a round costs what a forward over its rows costs, measured in the same
 run: memory and the logits of all rows included; no draw, no scheduler, no requests. With fixed depths, its tokens are
 those that the rounds gave; with the depth controller, those of the best depth for the error rate.
 
@@ -17,22 +18,25 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.decoding import Burst, decode, together
+from benchmarks.interleave import in_rounds
+from benchmarks.row import Given, Lines
 from kvcellar.attention.choose import backends
-from kvcellar.bench.decoding import Burst, decode, together
-from kvcellar.bench.interleave import in_rounds
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.bench.oracle import DEEPEST, Oracle
 from kvcellar.engine.engine import Engine
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.load import load
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
+from kvcellar.speculate.chain import Chain, Key
+from kvcellar.speculate.drafter import Committed
 from kvcellar.speculate.speculator import Speculator
 
 CACHE_BYTES = 1 << 29
 ERRORS = (0.0, 0.2, 0.5)
 USELESS = 1.0
+DEEPEST = 7
 WIDEST = DEEPEST + 1  # rows of a sequence
 
 MIN_OF_PAPER = 0.8
@@ -56,6 +60,38 @@ class Extent:
 
 
 SMALLEST = Extent(TINY, sequences=(2,), depths=(1, 3), prompt=16, steps=3, rounds=1, warm=8)  # to test the bench
+
+
+class Oracle:
+    """Drafts for texts that repeat their last token. Each draft is wrong with probability `error`; up to `most` for
+    each completion."""
+
+    name = "oracle"
+    deepest = DEEPEST
+    catches_up = False
+    reads_hidden = False
+
+    def __init__(self, *, error: float = 0.0, most: int = DEEPEST) -> None:
+        self.error, self.most = error, most
+        self._random = random.Random(0)
+
+    def propose(self, chains: Sequence[Chain]) -> None:
+        for chain in chains:
+            token = chain.text[-1]
+            for _ in range(min(self.most, chain.left)):
+                chain.add(token if self._random.random() >= self.error else token + 1)
+
+    def committed(self, news: Sequence[Committed]) -> None:
+        """Nothing depends on hidden states."""
+
+    def fork(self, key: Key, other: Key) -> None:
+        """Nothing is kept."""
+
+    def close(self, key: Key, *, keep: bool) -> None:
+        """Nothing is kept."""
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        """Nothing is kept."""
 
 
 class Fixed(NamedTuple):
@@ -205,12 +241,7 @@ def _chosen(
     )
 
 
-# -- report -------------------------------------------------------------------------------------------------------
-
-
-def lines(found: Mapping[int, Found]) -> list[str]:
-    """The table."""
-    return [line for sequences, one in found.items() for line in _lines(sequences, one)]
+# -- the row ------------------------------------------------------------------------------------------------------
 
 
 def _lines(sequences: int, found: Found) -> list[str]:
@@ -234,7 +265,10 @@ def _lines(sequences: int, found: Found) -> list[str]:
     ]
 
 
-def as_json(found: Mapping[int, Found]) -> dict[str, object]:
+def row(given: Given) -> Lines:
+    found = speculate(SMALLEST if given.quick else Extent(), given.directory)
+    for sequences, one in found.items():
+        yield from _lines(sequences, one)
     return {
         str(sequences): {
             "plain_ms": one.plain_ms,

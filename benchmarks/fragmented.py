@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.interleave import in_rounds
+from benchmarks.networks import group
+from benchmarks.row import Given, Lines
+from benchmarks.zeros import put_zeros
 from kvcellar.attention.choose import named
-from kvcellar.bench.interleave import in_rounds
-from kvcellar.bench.network import Size
-from kvcellar.bench.zeros import put_zeros
+from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.cache.memory import Memory
 from kvcellar.collector import settled
 from kvcellar.contracts import Backend
@@ -58,16 +60,6 @@ def fragmented(
     return found
 
 
-def lines(found: dict[str, Compacted]) -> list[str]:
-    """A row of the table for each backend."""
-    return [
-        f"fragmented    {one.ratio:6.2f}x  {name}: {one.before:.2f} ms before and {one.after:.2f} ms after compaction; "
-        f"{one.cells} cells in {one.runs_before} runs, then in {one.runs_after}; {one.moved} moved, "
-        f"{one.piece_ms:.1f} ms the longest piece"
-        for name, one in found.items()
-    ]
-
-
 @torch.inference_mode()
 def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds: int) -> Compacted:
     scattered, tidy = (_used(size, backend, sequences, tokens) for _ in range(2))
@@ -89,7 +81,7 @@ def _measured(size: Size, backend: Backend, sequences: int, tokens: int, rounds:
 def _used(size: Size, backend: Backend, sequences: int, tokens: int) -> Memory:
     """A fragmented memory with an eighth of its cells free; the others contain zeros."""
     cells = {GROUP: sequences * tokens * 8 // 7}
-    memory = Memory([size.group()], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
+    memory = Memory([group(size)], cells=cells, dtype=torch.bfloat16, device="cpu", backend=backend)
     draw, short = random.Random(1), list(range(sequences, sequences + cells[GROUP]))
     for seq in short:
         n = min(draw.choice(SHORT), memory.free()[GROUP])
@@ -136,3 +128,14 @@ def _attention(memory: Memory, size: Size) -> float:
     took = 1000 * (time.process_time() - start)
     memory.abandon()
     return took
+
+
+def row(given: Given) -> Lines:
+    found = fragmented(TINY, sequences=4, tokens=128, rounds=2) if given.quick else fragmented(SMALL)
+    for name, one in found.items():
+        yield (
+            f"fragmented    {one.ratio:6.2f}x  {name}: {one.before:.2f} ms before and {one.after:.2f} ms after "
+            f"compaction; {one.cells} cells in {one.runs_before} runs, then in {one.runs_after}; {one.moved} moved, "
+            f"{one.piece_ms:.1f} ms the longest piece"
+        )
+    return {name: one._asdict() for name, one in found.items()}

@@ -1,6 +1,6 @@
 """soak: sends random requests for minutes, cancels a third of them, and fails if the memory of the process grows.
 
-`make soak`, or `python -m kvcellar.bench.soak --minutes 3`, tests three models at once, each in a new process:
+`make soak`, or `python -m benchmarks.soak --minutes 3`, tests three models at once, each in a new process:
 the embedded model, and a network with random weights in float32 and in bfloat16. After the first two minutes the
 resident set (RSS) of each may grow by at most 5 %. Prints a table and one line of JSON; exit code 1 if one grew more.
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.row import ROOT
 from kvcellar.bench.network import Size, write
 from kvcellar.engine.engine import Engine
 
@@ -178,11 +179,11 @@ def run_one(model: str, minutes: float, seed: int) -> None:
 
 def watch(model: str, minutes: float, seed: int) -> list[Sample]:
     """Test one model in a new process. Raises `RuntimeError` if that fails."""
-    command = [sys.executable, "-m", "kvcellar.bench.soak", "--model", model]
+    command = [sys.executable, "-m", "benchmarks.soak", "--model", model]
     command += ["--minutes", str(minutes), "--seed", str(seed)]
     samples: list[Sample] = []
     printed = 0.0
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             samples.append(sample := Sample(**json.loads(line)))
@@ -206,7 +207,7 @@ def table(found: Sequence[Soaked]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m kvcellar.bench.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"duration ({MINUTES:g})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the requests (0)")
     parser.add_argument("--model", choices=MODELS, help="only this model, in this process; prints samples")

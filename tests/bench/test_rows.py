@@ -1,0 +1,235 @@
+"""The rows run completely with tiny sizes, and the last line has all results. No time is compared."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from benchmarks import profile as profiles
+from benchmarks import start
+from benchmarks.attention import TINY_CASES
+from benchmarks.gaps import BESIDE
+from benchmarks.networks import RECURRENT
+from benchmarks.profile import PARTS, RECORDED, profile
+from benchmarks.run import FEW, ROWS, main
+from benchmarks.start import Start
+from kvcellar.attention.choose import backends
+from kvcellar.bench.network import TINY, write
+from kvcellar.kernels.compiled import NotCompiled
+
+pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings
+
+
+def measured(capsys: pytest.CaptureFixture[str], row: str, *options: str) -> tuple[list[str], Any]:
+    """The lines of the table, and what the last line has of the row."""
+    main([row, "--quick", *options])
+    *table, last = capsys.readouterr().out.splitlines()
+    return table, json.loads(last)["rows"][row]
+
+
+def test_without_a_row_a_few_are_measured(capsys: pytest.CaptureFixture[str]):
+    main(["--quick"])
+    *table, last = capsys.readouterr().out.splitlines()
+    found = json.loads(last)
+    assert found["quick"] is True
+    assert list(found["rows"]) == list(FEW)
+    assert {line.split()[0] for line in table} >= {"begin+commit", "turns", "revertible", "lookup"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ragged"], ", ".join(repr(name) for name in ROWS)),
+        (["linear", "--record", "auto"], "--record is for the rows profile, start, threads"),
+        (["--record", "auto"], "--record is for the rows"),
+        (["linear", "--profile", "mla"], "--profile is for the row profile, not for linear"),
+        (["--profile", "restart"], "'prefill-512', "),
+    ],
+)
+def test_what_there_is_not_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "bookkeeping")
+    assert list(last) == ["1000", "10000"]
+    assert len(table) == 2
+
+
+def test_gaps_are_measured_beside_each_of_what_others_do(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("zmq")
+    table, last = measured(capsys, "gaps")
+    assert list(last) == list(BESIDE)
+    assert [row[:16].strip() for row in table] == list(BESIDE)
+    for gap in last.values():
+        assert 0 <= gap["cpu_ms"]
+        assert 0 < gap["gap_ms"] <= 1e3 * gap["seconds"] + 1e4
+        assert gap["tokens"] >= 1
+
+
+@pytest.mark.slow
+def test_waits_are_measured_for_both_keys(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "waits")
+    assert len(table) == len(last) == 2
+    for found in last:
+        assert 0 < found["half"] <= found["longest"]
+        assert found["failed"] == 0
+
+
+def test_attention_is_timed_for_each_case(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "attention")
+    assert len(table) == len(found)
+    assert list(found) in ([], list(TINY_CASES))
+    assert all(min(one["cpu_ms"], one["sdpa_ms"], one["ratio"]) > 0 for one in found.values())
+
+
+def test_fragmented_and_compacted_memory_hold_the_same_cells(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "fragmented")
+    assert [line.split()[0] for line in table] == ["fragmented"] * len(found)
+    assert "sdpa" in found
+    for one in found.values():
+        assert (one["cells"], one["runs_after"]) == (4 * 128, 4)
+        assert one["runs_before"] > 16
+        assert one["moved"] > 0
+        assert one["ratio"] > 0
+
+
+def test_linear_layers_are_measured_for_each_type_and_number_of_rows(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "linear", "--threads", "2")
+    assert set(last) == {"bfloat16", "float32"}
+    assert len(table) == 8
+    for by_rows in last.values():
+        assert list(by_rows) == ["1", "8", "32", "512"]
+        for one in by_rows.values():
+            assert all(value is None or value > 0 for value in one.values())
+    assert all("2 threads" in line for line in table)
+
+
+def test_a_conversation_is_found_after_its_process_was_killed(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "restart")
+    assert len(table) == 5
+    assert found["bytes"] >= found["tokens"] * 2 * 2 * 2 * 16 * 2, (
+        "K and V of two layers with two heads of 16, bfloat16"
+    )
+    assert min(found["cold"], found["warm"], found["restarted"], found["reading"]) > 0
+
+
+def test_the_costs_of_the_prefix_tree_are_measured(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "prefix")
+    assert [line.split()[0] for line in table] == ["lookup", "eviction", "cached", "tree"]
+    assert (found["tokens"], list(found["eviction"])) == (5000, ["100", "1000"])
+    assert 0 < found["lookup_p50"] <= found["lookup_p99"]
+    assert 0 < found["tree"] < found["step"]
+    assert math.isclose(found["cached_ratio"], found["cached"] / found["forward"])
+
+
+def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "turns")
+    assert list(last) == ["32"]
+    found = last["32"]
+    assert found["by_token"] <= found["ideal"]
+    assert found["by_token"] <= found["ours"] <= 1.02 * found["ideal"]
+    assert [line.split()[:2] for line in table] == [["turns", str(found["ours"])]]
+
+
+def test_revertible_steps_are_measured_for_every_kind_of_recurrence(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "revertible")
+    assert list(last["steps"]) == list(RECURRENT)
+    assert all(list(by_width) == ["8", "1"] for by_width in last["steps"].values())
+    costs = [cost for by_width in last["steps"].values() for cost in by_width.values()]
+    assert all(took > 0 for cost in costs for took in cost.values())
+    assert [line.split()[1] for line in table[: len(costs)]] == [f"{cost['all_kept']:.2f}x" for cost in costs]
+
+
+def test_a_fork_allocates_no_state_and_its_first_token_one_row(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "revertible")
+    assert list(last["forks"]) == list(RECURRENT)
+    for fork in last["forks"].values():
+        assert fork["row"] > 0
+        assert (fork["at_once"], fork["first_write"]) == (0, fork["row"])
+    assert [line.split()[0] for line in table[-len(RECURRENT) :]] == ["fork"] * len(RECURRENT)
+
+
+def test_a_start_is_reported_in_three_parts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    each = iter([Start(0.1, 2.0, 4.0, 8.0), Start(0.1, 2.5, 4.5, 0.75)])
+    asked = list[list[str]]()
+    monkeypatch.setattr(start, "_started", lambda environment, settings: asked.append(settings) or next(each))
+    (_, first, second, wanted), found = measured(capsys, "start", "--record", "off")
+    assert first.split() == ["first", "start", "2.00", "s", "4.00", "s", "8.00", "s"]
+    assert second.split() == ["second", "start", "2.50", "s", "4.50", "s", "0.75", "s"]
+    assert wanted.split()[:2] == ["1.00", "s"]
+    assert found["second"] == {"python": 0.1, "torch": 2.5, "transformers": 4.5, "ours": 0.75}
+    assert asked == [["--threads", "1", "--record", "off"]] * 2
+
+
+@pytest.mark.slow
+def test_starts_are_measured_in_new_processes(capsys: pytest.CaptureFixture[str]):
+    table, last = measured(capsys, "start")
+    assert [line.split()[0] for line in table[1:3]] == ["first", "second"] == list(last)
+    for one in last.values():
+        assert all(took > 0 for part, took in one.items() if part != "python")
+
+
+def test_a_recorded_step_has_a_profile(tmp_path):
+    """Each kernel's time is that of its part, and what is left of the forward is more than nothing."""
+    write(TINY, tmp_path)
+    try:
+        attention, parts = profile(tmp_path, [[5, 6, 7], [8, 9]], 3, recorded=True)
+    except NotCompiled as error:
+        pytest.skip(f"not compiled here: {error}")
+    assert attention == "cpu"
+    assert list(parts) == list(RECORDED)
+    assert all(took > 0 for took in parts.values())
+
+
+def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "profile", "--profile", "ragged-8")
+    assert found["of"] == "ragged-8"
+    assert found["attention"] in {backend.name for backend in backends()}
+    assert list(found["ms"]) == list(PARTS) == [line[:20].strip() for line in table[: len(PARTS)]]
+    by_number = [counts for by_n in found["per_layer"].values() for counts in by_n.values()]
+    assert len(by_number) == len(table) - len(PARTS)
+    assert all(counts["calls"] > 0 < counts["operations"] for counts in by_number)
+    assert all(took > 0 for took in found["ms"].values())
+
+
+@pytest.mark.parametrize("name", ["prefill-512", "mamba2-8"])
+def test_reading_and_other_kinds_have_profiles(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(profiles, "all_counts", dict)  # they are the same for all profiles, and counted above
+    _, found = measured(capsys, "profile", "--profile", name)
+    assert found["of"] == name
+    assert {part for part, took in found["ms"].items() if took > 0} >= set(PARTS) - {"attention"}
+    assert (found["ms"]["attention"] > 0) == (name == "prefill-512")
+
+
+def test_the_stalls_of_a_stream_beside_a_load_are_measured(capsys: pytest.CaptureFixture[str]):
+    _, found = measured(capsys, "two-models")
+    assert found["tokens"] > 0
+    assert 0 < found["median"] <= found["worst"]
+    assert 0 < found["worst_loading"]
+    assert found["load_seconds"] > 0
+
+
+def test_masks_are_measured_beside_a_step(capsys: pytest.CaptureFixture[str]):
+    _, found = measured(capsys, "structured")
+    assert set(found) == {"2"}
+    assert all(value > 0 for value in found["2"].values())
+
+
+def test_a_server_with_many_connections_is_measured(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "serve-load")
+    assert [line.split()[0] for line in table] == ["event", "tokens", "/health", "throughput"]
+    assert (found["connections"], found["streams"]) == (12, 4)
+    assert found["steps"] > 0
+    assert min(found["step_cpu_ms"], found["loop_cpu_ms"], found["tokens_per_second"]) > 0
+    assert math.isclose(found["loop_share"], found["loop_cpu_ms"] / found["step_cpu_ms"])
+    assert 0 < found["delay_p50_ms"] <= found["delay_p99_ms"]
+    assert 0 <= found["delay_steps"]
+    assert 0 <= found["late"] <= 1
+    assert found["asked"] > 0
+    assert 0 < found["health_p50_ms"] <= found["health_p99_ms"]

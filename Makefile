@@ -42,6 +42,7 @@ lint: $(VENV)/.dev ## style, format, types and the direction of imports
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/weight.py
 
 format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff check --fix .

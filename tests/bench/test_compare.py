@@ -16,9 +16,8 @@ from click import BadParameter
 from kvcellar import Engine
 from kvcellar.bench import compared as compared_module
 from kvcellar.bench import hf_baseline
-from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import NEAR, Agreement, Compared, Extent, Work, compared, same_work
-from kvcellar.bench.compared import ROWS, run_against, run_kinds
+from kvcellar.bench.compared import ROWS, Reads, run_against, run_kinds
 from kvcellar.bench.gguf import write_gguf
 from kvcellar.bench.kinds import KINDS
 from kvcellar.bench.network import TINY, write

@@ -18,7 +18,7 @@ from kvcellar.cli.top import Watched
 from kvcellar.cli.top_view import FREE, view
 from kvcellar.errors import KvcellarError
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.one_engine import hosting
+from kvcellar.serve.server import hosting
 from tests.cli.command import PATIENCE, Terminal, kvcellar
 
 

@@ -443,6 +443,6 @@ def test_one_owner_has_its_share_of_the_memory_of_conversations(monkeypatch: pyt
             super().__init__(share=share)
             shares.append(share)
 
-    monkeypatch.setattr("kvcellar.engine.open_conversations.MemoryArchive", Noted)
+    monkeypatch.setattr("kvcellar.engine.engine.MemoryArchive", Noted)
     small_engine("llama", tenant_share=0.25).close()
     assert shares == [0.25]

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from kvcellar.engine.restored_chunk import ChunkTensor
+from kvcellar.engine.restores import ChunkTensor
 from kvcellar.tiers.buffers import Space, allocated
 
 

@@ -16,8 +16,8 @@ from kvcellar.attention.choose import backends
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.load import sharing_weights
 from kvcellar.models.mtp_head import MtpHead, build_mtp_head
-from kvcellar.models.shared_weights import sharing_weights
 from tests.zoo import ARCHS
 from tests.zoo_test_support.initialise import initialise
 from tests.zoo_test_support.tiny import tiny

@@ -15,7 +15,7 @@ from kvcellar.models.adapter_test import check_adapted
 from kvcellar.models.adapters import read_adapter
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.shared_weights import sharing_weights
+from kvcellar.models.load import sharing_weights
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.lora import ends_with, layers_of, merged, saved

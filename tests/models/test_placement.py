@@ -9,8 +9,7 @@ from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models.load import load
 from kvcellar.models.placement import ELSEWHERE, PARALLEL
-from kvcellar.verify.diagnosis import diagnose
-from kvcellar.verify.machine_notes import Machine, machine_notes
+from kvcellar.verify.diagnosis import Machine, diagnose, machine_notes
 from tests.zoo import ARCHS
 
 

@@ -24,9 +24,9 @@ from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models import build_guest as guest_building
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
+from kvcellar.models.load import sharing_weights
 from kvcellar.models.mixers import Mixing, StateView
 from kvcellar.models.scan import SCANS, Advance, Call, Scan
-from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.plan import Batch, Feed, Run, StateSegment
 from kvcellar.spans import Span
 from tests.laws.prefixes import Made

@@ -22,7 +22,7 @@ from kvcellar.errors import EngineFailed
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.models import build_guest as guest_building
 from kvcellar.models.guest import Verdict
-from kvcellar.models.shared_weights import sharing_weights
+from kvcellar.models.load import sharing_weights
 from kvcellar.verify.diagnosis import diagnose
 from kvcellar.verify.run import verify
 from tests.models.timeline import BOUND

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.draw import draw
-from kvcellar.sample.masks import _penalise, _spread, forbid_unmatched
+from kvcellar.sample.draw import _penalise, _spread, draw, forbid_unmatched
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars

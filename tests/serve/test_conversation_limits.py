@@ -17,9 +17,9 @@ from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.sending import SEND_BYTES
+from kvcellar.serve.server import hosting
 from kvcellar.serve.shared import Shared
 from kvcellar.tiers import archive
 from tests.serve.fake_engine import PATIENCE, FakeEngine

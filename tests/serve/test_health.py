@@ -12,8 +12,8 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.server import hosting
 from kvcellar.serve.shared import Shared
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine

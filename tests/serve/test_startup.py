@@ -13,10 +13,9 @@ import pytest
 from kvcellar.errors import EngineClosed, ModelRefused
 from kvcellar.progress import Progress
 from kvcellar.serve import Host, ServeSettings, key_digest
-from kvcellar.serve.one_engine import NoModels
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
-from kvcellar.serve.server import Server, bind, run
+from kvcellar.serve.server import NoModels, Server, bind, run
 from kvcellar.serve.startup import Startup
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import CHAT, chat, error_of

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcellar.speculate.cost import Curve, rounded
-from kvcellar.speculate.depth import DepthController, Limit, Outcome
-from kvcellar.speculate.rates import Rates
+from kvcellar.speculate.depth import DepthController, Limit, Outcome, Rates
 from tests.speculate.simulated import Machine, play
 
 

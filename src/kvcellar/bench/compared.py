@@ -1,14 +1,21 @@
-"""compared: prints what `compare` measured, and the limit that reading memory sets."""
+"""compared: prints what `compare` measured, and the limit that reading memory sets: how fast one core
+reads it, in huge pages where the system gives them.
+"""
 
+import ctypes
 import json
+import mmap
 import os
+import statistics
+import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import kvcellar.kernels
 from kvcellar.bench import report
-from kvcellar.bench.bandwidth import Reads
 from kvcellar.bench.compare import QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.gguf import write_gguf
 from kvcellar.bench.kinds import KINDS, kinds
@@ -17,6 +24,39 @@ from kvcellar.bench.network import LARGER, SMALL, TINY, Size, write
 from kvcellar.bench.others import IDLE
 from kvcellar.bench.peer import OURS, Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.kernels.compiled import library
+
+SOURCE = Path(kvcellar.kernels.__file__).parent / "reads.cpp"
+BYTES = 256 << 20  # more than caches hold
+WORD = 8
+
+
+class Reads:
+    """Memory that is read again and again. Raises `NotCompiled`."""
+
+    def __init__(self, environment: Mapping[str, str], *, size: int = BYTES) -> None:
+        self._read = library(SOURCE, environment).kvcellar_read
+        self._read.argtypes, self._read.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_uint64
+        self._memory = mmap.mmap(-1, size)
+        if sys.platform == "linux":
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._words = (ctypes.c_uint64 * (size // WORD)).from_buffer(self._memory)
+        self._bytes = size // WORD * WORD
+        ctypes.memset(self._words, 1, self._bytes)
+        self._seconds: list[float] = []
+
+    def read(self) -> int:
+        """Read all of it once; returns the sum of its words, modulo 2^64."""
+        before = time.thread_time()
+        total = self._read(self._words, self._bytes // WORD)
+        self._seconds.append(time.thread_time() - before)
+        return total
+
+    @property
+    def rate(self) -> float:
+        """Bytes per CPU second: the median."""
+        return self._bytes / statistics.median(self._seconds)
+
 
 OTHER_KINDS = "kinds"  # the row of all networks of other kinds
 ROWS = (*WORKS, OTHER_KINDS, *KINDS)

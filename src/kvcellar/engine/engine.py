@@ -2,12 +2,16 @@
 
 with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
+
+Named conversations are kept in the directory of the store, or, without one, in memory.
 """
 
+import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
 from itertools import count
@@ -17,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 from kvcellar.engine import arguments
 from kvcellar.engine.adapters_client import AdaptersClient
 from kvcellar.engine.cache_client import CacheClient
+from kvcellar.engine.card import ModelCard
 from kvcellar.engine.client import EngineClient
-from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.embeddings import Embeddings
-from kvcellar.engine.open_conversations import open_conversations
 from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
@@ -29,18 +33,22 @@ from kvcellar.engine.request import RequestOptions, SubmitOptions, how_of, sampl
 from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Result, Stream, Ticket
 from kvcellar.engine.session import Session
-from kvcellar.engine.settings import EngineOptions, Settings, settings_of
+from kvcellar.engine.settings import EngineOptions, Settings, conversation_bytes, settings_of
 from kvcellar.engine.stats import EngineStats
+from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
 from kvcellar.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
+from kvcellar.places import NoPlace, cache
 from kvcellar.prefix.node import EVERYONE
 from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.text.template import RenderOptions
+from kvcellar.tiers.archive import DiskArchive, MemoryArchive
+from kvcellar.tiers.identity import FileDigests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +57,39 @@ if TYPE_CHECKING:
     from kvcellar.engine.device import DeviceThread
     from kvcellar.engine.fork_server import Starter
     from kvcellar.engine.loop import Loop
+
+log = logging.getLogger("kvcellar.engine")
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def open_conversations(settings: Settings, model: ModelCard) -> Conversations:
+    """Nothing is read or written yet."""
+    tokenizer = None
+    if settings.store is not None and model.path is not None:
+        tokenizer = _tokenizer(model.path)
+    if settings.store is None or tokenizer is None:
+        return Conversations(MemoryArchive(share=settings.tenant_share), TokenSource(model.name, "", model.vocab_size))
+    archive = DiskArchive(
+        Path(settings.store) / "conversations",
+        conversation_bytes(settings),
+        share=settings.tenant_share,
+        cipher=cipher_of(settings),
+        secret=secret_of(settings),
+    )
+    return Conversations(archive, TokenSource(model.name, tokenizer, model.vocab_size))
+
+
+def _tokenizer(path: Path) -> str | None:
+    directory = None
+    with suppress(NoPlace):
+        directory = cache(os.environ)
+    try:
+        return FileDigests(directory).of(file for name in TOKENIZER_FILES if (file := path / name).is_file())
+    except OSError as error:
+        log.warning("named conversations end with this process: the tokenizer cannot be read: %s", error)
+        return None
+
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]

@@ -1,20 +1,22 @@
 """request_builder: what a front end checks of a request, and makes of it: the submission, which it sends to the engine,
 and what makes text of the tokens that the engine draws. No torch.
+
+Several prompts of one caller are submitted together without filling the queue (`together`).
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from kvcellar.engine import arguments
-from kvcellar.engine.batches import Started, together
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.output_processor import OutputProcessor
 from kvcellar.engine.request import SubmitOptions, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.text_codec import TextCodec
-from kvcellar.errors import BadRequest, PromptTooLong, shown
+from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.messages import Submission
 from kvcellar.prefix.node import ids_of, key_of
@@ -22,6 +24,40 @@ from kvcellar.sample.params import SamplingOptions, SamplingParams, check_ids, m
 from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
 from kvcellar.text.replies.reading import ReplyReading
+
+Started = tuple[Collector, Ticket]
+
+
+def together(starts: Sequence[Callable[[], Started]], max_waiting: int) -> list[Result]:
+    """The results of all prompts; an error of one cancels the others."""
+    results: list[Result] = []
+    running: deque[Started] = deque()
+    try:
+        for start in starts:
+            while not _joins(running, start, max_waiting // 2):
+                results.append(running[0][0].result())
+                running.popleft()
+        while running:
+            results.append(running[0][0].result())
+            running.popleft()
+    finally:
+        for _, ticket in running:
+            ticket.cancel()
+    return results
+
+
+def _joins(running: deque[Started], start: Callable[[], Started], most: int) -> bool:
+    """Submit one more prompt of a batch. False if some of the batch have to end first."""
+    if len(running) > most:
+        return False
+    try:
+        running.append(start())
+    except Overloaded:
+        if not running:
+            raise
+        return False
+    return True
+
 
 _OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
 _OPTIONS = sorted(SubmitOptions.__annotations__)

@@ -23,21 +23,42 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 
+import torch
+from torch import Tensor
+
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Record
 from kvcellar.cache.record import from_bytes
 from kvcellar.engine.news import Look, News
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import Part, Planner
-from kvcellar.engine.restored_chunk import ChunkTensor
 from kvcellar.errors import CacheFull, KvcellarError
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
 from kvcellar.prefix.why import ReadBack
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.tier import Loaded
+from kvcellar.tiers.tier import Chunk, Loaded
 from kvcellar.tiers.transfer import Transfer
 from kvcellar.tiers.transfers import Transfers
+
+
+class ChunkTensor:
+    """One chunk at a time as a tensor. It shares the chunk's memory; where that is read-only, for which torch has
+    no tensors, it is a copy, always in the same place: the pages of a new allocation cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def holding(self, chunk: Chunk) -> Tensor:
+        """Until the next call, and until the chunk's memory is used again."""
+        if isinstance(chunk, memoryview) and not chunk.readonly:
+            return torch.frombuffer(chunk, dtype=torch.uint8)
+        if len(chunk) > len(self._memory):
+            self._memory = torch.empty(len(chunk), dtype=torch.uint8)
+        made = self._memory[: len(chunk)]
+        made.numpy().data[:] = chunk
+        return made
+
 
 log = logging.getLogger("kvcellar.engine")
 

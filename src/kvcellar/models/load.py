@@ -3,6 +3,10 @@
 A name is a directory, or `owner/name` of a model in the local Hugging Face cache. A model directory is not trusted:
 sizes are checked before anything is read or allocated, config fields that could run code or change attention are
 dropped, and what is missing or does not fit is refused with the reason.
+
+A network that the caller built is served through a copy with its own modules and configs, on the same weights.
+Attention, eval mode, mixers and packed layers are changed in the copy, so the caller's network can be called, saved, copied and moved at any time, and there is nothing to
+restore when the copy is dropped.
 """
 
 import logging
@@ -10,13 +14,15 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from copy import Error, deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from kvcellar.errors import BadRequest, ModelRefused, shown
@@ -31,12 +37,35 @@ from kvcellar.models.placement import check_placement
 from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.quantize.served import Coding, Served, coding_of, given, replaced
-from kvcellar.models.shared_weights import sharing_weights
 from kvcellar.models.text_assets import text_assets, trial_of
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
 from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.progress import report
 from kvcellar.text.assets import TextAssets
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def sharing_weights(model: Network) -> Network:
+    """A copy whose parameters and buffers share the storage of the original's. Raises `ModelRefused`.
+
+    The copy has its own parameter objects, without gradients. Moving or casting the original replaces its tensors, so
+    it does not affect the copy. Writing into a weight does.
+    """
+    held = [vars(module) | module._parameters | module._buffers for module in model.modules()]
+    shared = {id(t): _shared(t) for tensors in held for t in tensors.values() if isinstance(t, Tensor)}
+    try:
+        return deepcopy(model, shared)  # a memo: objects in it are taken as copied
+    except (Error, TypeError, RuntimeError, ValueError, LookupError, AttributeError) as error:
+        raise ModelRefused(
+            f"{type(model).__name__} cannot be served: its modules cannot be copied: {error}. Load it from a directory"
+        ) from error
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """A subclass of Parameter stays the same object, since `detach` may lose its other attributes."""
+    return nn.Parameter(tensor.detach(), requires_grad=False) if type(tensor) is nn.Parameter else tensor
+
 
 log = logging.getLogger("kvcellar.models")
 

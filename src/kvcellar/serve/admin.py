@@ -1,4 +1,5 @@
-"""admin: routes for the operator of a server: the records of the last requests, and the cache (see `admin_cache`).
+"""admin: routes for the operator of a server: the records of the last requests, the cache (see `admin_cache`),
+and reading its key files again, as SIGHUP does.
 
 They exist only where the server has an admin key, which the middleware has checked before a request gets here.
 """
@@ -7,12 +8,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvcellar.errors import BadRequest
 from kvcellar.serve.admin_cache import cache_routes, whole
-from kvcellar.serve.admin_keys import key_routes
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable, to_json
 from kvcellar.serve.records import MOST, Records
 from kvcellar.serve.shared import Shared
+
+
+def key_routes(server: Shared) -> list[Route]:
+    return [Route("/admin/keys/reload", KeysHandler(server).reload, methods=["POST"])]
+
+
+class KeysHandler:
+    def __init__(self, server: Shared) -> None:
+        self._keys, self._threads = server.keys, server.threads
+
+    async def reload(self, request: Request) -> Response:
+        """The number of keys of each kind. Running requests go on, also those of keys that are gone."""
+        try:
+            keys = await self._threads.run("admin", self._keys.reload)
+        except BadRequest as error:  # the message may name files of the server
+            message = "the keys were not changed; the log of the server has the reason"
+            raise ApiError(409, message, code="keys_not_changed") from error
+        return Response(to_json({"keys": keys.counts()}), media_type="application/json")
+
 
 LISTED = 20  # requests, unless `limit` is sent
 

@@ -4,6 +4,8 @@ The first SIGINT or SIGTERM stops listening, closes idle connections, refuses re
 up to `drain_seconds` for running ones; those that remain get the error `shutting_down`. A
 second signal aborts all connections. Shutdown takes at most `SHUTDOWN_SECONDS` beyond `drain_seconds`, even if clients
 do not read. The caller closes the engine afterwards.
+
+`hosting` makes the host of one engine that the caller has made, and of no other models.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, ModelNotFound
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
 from kvcellar.serve.app import build_app
@@ -33,12 +35,37 @@ from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.mounted import Mount, nothing
-from kvcellar.serve.one_engine import hosting
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.resident import Limits
+from kvcellar.serve.servable import Servable
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.startup import LoadThread
 from kvcellar.serve.traces import Traces
+
+
+class NoModels:
+    """The catalogue of a server that loads no models."""
+
+    longest = 0
+
+    def find(self, name: str) -> Servable:
+        raise ModelNotFound(f"there is no model {name!r}")
+
+    def known(self, name: str) -> bool:
+        return True
+
+    def all(self) -> list[Servable]:
+        return []
+
+
+def hosting(engine: ServedEngine) -> Host:
+    """A host of one engine, which the caller closes."""
+    host = Host(NoModels(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    name, path = engine.model.name, engine.model.path
+    host.open(Servable(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
+    return host
+
 
 BACKLOG = 512  # connections that wait to be accepted
 NOTIFY_SECONDS = 1.0  # to send the error to clients whose requests were cancelled

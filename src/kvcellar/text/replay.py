@@ -12,25 +12,77 @@ The text that the model reads is that of the template in any case:
 
 Safe to use from several threads. `Replays` is for tokenizers whose decoder changes no earlier text (`DecoderKind`);
 with others, every prompt has the tokens that the tokenizer gives it.
+
+`History` has the messages of a chat by digest, and tells which of them is not what it was in an earlier prompt.
 """
 
+import json
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
+from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvcellar.events import Rewrite
 from kvcellar.text.conversation import common, texts
-from kvcellar.text.history import History, as_generated, changed, history
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.stored_texts import StoredTexts
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import KNOWN_BYTES, TextTokenizer
 from kvcellar.text.turns import Node, Turn, Turns, Walk, packed, prompt_key
+
+DIGEST = 8  # bytes, of one message
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """`said` has a digest of each message, `keys[n]` is one of the first `n`, of the namespace and of the settings of
+    the template."""
+
+    said: tuple[bytes, ...]
+    keys: tuple[bytes, ...]
+
+    @property
+    def key(self) -> bytes:
+        return self.keys[-1]
+
+
+def history(rendered: Rendered, namespace: str) -> History:
+    digest = blake2b(_json([namespace, rendered.settings]), digest_size=16)
+    said, keys = list[bytes](), [digest.digest()]
+    for message in rendered.messages:
+        said.append(blake2b(_json(message), digest_size=DIGEST).digest())
+        digest.update(said[-1])
+        keys.append(digest.digest())
+    return History(tuple(said), tuple(keys))
+
+
+def changed(now: Sequence[bytes], before: Sequence[bytes]) -> int | None:
+    """The first message that is another one than in an earlier request of the same conversation: one that has some of
+    the messages from there on. None if there is none."""
+    first = next((n for n, (one, other) in enumerate(zip(now, before, strict=False)) if one != other), None)
+    return first if first is not None and not set(now[first:]).isdisjoint(before[first:]) else None
+
+
+def as_generated(message: Mapping[str, Any], reply: str) -> bool:
+    """Whether a client has sent a reply back as it was: what differs is the work of the template."""
+    if message.get("tool_calls"):
+        return True
+    content = "".join(texts(message)).strip()
+    reasoning = message.get("reasoning_content")
+    if not isinstance(reasoning, str):
+        return content == reply.strip()
+    return reasoning.strip() in reply and content in reply
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
 
 HEAD = 256  # characters of a text that its first token is compared with
 TRIED = 4  # of the turns that a text begins with, how many are tried

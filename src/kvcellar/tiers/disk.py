@@ -13,7 +13,14 @@ Always true:
   * a file of a process that has ended is deleted, unless it is an entry's, when the store is next opened; no file of a
     process that has the store open ever is;
   * a chunk is returned only after its digest was verified;
-  * to read an entry that this process knows of, no lock is taken and no transaction is waited for.
+  * to read an entry that this process knows of, no lock is taken and no transaction is waited for;
+  * `Known` has a row under its key, without its description, which the file has, too.
+
+`Known` are the rows of a store's index that this process has seen, so that reading an entry waits for no transaction.
+
+It may be out of date where other processes share the store: a row says where to look. That a file is the one of its
+row, and whole, is known from the file; entries are only kept longer than a row says, never shorter; and what is not
+found where a row says is looked up in the index.
 """
 
 import logging
@@ -23,13 +30,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 from kvcellar.errors import KvcellarError
 from kvcellar.places import NoPlace
-from kvcellar.retention import DEFAULT, Retention
+from kvcellar.retention import DEFAULT, Retention, stronger
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
@@ -51,9 +59,41 @@ from kvcellar.tiers.codec import (
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
-from kvcellar.tiers.known import Known
 from kvcellar.tiers.rows import Dropped, Row, parents_first, row_of_file
 from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
+
+
+class Known:
+    """May be used by any thread: each change is one operation of a dict."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._rows: dict[bytes, Row] = {}
+
+    def find(self, key: bytes) -> Row | None:
+        """A row without its description. None where it is not known, or has expired unless it is kept longer."""
+        row = self._rows.get(key)
+        return None if row is None or row.expired(self._clock()) else row
+
+    def add(self, row: Row) -> None:
+        self._rows[row.key] = replace(row, meta=b"")
+
+    def keys(self) -> set[bytes]:
+        return set(self._rows)
+
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """These entries are kept at least as long as `retention` says."""
+        for key in keys:
+            if (row := self._rows.get(key)) is not None:
+                self._rows[key] = replace(row, retention=stronger(row.retention, retention))
+
+    def forget(self, key: bytes) -> None:
+        self._rows.pop(key, None)
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert all(row.key == key and not row.meta for key, row in self._rows.items())
+
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")

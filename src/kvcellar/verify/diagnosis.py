@@ -1,5 +1,8 @@
-"""diagnosis: everything that an engine determines about a model before it starts, as one record."""
+"""diagnosis: everything that an engine determines about a model before it starts, as one record, and notes on what of
+this machine is not used, or was not tested.
+"""
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +25,7 @@ from kvcellar.models.generation_defaults import SAMPLING
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.models.packing import Packed
+from kvcellar.models.placement import ONE_DEVICE, why_not_on
 from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import DENSE, QUANTISED
 from kvcellar.models.recording.graphs import Graphs
@@ -29,7 +33,33 @@ from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams
 from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
-from kvcellar.verify.machine_notes import Machine, machine_notes
+
+TESTED = ("x86_64", "AMD64")
+ARM = ("aarch64", "arm64")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What Python and torch report."""
+
+    processor: str
+    gpus: int  # CUDA devices
+    mps: bool
+
+    @classmethod
+    def here(cls) -> "Machine":
+        return cls(platform.machine(), torch.cuda.device_count(), torch.backends.mps.is_available())
+
+
+def machine_notes(device: str, machine: Machine) -> Iterator[str]:
+    """`device`: the one that a model is on."""
+    if device == "cpu" and machine.processor not in TESTED:
+        tested = "were tested in emulation only" if machine.processor in ARM else "were not tested on such a machine"
+        yield f"processor {machine.processor}: kernels are compiled from their portable source, and {tested}"
+    if machine.mps:
+        yield f"mps is not used: {why_not_on('mps')}"
+    if device != "cpu" and machine.gpus > 1:
+        yield f"{device} is used of {machine.gpus} CUDA devices: {ONE_DEVICE}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,11 @@
 Linear layers, K/V writes and attention are native calls where their modules and backends have such; what has none is
 called through the step's door, as the network's own modules are.
 
-Always true: what is bound to a memory is used for that memory only, and made anew after its cells have moved.
+Recurrent states of a step in which each sequence has one new token are native copies of state rows.
+
+Always true:
+  * what is bound to a memory is used for that memory only, and made anew after its cells have moved;
+  * the numbers of the rows of a step are at the same address in each step of so many sequences.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,6 +23,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.heads import OwnHeads
 from kvcellar.kernels.layers import OwnLinear, merged
+from kvcellar.kernels.native import Native
 from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
 from kvcellar.kernels.recorded import FIXED, Recorded
 from kvcellar.kernels.recorded_calls import Bound, Call
@@ -26,9 +31,45 @@ from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.kernels.recorded_outline import Outline, outlined
 from kvcellar.models.recording.recording import Execute, RecordedStep, Results
 from kvcellar.models.recording.replay import constants_of, layers_of_cells
-from kvcellar.models.recording.states import States
 from kvcellar.models.seam import FlatDoor
 from kvcellar.shapes import Scoring
+
+READS = "kvcellar.states"
+
+
+class States:
+    """Binds the operators of a program that read and store states."""
+
+    def __init__(self, program: Program, kernel: StepKernel) -> None:
+        self._kernel = kernel
+        self._layers = [op.args[0] for op in program.ops if op.name == READS]
+        self._rows: dict[int, Tensor] = {}  # by the number of sequences: rows that are read, and written [2,n]
+        self._memory: Memory | None = None  # of the running step
+
+    def begin(self, step: RecordedStep) -> None:
+        if self._layers:
+            segments = step.plan.states
+            rows = torch.tensor([[one.read for one in segments], [one.write for one in segments]], device="cpu")
+            self._rows.setdefault(len(segments), rows).copy_(rows)
+            self._memory = step.memory
+
+    def end(self) -> None:
+        self._memory = None
+
+    def written(self, step: RecordedStep) -> None:
+        """Note what a step stored."""
+        for layer in self._layers:
+            assert isinstance(layer, int)
+            step.memory.states.written(layer, step.plan.states)
+
+    def bind(self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> list[Native]:
+        layer, writes = op.args[-1], op.name != READS
+        assert self._memory is not None, "a step is open"
+        assert isinstance(layer, int)
+        planes, values = self._memory.states.planes(layer).values(), inputs if writes else outputs
+        used = [(plane, one) for plane, one in zip(planes, values, strict=True) if one is not None]
+        return [self._kernel.rows(self._rows[len(one)][int(writes)], plane, one, writes=writes) for plane, one in used]
+
 
 Inputs = Sequence[Tensor]
 Outputs = Sequence[Tensor | None]

@@ -2,6 +2,9 @@
 
 In a stream, blocks are numbered, and one is open at a time. `message_start` comes with the first token, when it is
 known how many tokens of the prompt came from memory.
+
+The tokens of a request as Anthropic counts them: `input_tokens` are those of the prompt that were neither
+read from memory nor lie before a breakpoint.
 """
 
 import json
@@ -9,13 +12,36 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
-from kvcellar.serve.anthropic.usage import usage
 from kvcellar.serve.api_errors import ANTHROPIC, ApiError
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import JsonTemplate
 from kvcellar.serve.replies import Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.writer import SSE, named_event
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
+
+
+def usage(replies: Replies, cached: int | None = None) -> Json:
+    """`cached`: tokens that came from memory, before it is known from the end of the request.
+
+    Computed tokens before the last breakpoint are `cache_creation_input_tokens`; without breakpoints there are none,
+    although later requests may find those tokens, too.
+    """
+    prepared = replies.prepared
+    (prompt,) = prepared.prompt_tokens
+    read = replies.cached_tokens if cached is None else cached
+    marked = max(prepared.breakpoints, default=0)
+    created = max(0, marked - read)
+    hour = created if prepared.retention.ttl == 3600.0 else 0
+    return {
+        "input_tokens": prompt - read - created,
+        "cache_read_input_tokens": read,
+        "cache_creation_input_tokens": created,
+        "cache_creation": {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour},
+        # at the end with the token that ended the answer, which no delta has
+        "output_tokens": replies.completion_tokens if cached is None else replies.replies[0].completion_tokens,
+        "service_tier": "standard",
+    }
+
 
 SIGNATURE = "kvcellar"  # of reasoning: clients send it back, and it is not read then
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

@@ -1,6 +1,6 @@
 """Write docs/reference/ from the code: `python -m scripts.reference`.
 
-The description of a setting or field is its comment (`kvcellar.serve.openapi.comments`).
+The description of a setting or field is its comment (`kvcellar.serve.openapi.routes`).
 """
 
 import inspect
@@ -43,8 +43,8 @@ from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
 from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
-from kvcellar.serve.openapi.comments import Comments
 from kvcellar.serve.openapi.errors import EVERY, MEANINGS
+from kvcellar.serve.openapi.routes import Comments
 from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
 from kvcellar.serve.recalls import RECALL
 from kvcellar.serve.request_log import LOG_FIELDS

@@ -6,7 +6,7 @@ import re
 import httpx
 import pytest
 
-from kvcellar.cli.pinned import Line, pin_all, read_pinned
+from kvcellar.cli.serve import Line, pin_all, read_pinned
 from kvcellar.errors import BadRequest, PromptTooLong
 from kvcellar.events import Usage
 from tests.cli.command import kvcellar, started

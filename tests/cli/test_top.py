@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from kvcellar import Engine
 from kvcellar.cli.client import AdminClient, ServerLoading
 from kvcellar.cli.inspecting import inspector
-from kvcellar.cli.top import Watched
-from kvcellar.cli.top_view import FREE, view
+from kvcellar.cli.top import FREE, Watched, view
 from kvcellar.errors import KvcellarError
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.server import hosting

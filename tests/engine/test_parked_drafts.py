@@ -8,8 +8,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.speculate.head import HISTORY
-from kvcellar.speculate.parking import SHORTEST
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.speculate.speculator import SHORTEST, Speculator
 from tests.models.mtp import saved_beside
 
 BYTES = 20_000_000

@@ -15,8 +15,7 @@ from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import Backend
 from kvcellar.engine import allocate, reserve
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.peak import peak, uncollected
-from kvcellar.engine.reserve import ROWS, _draw, continued, prove, scratch
+from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.kernels.packed import pack
 from kvcellar.models.build_guest import build_guest

@@ -5,7 +5,7 @@ import warnings
 import torch
 
 from kvcellar.engine.restores import ChunkTensor
-from kvcellar.tiers.buffers import Space, allocated
+from kvcellar.tiers.transfers import Space, allocated
 
 
 def test_a_chunk_in_memory_that_may_be_written_is_not_copied() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.engine.cell_map import Holding, mapped
 from kvcellar.engine.picture import RUNS, CellMap, Kind
+from kvcellar.engine.survey import Holding, mapped
 from kvcellar.plan import Run
 
 CELLS = 40

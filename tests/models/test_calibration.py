@@ -16,8 +16,7 @@ from kvcellar.models import embedded
 from kvcellar.models.load import load
 from kvcellar.models.quantize import calibrate, harm
 from kvcellar.models.quantize.calibrate import Calibration
-from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.gptq import int4_gptq
+from kvcellar.models.quantize.directory import int4_gptq, quantize_directory
 from kvcellar.models.quantize.harm import _compare, _Sums, measure_harm
 from kvcellar.models.quantize.report import report_lines
 from kvcellar.models.quantize.rules import int4_groups

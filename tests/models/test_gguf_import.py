@@ -14,11 +14,9 @@ from kvcellar.errors import ModelRefused
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.quantised import QuantisedLinear
 from kvcellar.models.gguf_codes import BITS
-from kvcellar.models.gguf_decode import decode
 from kvcellar.models.gguf_file import TYPES
-from kvcellar.models.gguf_import import import_gguf
-from kvcellar.models.gguf_models import ARCHITECTURES
-from kvcellar.models.gguf_rope import llama3_parameters
+from kvcellar.models.gguf_import import decode, import_gguf
+from kvcellar.models.gguf_models import ARCHITECTURES, llama3_parameters
 from kvcellar.models.load import load
 from kvcellar.models.quantize.served import kernels_for
 from tests.models import gguf_files as gguf

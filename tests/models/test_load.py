@@ -32,8 +32,7 @@ from kvcellar.models import weights_files
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.config_file import MOST_JSON, config_fields
 from kvcellar.models.hf_logging import silence_transformers
-from kvcellar.models.load import load
-from kvcellar.models.text_assets import MAX_FILE_BYTES
+from kvcellar.models.load import MAX_FILE_BYTES, load
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 

@@ -19,7 +19,7 @@ from kvcellar.cache.cells import Cells
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.rows import Rows, SequenceStates
 from kvcellar.cache.states import States
-from kvcellar.engine.peak import peak, uncollected
+from kvcellar.engine.reserve import peak, uncollected
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models import build_guest as guest_building
 from kvcellar.models.build_guest import build_guest

@@ -11,8 +11,8 @@ import httpx
 from jsonschema import Draft202012Validator
 
 from kvcellar.cli.inspecting import OPERATIONS
-from kvcellar.serve.openapi.document import document
 from kvcellar.serve.openapi.errors import error_type
+from kvcellar.serve.openapi.routes import document
 
 Json = dict[str, Any]
 STREAMS = ("text/event-stream", "application/x-ndjson")

@@ -16,7 +16,7 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.openapi.document import document
+from kvcellar.serve.openapi.routes import document
 from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.server import hosting

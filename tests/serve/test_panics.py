@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.progress_lines import result
+from kvcellar.serve.ollama_library import result
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.resident import Limits
 from tests.serve.fake_host import World

@@ -21,7 +21,7 @@ from kvcellar.cli.inspecting import OPERATIONS, inspector
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.admin_cache import ARCHIVE
-from kvcellar.serve.openapi.document import document
+from kvcellar.serve.openapi.routes import document
 from kvcellar.serve.openapi.routes_table import TABLE
 from kvcellar.serve.operation import Operation
 from tests.library.made import FakeTools

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvcellar.speculate import ngram
 from kvcellar.speculate.chain import Chain, verify
-from kvcellar.speculate.ngram import NGramDrafter
-from kvcellar.speculate.suffixes import BREAK, LEAST, LONGEST, TRIES, Match, Suffixes
+from kvcellar.speculate.ngram import BREAK, LEAST, LONGEST, TRIES, Match, NGramDrafter, Suffixes
 from tests.speculate.chains import Model, sampler
 
 texts = st.lists(st.integers(0, 2), max_size=60)

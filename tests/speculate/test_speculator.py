@@ -8,9 +8,7 @@ import torch
 
 from kvcellar.speculate.chain import Chain, Key, verify
 from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.parking import IDLE, SHORTEST
-from kvcellar.speculate.report import Tally
-from kvcellar.speculate.speculator import FAILURES, Speculator
+from kvcellar.speculate.speculator import FAILURES, IDLE, SHORTEST, Speculator, Tally
 from tests.speculate.chains import Model, chain, sampler
 
 TARGET = Model(1)

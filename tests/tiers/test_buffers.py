@@ -11,12 +11,11 @@ import pytest
 
 from kvcellar.retention import Retention
 from kvcellar.tiers import transfers as transfers_module
-from kvcellar.tiers.buffers import Buffers, Space, allocated
 from kvcellar.tiers.codec import DIGEST, AesGcm, Replaced
 from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.transfer import Outcome
-from kvcellar.tiers.transfers import KEPT
+from kvcellar.tiers.transfers import KEPT, Buffers, Space, allocated
 from tests.tiers.made import made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 from tests.tiers.test_transfers import SOON, Slow, ended, put, transfers

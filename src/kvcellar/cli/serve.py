@@ -1,13 +1,19 @@
 """serve: the subcommand that serves a model over HTTP.
 
 Once it serves requests, it prints what it serves, where, in how much memory, and for which keys.
+
+A file of prompts to pin is UTF-8 text with one JSON object per line, which has either "prompt", a text or a list of
+token ids, or "messages", the first messages of chats. Empty lines are ignored. Any other line raises an error with the
+file and the line number, before a model is loaded if that is possible.
 """
 
+import json
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -19,10 +25,11 @@ from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
 from kvcellar.cli.models import size
 from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
-from kvcellar.cli.pinned import Line, pin_all, read_pinned
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
+from kvcellar.engine.engine import Engine
+from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.inspector.page import PAGE
 from kvcellar.library.tools import Tools
 from kvcellar.serve.host import Host
@@ -30,7 +37,66 @@ from kvcellar.serve.key_ring import Keys, Names
 from kvcellar.serve.keys import permission_warning, read_keys
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import MetricsCompat, ServeSettings
+from kvcellar.serve.text_file import text_of
 from kvcellar.serve.traces import open_traces, wanted
+
+MOST_BYTES = 64 * 2**20  # of a file
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A prompt, and where it is."""
+
+    where: str
+    prompt: str | list[Any]
+
+
+def read_pinned(file: Path) -> list[Line]:
+    """The prompts of a file, in order. Raises `BadRequest`."""
+    return [
+        Line(where, _prompt(where, line))
+        for number, line in enumerate(text_of(file, MOST_BYTES, "pin_file").split("\n"), 1)
+        if line.strip() and (where := f"{file}, line {number}")
+    ]
+
+
+def pin_all(engine: Engine, lines: list[Line], adapter: str | None, going_on: Callable[[], None] = lambda: None) -> str:
+    """Pin the prompts, for requests with an adapter; returns what that has taken, in words. Raises `BadRequest` with
+    the place. `going_on` is called before each, and may raise."""
+    tokens = found = 0
+    for line in lines:
+        going_on()
+        try:
+            usage = engine.pin(line.prompt, adapter=adapter)
+        except KvcellarError as error:
+            raise _wrong(f"{line.where}: {error}") from error
+        tokens, found = tokens + usage.prompt_tokens, found + usage.cached_tokens
+    return f"{len(lines)} prompts with {tokens} tokens are pinned; {found} tokens did not have to be computed"
+
+
+def _prompt(where: str, line: str) -> str | list[Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"{where}: it is not JSON: {error}") from error
+    if not isinstance(found, dict) or len(found) != 1 or not found.keys() <= {"prompt", "messages"}:
+        raise _wrong(f'{where}: it must be an object with either "prompt" or "messages", not {shown(found)}')
+    ((name, value),) = found.items()
+    if name == "prompt" and value and (isinstance(value, str) or _all(value, int)):
+        return value
+    if name == "messages" and value and _all(value, dict):
+        return value
+    what = "a text or a list of token ids" if name == "prompt" else "a list of messages"
+    raise _wrong(f"{where}: {name} must be {what}, and not empty, not {shown(value)}")
+
+
+def _all(value: object, kind: type) -> bool:
+    return isinstance(value, list) and all(type(one) is kind for one in value)
+
+
+def _wrong(message: str) -> BadRequest:
+    return BadRequest(message, "pin_file")
+
 
 APIS = {
     "OpenAI": "/v1",

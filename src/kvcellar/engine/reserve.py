@@ -4,14 +4,21 @@ Two kinds of step are run on a small memory of the model and abandoned: one that
 decodes a token of every sequence. Running them at full size would take seconds on a CPU, so steps of a few small sizes
 are run, and their bytes are extrapolated linearly to the full size, in rows and in tokens in memory. For attention in
 blocks or windows this is an upper bound. The measurements are saved for the next start (`measures.py`).
+
+A peak is the most bytes of tensors that a piece of code has at once, beside those that were allocated before it.
 """
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
+from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.attention.blocks import PARTIAL_BYTES, SPLIT
 from kvcellar.attention.buckets import GATHERED
@@ -21,7 +28,6 @@ from kvcellar.cache.history import SMALLEST
 from kvcellar.cache.memory import Memory
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.measures import Measures
-from kvcellar.engine.peak import peak, uncollected
 from kvcellar.engine.scheduler import ROUND
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.kernels.packed import with_padding
@@ -34,6 +40,90 @@ from kvcellar.sample.params import MAX_LOGPROBS, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.spans import Span
 from kvcellar.speculate.chain import PART
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Disable the cyclic garbage collector within the block, so that equal steps take equal bytes."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Meter:
+    """`bytes` is the peak of allocated bytes, minus those allocated before."""
+
+    bytes: int = 0
+
+
+def peak(device: torch.device) -> AbstractContextManager[Meter]:
+    """Measures the peak bytes of tensors on `device` within the block."""
+    return _Cuda(device) if device.type == "cuda" else _Counted()
+
+
+class _Cuda(Meter):
+    """Uses the statistics of the CUDA allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __enter__(self) -> "_Cuda":
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize(self._device)
+        self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+class _Counted(TorchDispatchMode, Meter):
+    """Counts the results of every operation from creation until they are freed. Temporary memory inside an operation is
+    not counted; on a CPU it is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in _tensors(
+            (args, tuple(kwargs.values()) if kwargs else ())
+        ):  # arguments existed before, also if they are written in place, so they do not count
+            self._see(tensor, ours=False)
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors((out,)):
+            self._see(tensor, ours=True)
+        return out
+
+    def _see(self, tensor: Tensor, *, ours: bool) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            nbytes = storage.nbytes() if ours else 0
+            self._known.add(storage._cdata)
+            self._now += nbytes
+            self.bytes = max(self.bytes, self._now)
+            finalize(storage, self._gone, storage._cdata, nbytes)
+
+    def _gone(self, storage: int, nbytes: int) -> None:
+        self._known.discard(storage)
+        self._now -= nbytes
+
+
+def _tensors(found: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments, except packed weights, whose storage cannot be accessed."""
+    for part in found:
+        if isinstance(part, Tensor):
+            if not part.is_mkldnn:
+                yield part
+        elif isinstance(part, list | tuple):
+            yield from _tensors(part)
+
 
 ROWS = (136, 160)  # of a prompt: both larger than the blocks of rows in which a backend computes scores
 SCANNED = (258, 514)  # the same with recurrent layers: one row of its own, the others one more than chunks of a scan

@@ -8,17 +8,32 @@
 of requests they take a slice of at most about `SECONDS` seconds of the engine's thread, and `TURNS` turns; what the
 tree has in a slice is as it was then, and what requests have is as it was in the last one. Without a caller nothing is
 done for this.
+
+The map of a group's cells, what they are used for as runs of a bounded number, costs time linear in the cells: it is
+made on the caller's thread, from runs.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush, nlargest
 from itertools import count, islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvcellar.engine.cell_map import Holding, mapped
+import numpy as np
+
 from kvcellar.engine.count_stats import stats
-from kvcellar.engine.picture import BEGINNING, RECENT_SECONDS, LiveRequest, Picture, TreeEntry, Way
+from kvcellar.engine.picture import (
+    BEGINNING,
+    RECENT_SECONDS,
+    RUNS,
+    CellMap,
+    Kind,
+    LiveRequest,
+    MapRun,
+    Picture,
+    TreeEntry,
+    Way,
+)
 from kvcellar.engine.request import Completion, Request, Status
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
@@ -29,6 +44,77 @@ from kvcellar.snapshot import requested
 
 if TYPE_CHECKING:
     from kvcellar.engine.build import Built
+
+FREE, OTHER, SHARED, FIRST = 0, 1, 2, 3  # codes; from `FIRST` on, odd ones are of entries, even ones of requests
+
+
+class Holding(NamedTuple):
+    """Cells of a group, by its index, that an entry of the tree has ("kept") or a running request, by its number."""
+
+    group: int
+    kind: Literal["kept", "request"]
+    which: int
+    runs: tuple[Run, ...]
+
+
+def mapped(cells: int, free: Iterable[Run], holdings: Sequence[Holding]) -> CellMap:
+    """Cells that are neither free nor of a holding are "other". What a request has and an entry, too, is of the
+    request."""
+    codes = np.full(cells + 1, OTHER, dtype=np.int64)  # by cell; cell 0 is null
+    for one in holdings:
+        for run in one.runs if one.kind == "kept" else ():
+            codes[run.cell : run.end] = FIRST + 2 * one.which
+    for one in holdings:
+        code = FIRST + 2 * one.which + 1
+        for run in one.runs if one.kind == "request" else ():
+            part = codes[run.cell : run.end]
+            busy = (part == SHARED) | ((part >= FIRST) & (part % 2 == 0) & (part != code))
+            codes[run.cell : run.end] = np.where(busy, SHARED, code)
+    for run in free:  # an entry may have been evicted since it was looked at
+        codes[run.cell : run.end] = FREE
+    codes = codes[1:]
+    kinds = _kinds(codes)
+    counts: dict[Kind, int] = {kind: int((kinds == number).sum()) for number, kind in enumerate(_KINDS)}
+    each = 1
+    while len(starts := _starts(codes)) > RUNS:
+        each, codes = each * 2, _halved(codes)
+    ends = [*starts[1:], len(codes)] if len(starts) else []
+    runs = [
+        _run(int(codes[start]), min(int(end) * each, cells) - int(start) * each)
+        for start, end in zip(starts, ends, strict=True)
+    ]
+    return CellMap(each, runs, counts)
+
+
+_KINDS: tuple[Kind, ...] = ("free", "other", "kept", "shared", "request")  # the busiest last
+
+
+def _kinds(codes: np.ndarray) -> np.ndarray:
+    """Indices into `_KINDS`."""
+    of_entry, of_request = (codes >= FIRST) & (codes % 2 == 1), (codes >= FIRST) & (codes % 2 == 0)
+    return np.select([of_request, codes == SHARED, of_entry, codes == OTHER], [4, 3, 2, 1], 0)
+
+
+def _halved(codes: np.ndarray) -> np.ndarray:
+    """Of each two neighbours the busier one."""
+    if len(codes) % 2:
+        codes = np.append(codes, FREE)
+    left, right = codes[::2], codes[1::2]
+    return np.where(_kinds(left) >= _kinds(right), left, right)
+
+
+def _starts(codes: np.ndarray) -> np.ndarray:
+    """Where runs begin."""
+    if not len(codes):
+        return np.zeros(0, dtype=np.int64)
+    return np.flatnonzero(np.append(True, codes[1:] != codes[:-1]))
+
+
+def _run(code: int, cells: int) -> MapRun:
+    if code < FIRST:
+        return MapRun(cells, ("free", "other", "shared")[code], None)
+    return MapRun(cells, "request" if code % 2 == 0 else "kept", (code - FIRST) // 2)
+
 
 SECONDS, TURNS, CHILDREN = 0.002, 64, 512  # of a slice; an entry or so many children are looked at in a turn
 PARTS = 32  # entries of a way that are looked at in a slice

@@ -5,15 +5,19 @@ sizes are checked before anything is read or allocated, config fields that could
 dropped, and what is missing or does not fit is refused with the reason.
 
 A network that the caller built is served through a copy with its own modules and configs, on the same weights.
-Attention, eval mode, mixers and packed layers are changed in the copy, so the caller's network can be called, saved, copied and moved at any time, and there is nothing to
-restore when the copy is dropped.
+Attention, eval mode, mixers and packed layers are changed in the copy, so the caller's network can be called, saved,
+copied and moved at any time, and there is nothing to restore when the copy is dropped.
+
+The tokenizer and the chat template of a directory are read here, too.
 """
 
+import json
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from copy import Error, deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,9 +27,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.tokenization_utils_base import get_fast_tokenizer_file
 
-from kvcellar.errors import BadRequest, ModelRefused, shown
+from kvcellar.errors import BadRequest, ModelRefused, TokenizerFailed, panics_of, shown
 from kvcellar.models import embedded
 from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields, read_object
@@ -37,11 +42,65 @@ from kvcellar.models.placement import check_placement
 from kvcellar.models.quantize.kinds import DENSE
 from kvcellar.models.quantize.reading import decoded
 from kvcellar.models.quantize.served import Coding, Served, coding_of, given, replaced
-from kvcellar.models.text_assets import text_assets, trial_of
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
 from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.progress import report
 from kvcellar.text.assets import TextAssets
+from kvcellar.text.trial import TokenizerTrial
+
+MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
+_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
+
+
+@contextmanager
+def trial_of(path: Path) -> Generator[TokenizerTrial]:
+    """The trial of a model's tokenizer, which begins now, and ends with the block."""
+    file = path / _tokenizer_file(path / "tokenizer_config.json") if _too_long(path) is None else None
+    with closing(TokenizerTrial(file if file is not None and file.is_file() else None)) as trial:
+        yield trial
+
+
+def text_assets(path: Path, config: Any, trial: TokenizerTrial) -> TextAssets | str:
+    """The tokenizer and its template, or why there is none. Raises `ModelRefused` for unsafe files."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+        return "the directory has no tokenizer"
+    if (why := _too_long(path)) is not None:
+        return why
+    try:
+        trial.check_file()
+    except TokenizerFailed as error:
+        return f"transformers cannot build its tokenizer: {error}"
+    try:
+        with panics_of("the reader of its tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, config=config, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # noqa: BLE001 - the tokenizers library raises plain Exception
+        return f"transformers cannot build its tokenizer: {type(error).__name__}: {error}"
+    if not tokenizer.is_fast:
+        return f"its tokenizer {type(tokenizer).__name__} has no fast form"
+    trial.check(tokenizer.backend_tokenizer)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    special = {role: str(text) for role, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TextAssets(tokenizer.backend_tokenizer, special, template, tokenizer.response_template)
+
+
+def _too_long(path: Path) -> str | None:
+    for file in (*path.iterdir(), *(path / "additional_chat_templates").glob("*")):
+        if file.suffix in _SUFFIXES and file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
+            return f"{file.name} has {file.stat().st_size} bytes; {MAX_FILE_BYTES} are allowed"
+    return None
+
+
+def _tokenizer_file(config: Path) -> str:
+    """The name of the file that transformers reads, which the config of a tokenizer may choose by their version."""
+    try:
+        return get_fast_tokenizer_file(json.loads(config.read_bytes())["fast_tokenizer_files"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return "tokenizer.json"  # it chooses none, or transformers fails on it in the same way
+
 
 Network = TypeVar("Network", bound=nn.Module)
 

@@ -2,31 +2,183 @@
 
 The middleware lets them pass with an admin key only, or, where no keys are set, on a loopback address. No route reads a
 path of this machine.
+
+A file that a model is created from is written to the library as it arrives: at most `PART` bytes and one part more of
+it are in memory. What is not whole when the client leaves, or the server stops, is removed.
+
+Always true of long work on a thread, whose progress is sent as lines of JSON, as Ollama does:
+  * one such work runs at a time on a server; others wait;
+  * if the client leaves, the next report of progress ends the work.
 """
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from kvcellar.errors import BadRequest, ModelNotFound
+from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound
 from kvcellar.library import hub
 from kvcellar.library.create import create
 from kvcellar.library.library import Library
 from kvcellar.library.modelfile import Command, Modelfile
 from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import from_json
-from kvcellar.library.uploads import Uploads, check_names
-from kvcellar.progress import Listener
-from kvcellar.serve.api_errors import ApiError
+from kvcellar.library.uploads import Upload, Uploads, UploadsFull, check_names
+from kvcellar.progress import Listener, Progress, listening
+from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error
+from kvcellar.serve.body_parts import next_part
+from kvcellar.serve.json_text import to_json
 from kvcellar.serve.library_models import listed
 from kvcellar.serve.ollama import answer, read
-from kvcellar.serve.ollama_blobs import BlobHandler
 from kvcellar.serve.ollama_fields import CopyBody, CreateModelBody, NamedBody, PullBody
-from kvcellar.serve.progress_lines import Work, lines, result
+from kvcellar.serve.own_paths import without_paths
+from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.servable import Servable, not_served
 from kvcellar.serve.shared import Shared
+
+SECONDS = 0.1  # between two lines of one stage
+Json = dict[str, object]
+Work = Callable[[Listener], None]  # calls the listener, or `progress.report`
+
+
+async def lines(threads: ReaderThreads, work: Work) -> AsyncIterator[bytes]:
+    """A line for each report of `work`, then one with success or the error."""
+    with Run(threads, work) as run:
+        while (line := await run.next()) is not None:
+            yield to_json(line) + b"\n"
+        yield to_json({"status": "success"} if run.error is None else {"error": run.error.message}) + b"\n"
+
+
+async def result(threads: ReaderThreads, work: Work) -> None:
+    """The same without lines. Raises `ApiError`."""
+    with Run(threads, work) as run:
+        while await run.next() is not None:
+            pass
+    if run.error is not None:
+        raise run.error
+
+
+class Run:
+    """One work, on the thread for long ones. Leaving the block ends it, at its next report."""
+
+    def __init__(self, threads: ReaderThreads, work: Work) -> None:
+        self._loop, self._work = asyncio.get_running_loop(), work
+        self._lines: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._abandoned, self._last, self._stage = False, 0.0, ""
+        self.error: ApiError | None = None
+        threads.begin(self._run)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._abandoned = True
+
+    async def next(self) -> Json | None:
+        """The next line; None after the last."""
+        return await self._lines.get()
+
+    def _run(self) -> None:
+        try:
+            with listening(self.report):
+                self.report(Progress("starting"))
+                self._work(self.report)
+        except ClientDisconnected:
+            pass
+        except BaseException as error:  # noqa: BLE001 - returned to the client; a panic of compiled code, too
+            self.error = failure(error)
+        self._post(None)
+
+    def report(self, progress: Progress) -> None:
+        """May be called from any thread."""
+        if self._abandoned:
+            raise ClientDisconnected
+        now = time.monotonic()
+        if progress.stage == self._stage and progress.done < progress.total and now < self._last + SECONDS:
+            return
+        self._last, self._stage = now, progress.stage
+        line: Json = {"status": progress.stage}
+        if progress.total:
+            line |= {"total": progress.total, "completed": progress.done}
+        self._post(line)
+
+    def _post(self, line: Json | None) -> None:
+        with suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
+
+
+def failure(error: BaseException) -> ApiError:
+    """The error of such work. What kvcellar raises on purpose is for the client."""
+    found = api_error(error)
+    if found.status == 500 and isinstance(error, KvcellarError):
+        return ApiError(400, without_paths(str(error)), code="not_possible")
+    return replace(found, message=without_paths(found.message))
+
+
+log = logging.getLogger("kvcellar.serve")
+
+PART = 2**20  # bytes that are written at once
+
+
+class BlobHandler:
+    def __init__(self, server: Shared) -> None:
+        library, settings = server.library, server.settings
+        self._server = server
+        self.uploads = None if library is None else Uploads(library.disk, settings.max_upload_bytes)
+
+    async def __call__(self, request: Request) -> Response:
+        threads, digest = self._server.threads, request.path_params["digest"]
+        if (uploads := self.uploads) is None:
+            raise ApiError(503, "this server has no library of models", code="no_library")
+        if "origin" in request.headers:  # its type of content is one that a page may send to other servers
+            raise ApiError(403, "web pages cannot upload files to this server", code="not_allowed")
+        there = await threads.run("upload", lambda: uploads.has(digest))
+        if request.method == "HEAD":
+            return Response(status_code=200 if there else 404)
+        if not there:
+            await self._server.drain.run_before(self._receive(request, uploads, digest))
+        return Response(status_code=200 if there else 201)
+
+    async def _receive(self, request: Request, uploads: Uploads, digest: str) -> None:
+        threads, size = self._server.threads, int(request.headers.get("content-length", "0"))
+        upload: Upload | None = None
+
+        def begin() -> Upload:
+            nonlocal upload
+            upload = uploads.begin(digest, size)
+            return upload
+
+        try:
+            receiving = await threads.run("upload", begin)
+            await self._write(request, receiving)
+            await threads.run("upload", receiving.finish)
+        except UploadsFull as error:
+            raise ApiError(413, str(error), code="uploads_full") from error
+        except OSError as error:  # a full disk, for one
+            log.exception("a file that was uploaded cannot be stored")
+            message = "the file cannot be stored now; the log of the server has the reason"
+            raise ApiError(507, message, code="not_stored") from error
+        finally:
+            threads.end_upload(lambda: upload and upload.close())
+
+    async def _write(self, request: Request, upload: Upload) -> None:
+        parts, seconds = request.stream(), self._server.settings.body_seconds
+        buffer = bytearray()
+        while (part := await next_part(parts, seconds, "file")) is not None:
+            buffer += part
+            if len(buffer) >= PART:
+                await self._server.threads.run("upload", partial(upload.write, bytes(buffer)))
+                buffer.clear()
+        await self._server.threads.run("upload", partial(upload.write, bytes(buffer)))
+
 
 NDJSON = "application/x-ndjson"
 UPLOADED = "uploaded files"  # the value of FROM, or of ADAPTER

@@ -11,20 +11,148 @@ Always true:
   * `draft` never raises: a drafter that does proposes nothing in this round, and nothing more after `FAILURES` such
     rounds one after the other; `refused` is the reason then;
   * a step that fails between `draft` and `learn` leaves no trace: it is not counted, and the chains are dropped;
-  * a drafter that is parked (`parking.py`) is not called but to drop texts, and reads none.
+  * a drafter that is parked (`Parking`) is not called but to drop texts, and reads none.
+
+A drafter that reads hidden states, or computes what it has missed, costs time beside its drafts: hidden states of each
+step, the prompts, what it catches up with. So it is compared with plain decoding as a whole: what its rounds have won,
+less all of that. Where this does not pay it is parked, and costs nothing, until a trial. Trials become rarer as long
+as they fail.
+
+Always true:
+  * since the last time that it had won `KEPT` plain steps or more, or a trial began, it has lost at most `MOST` plain
+    steps and one call of the drafter;
+  * after a trial that has lost something, it is parked for at least `1 / SHARE` times as long.
 """
 
 import logging
+import math
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 
 from kvcellar.events import Speculation
 from kvcellar.speculate.chain import Chain, Key, Verified
 from kvcellar.speculate.depth import DepthController, Limit, Outcome
 from kvcellar.speculate.drafter import Committed, Drafter
-from kvcellar.speculate.parking import Parking
-from kvcellar.speculate.report import Tally, Totals
+
+KEPT = 8.0  # plain steps of what was won that later losses are set against
+MOST = 8.0  # plain steps that it may lose
+IDLE = 96  # rounds without drafts, but for probes, after which it is parked
+SHORTEST, LONGEST = 128.0, 4096.0  # plain steps from one trial to the next, if little was lost
+SHARE = 0.005  # of the time, that trials may lose
+
+
+class Parking:
+    """Of one drafter, for all its texts. It begins with a trial."""
+
+    def __init__(self) -> None:
+        self.parked = False
+        self._won = 0.0  # seconds, negative: lost
+        self._plain = math.inf  # seconds of a plain step, by the last round
+        self._idle = 0
+        self._wait = SHORTEST
+        self._left = 0.0  # plain steps until the next trial
+
+    def spend(self, seconds: float) -> None:
+        """The drafter has taken so long beside a round."""
+        if not self.parked:
+            self._won -= seconds
+            self._park_if_lost()
+
+    def rest(self) -> bool:
+        """A round of plain decoding is over, for which the drafter was parked. Returns whether a trial begins."""
+        self._left -= 1
+        self.parked = self._left > 0
+        return not self.parked
+
+    def observe(self, won: float, plain: float, *, drafting: bool) -> None:
+        """A round is over, with so many seconds less than plain decoding of its tokens takes, of which a step takes
+        `plain` seconds. `drafting`: drafts were the choice, not a probe."""
+        self._plain = plain
+        self._won = min(self._won + won, KEPT * plain)
+        self._idle = 0 if drafting else self._idle + 1
+        if self._won >= KEPT * plain:
+            self._wait = SHORTEST
+        if self._idle >= IDLE:
+            self._park()
+        else:
+            self._park_if_lost()
+
+    def _park_if_lost(self) -> None:
+        if self._won < -MOST * self._plain:
+            self._park()
+
+    def _park(self) -> None:
+        lost = max(0.0, -self._won) / self._plain
+        self._left = max(self._wait, lost / SHARE)
+        self._wait = min(2 * self._wait, LONGEST)
+        self.parked, self._won, self._idle = True, 0.0, 0
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert not self.parked or self._left > 0
+        assert SHORTEST <= self._wait <= LONGEST
+        assert self._idle < IDLE
+
+
+PARTS = 8  # of the rounds, for the depth over time
+
+
+@dataclass(slots=True)
+class Totals:
+    """Of all requests since the start. A round is that of one completion."""
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    saved: float = 0.0
+
+    def add(self, drafted: int, accepted: int, saved: float) -> None:
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.saved += saved
+
+
+class Tally:
+    """Counts the rounds of a request, of all its completions."""
+
+    def __init__(self) -> None:
+        self._depths = array("H")  # drafts of each round
+        self._tried: list[int] = []
+        self._accepted: list[int] = []
+        self._saved = 0.0
+
+    def add(self, drafted: int, tried: int, accepted: int, saved: float) -> None:
+        """A round with `drafted` drafts, of which the first `tried` were compared and the first `accepted` became
+        tokens, and the seconds that it saved."""
+        self._depths.append(drafted)
+        self._saved += saved
+        missing = [0] * (tried - len(self._tried))
+        self._tried += missing
+        self._accepted += missing
+        for pos in range(tried):
+            self._tried[pos] += 1
+            self._accepted[pos] += pos < accepted
+
+    def report(self) -> Speculation:
+        rounds = len(self._depths)
+        parts = min(PARTS, rounds)
+        cuts = [rounds * part // parts for part in range(parts + 1)] if parts else [0]
+        slices = [self._depths[a:b] for a, b in pairwise(cuts)]
+        return Speculation(
+            rounds=rounds,
+            drafted=sum(self._depths),
+            accepted=sum(self._accepted),
+            tried_at=tuple(self._tried),
+            accepted_at=tuple(self._accepted),
+            depths=tuple((sum(part) / len(part), max(part)) for part in slices),
+            seconds_saved=self._saved,
+        )
+
 
 log = logging.getLogger("kvcellar.speculate")
 

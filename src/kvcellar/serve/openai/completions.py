@@ -1,5 +1,4 @@
-"""completions: the fields of a text completion, the request that they make, and what its responses have.
-"""
+"""completions: the fields of a text completion, the request that they make, and what its responses have."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -13,10 +13,9 @@ from kvcellar.models.config_file import read_object
 from kvcellar.models.quantize.formats.bitsandbytes import BitsAndBytes
 from kvcellar.models.quantize.formats.compressed import Compressed
 from kvcellar.models.quantize.formats.mlx import Mlx
-from kvcellar.models.quantize.formats.mxfp4 import Mxfp4
 from kvcellar.models.quantize.formats.part import Format
 from kvcellar.models.quantize.formats.scaled import ModelOpt, ScaledFloats
-from kvcellar.models.quantize.formats.small import BitNet, Gemma
+from kvcellar.models.quantize.formats.small import BitNet, Gemma, Mxfp4
 from kvcellar.models.quantize.formats.torchao import TorchAo
 from kvcellar.models.quantize.formats.words import Awq, Gptq, auto_round
 from kvcellar.models.quantize.schemes import quantisation_of

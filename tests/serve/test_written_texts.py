@@ -12,7 +12,7 @@ from kvcellar.events import Delta, TokenLogprob
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.anthropic.message_writer import MessageWriter
 from kvcellar.serve.ollama_writer import OllamaWriter, chat_shape, generate_shape
-from kvcellar.serve.openai.chat import ChatFormat
+from kvcellar.serve.openai.chat_format import ChatFormat
 from kvcellar.serve.openai.completions import CompletionFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.replies import Replies, ReplyPart

@@ -40,7 +40,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
     """Find the model's shape and test it. Raises `ModelRefused`, with the reason of every mode that was tried.
 
     The guest owns the model, which is changed for good (eval mode, attention, the forward of mixers), also where it is
-    refused. To keep a model unchanged, pass a copy that shares its weights (`shared_weights.py`).
+    refused. To keep a model unchanged, pass a copy that shares its weights (`models/load.py`).
     """
     _check_testable(model)
     report("testing the network")

@@ -9,8 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from kvcellar.errors import ModelRefused
 from kvcellar.models.gguf_file import Header, read_header
-from kvcellar.models.gguf_import import import_gguf
-from kvcellar.models.gguf_tokenizer import write_tokenizer
+from kvcellar.models.gguf_import import import_gguf, write_tokenizer
 from kvcellar.models.load import Loaded, load
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS

@@ -1,20 +1,120 @@
-"""routes: the routes of Anthropic's API. The list of models is OpenAI's, with the fields of both. The
-tokens of a prompt are counted without running it.
+"""routes: the routes of Anthropic's API, and their bodies as requests. The list of models is OpenAI's, with the fields
+of both. The tokens of a prompt are counted without running it.
 """
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from starlette.routing import Route
 
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.serve.anthropic.dialogue import chat_of
-from kvcellar.serve.anthropic.fields import PromptBody
-from kvcellar.serve.anthropic.parse import chat_request, parse_messages
-from kvcellar.serve.chat_request import Json
+from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sample.constraint import Constraint
+from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
+from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
+from kvcellar.serve.anthropic.fields import ToolChoice as Choice
+from kvcellar.serve.anthropic.message_writer import MessageWriter
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.chat_request import AUTO, ChatRequest, Json, ToolChoice
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.model_route import ModelRoute
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.shared import Shared
-from kvcellar.serve.writer import Caller
+from kvcellar.serve.writer import Caller, Generation
+
+NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
+
+
+def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/v1/messages`. Raises `ApiError` and `BadRequest`."""
+    body = validated(MessagesBody, sent)
+    chat = chat_of(body)
+    ttls = list(chat.ttls)
+    if body.cache_control is not None:
+        chat.breakpoints.append(len(chat.messages))
+        ttls.append(TTL[body.cache_control.ttl])
+    retention = RetentionOptions(ttl=max(ttls), recurring=True) if ttls else NO_OPTIONS
+    request = chat_request(
+        body,
+        chat,
+        sampling={
+            "max_tokens": body.max_tokens,
+            "stop": None if body.stop_sequences is None else tuple(body.stop_sequences),
+            "temperature": body.temperature,
+            "top_k": body.top_k,
+            "top_p": body.top_p,
+            "seed": body.seed,
+        },
+        stream=bool(body.stream),
+        retention=retention,
+        conversation=body.conversation,
+    )
+    return Generation(request, partial(MessageWriter, body.model or engine.model.name))
+
+
+def chat_request(body: PromptBody, chat: Chat, *, sampling: dict[str, Any], **common: Any) -> ChatRequest:
+    """The request of a body, whose messages are in `chat`. Raises `ApiError` and `BadRequest`."""
+    choice = body.tool_choice
+    return ChatRequest(
+        messages=chat.messages,
+        continue_final_message=_prefilled(body),
+        breakpoints=tuple(chat.breakpoints),
+        tools=tools_of(body.tools) or (),
+        tool_choice=AUTO if choice is None else _chosen(choice),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        constraint=_constraint(body),
+        sampling=sampling,
+        effort=_effort(body),
+        salt=body.cache_salt,
+        users=(None if body.metadata is None else body.metadata.user_id,),
+        names=NAMES,
+        places=chat.places,
+        **common,
+    )
+
+
+def _prefilled(body: PromptBody) -> bool:
+    """Whether the last message is the beginning of the answer: where it is the assistant's. Raises `ApiError`."""
+    last, where = body.messages[-1], f"messages[{len(body.messages) - 1}].content"
+    if last.role != "assistant":
+        return False
+    if last.content and (last.content[-1].text or "").rstrip() != (last.content[-1].text or ""):
+        message = f"{where}: the message that the answer continues cannot end with white space"
+        raise ApiError(400, message, where, "invalid_value")
+    if body.thinking is not None and body.thinking.type == "enabled":
+        message = "thinking cannot be enabled where the answer continues the last message; send thinking: disabled"
+        raise ApiError(400, message, "thinking", "invalid_value")
+    return True
+
+
+def _chosen(choice: Choice) -> ToolChoice:
+    """Raises `ApiError`."""
+    if choice.type != "tool":
+        return ToolChoice("required" if choice.type == "any" else choice.type)
+    if not choice.name:
+        raise ApiError(400, "tool_choice.name is required where its type is tool", "tool_choice.name", "invalid_value")
+    return ToolChoice("required", (choice.name,))
+
+
+def _effort(body: PromptBody) -> str | None:
+    """How much to reason: `output_config.effort`, unless reasoning is disabled. Reasoning that is enabled without an
+    effort has a medium one, which templates that only switch it read as "on"."""
+    if body.thinking is not None and body.thinking.type == "disabled":
+        return "none"
+    if body.output_config is not None and body.output_config.effort is not None:
+        return body.output_config.effort
+    return "medium" if body.thinking is not None else None
+
+
+def _constraint(body: PromptBody) -> Constraint | None:
+    """Of the answer. Raises `BadRequest`."""
+    if body.output_config is None or body.output_config.format is None:
+        return None
+    schema = body.output_config.format.schema_
+    return Constraint.json_schema(schema, strict=True, param="output_config.format.schema")
 
 
 def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:

@@ -64,14 +64,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """`record` of the engines of a test and of its fixtures."""
     from kvcellar.engine.settings import Settings
 
-    sharing, recorded = item.config.stash.get(_SHARING, None), _in_recorded(item.path)
+    recorded = _in_recorded(item.path)
     Settings.__init__.__kwdefaults__["record"] = item.config.getoption("--record") or ("auto" if recorded else "off")
-    if recorded:
+    if recorded or "kvcellar.engine.build" in sys.modules:
         from tests.recordings import Sharing  # imports torch
 
-        item.config.stash.setdefault(_SHARING, Sharing()).start()
-    elif sharing is not None:
-        sharing.stop()
+        sharing = item.config.stash.setdefault(_SHARING, Sharing())
+        sharing.start(measures=item.get_closest_marker("measures") is None, recordings=recorded)
 
 
 def _in_recorded(path: Path) -> bool:

@@ -1,4 +1,7 @@
-"""What tests share of recordings, so that engines which record, as those of users do, cost them little.
+"""What the engines of tests share, so that each of them costs little.
+
+What the steps of a network take is measured once for all networks with the same config in a process of tests, unless a
+test is marked `measures`. Engines that record, as those of users do, share more:
 
 A program is captured once, for all processes and runs of tests: it is kept in the cache directory of the user, as
 always. In one process of tests moreover
@@ -12,7 +15,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from kvcellar.engine import recorded
+from kvcellar.engine import build, open_drafts, recorded
+from kvcellar.engine.measures import Measures, digest, flags, model, shape
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.guest import Guest
 from kvcellar.models.recording import record
@@ -21,7 +25,7 @@ from kvcellar.models.recording.saved import NoDigest, digest_of
 
 
 class Sharing:
-    """Between `start` and `stop` engines of this process share what was compared.
+    """Between `start` and `stop` engines of this process share what was measured, and what was compared.
 
     Always true: no recording is taken as right whose compiled loop has not compared all its operators. Else a step that
     is measured would compare them, and its bytes would be counted as those of a step.
@@ -33,10 +37,16 @@ class Sharing:
         self._file = ""  # of the engine that is being opened
         self._right: set[tuple[object, ...]] = set()
         self._compare = record.compare
+        self._measures: dict[str, Measures] = {}  # by the digest of a network
 
-    def start(self) -> None:
-        if self._patch is None:
-            self._patch = pytest.MonkeyPatch()
+    def start(self, *, measures: bool, recordings: bool) -> None:
+        """Share these from now on."""
+        self.stop()
+        self._patch = pytest.MonkeyPatch()
+        if measures:
+            self._patch.setattr(build, "measures_of", self._measures_of)
+            self._patch.setattr(open_drafts, "measures_of", self._measures_of)
+        if recordings:
             self._patch.setattr(recorded, "StepKernel", self._kernel)
             self._patch.setattr(record, "compare", self._compare_once)
 
@@ -44,6 +54,11 @@ class Sharing:
         if self._patch is not None:
             self._patch.undo()
             self._patch = None
+
+    def _measures_of(self, guest: Guest, *_: object, **how: object) -> Measures:
+        facts = {"model": model(guest), "shape": shape(guest), "flags": flags()}
+        inputs = digest(facts | {"recorded": guest.recording is not None})
+        return self._measures.setdefault(inputs, Measures(None, inputs))
 
     def _kernel(self, environment: Mapping[str, str]) -> StepKernel:
         made = StepKernel(environment)

@@ -11,21 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
+from kvcellar.engine import build
 from kvcellar.engine.allocate import Needs
 from kvcellar.engine.capacity import resolve_capacity
-from kvcellar.engine.measures import Measures, digest, flags, model, shape
 from kvcellar.engine.reserve import scratch
 from kvcellar.engine.result import Ticket
 from kvcellar.engine.settings import step_tokens_of
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
-from kvcellar.models.guest import Guest
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, reference_logits
 
@@ -181,20 +179,8 @@ def mix(which: object, *, longest: int = 40, count: int = 10, **sampling: Any) -
     ]
 
 
-@cache
-def measures(inputs: str) -> Measures:
-    return Measures(None, inputs)
-
-
-def measured_once(guest: Guest, *_: Any, **how: Any) -> Measures:
-    """In place of `measures_of`: what the steps of a network of the zoo take is measured once in a process of tests."""
-    facts = {"model": model(guest), "shape": shape(guest), "flags": flags(), "recorded": guest.recording is not None}
-    return measures(digest(facts))
-
-
 def made(network: PreTrainedModel | None, **settings: Any) -> Engine:
-    with mock.patch("kvcellar.engine.build.measures_of", measured_once):
-        return Engine(network, **{"threads": 1, **settings})
+    return Engine(network, **{"threads": 1, **settings})
 
 
 def small_engine(name: str, **settings: Any) -> Engine:
@@ -211,7 +197,8 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
         built, given = engine._built, engine._built.settings
         limits = {"context": built.intake.context, "step_tokens": step_tokens_of(given, "cpu")}
         deepest = built.drafts.deepest if built.drafts is not None else 0
-        step = scratch(built.guest, measures=measured_once(built.guest), deepest=deepest, **limits)
+        measures = build.measures_of(built.guest, None, began=0, limits=limits, environment={})
+        step = scratch(built.guest, measures=measures, deepest=deepest, **limits)
         needs = Needs.of(built.guest, built.intake.context, step, shifts=True)
 
         def of_all(longest: int, most: int, sequences: int) -> int:

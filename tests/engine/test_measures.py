@@ -40,6 +40,8 @@ from kvcellar.shapes import StoredAs
 from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 
+pytestmark = pytest.mark.measures
+
 INPUTS = digest({"of": "these tests"})
 OTHER = digest({"of": "others"})
 

@@ -29,6 +29,8 @@ from tests.engine.mixes import bytes_for, small_engine
 from tests.laws.watch import Allocations
 from tests.zoo import ARCHS
 
+pytestmark = pytest.mark.measures
+
 CPU = torch.device("cpu")
 
 

@@ -1,56 +1,38 @@
-"""collector: collections of garbage are short while requests are served, however much the process holds.
+"""collector: the garbage collector of the process does not look at what was loaded while requests are served.
 
-A collection holds the interpreter while it looks at objects, about 1 µs for each: 0.3 s for those that torch and
-transformers make when they are imported, 0.15 s for a prefix tree of 50 000 entries.
-
-Always true after `settle`:
-  * a collection looks at no object that has outlived one of the oldest generation. Those come after some 77 000 objects
-    (CPython's thresholds). But every `whole`-th of them looks at all objects, and so does `collect`.
+A collection of all objects holds the interpreter while it looks at them: about 1 µs for each that was not touched
+lately, so 0.3 s for what torch and transformers make when they are imported, and 0.15 s for a prefix tree of 50 000
+entries. CPython has one each time that the objects which outlived two collections are a quarter more, and at least
+some 77 000. Requests leave nothing in cycles in an engine, so there they come while memory fills. They do in a server,
+whose collections are short as long as it has no engine in its own process.
 """
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 
+# Collections of the middle generation before one of all objects, where CPython has 10. Each moves at most 7 700
+# objects, so that what is in cycles, and outlived two collections, is at most 770 000 objects.
 RARE = 100
 
 
-def settle(whole: int | None = RARE) -> None:
-    """To be called when what stays is loaded. `whole`: None where nothing that lives long ends in a cycle, so that no
-    collection has to look at all objects."""
+def settle(*, rarely: bool) -> None:
+    """Look at no object again that exists now. To be called when what stays is loaded. `rarely`: look at all others
+    rarely, where an engine and a server are in one process."""
     gc.collect()
     gc.freeze()
-    gc.callbacks.append(_Settled(whole))
-
-
-def collect() -> None:
-    """Free all garbage."""
-    gc.unfreeze()
-    gc.collect()
-
-
-class _Settled:
-    """A callback of the collector."""
-
-    def __init__(self, whole: int | None) -> None:
-        self._whole, self._turns = whole, count(1)
-
-    def __call__(self, phase: str, info: dict[str, int]) -> None:
-        if info["generation"] != 2:
-            return
-        if phase == "stop":
-            gc.freeze()
-        elif self._whole is not None and next(self._turns) % self._whole == 0:
-            gc.unfreeze()
+    if rarely:
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, RARE)
 
 
 @contextmanager
 def settled() -> Iterator[None]:
     """As after `settle`, until the end of the block."""
-    settle()
+    before = gc.get_threshold()
+    settle(rarely=True)
     try:
         yield
     finally:
-        gc.callbacks[:] = [one for one in gc.callbacks if not isinstance(one, _Settled)]
         gc.unfreeze()
+        gc.set_threshold(*before)

@@ -274,6 +274,10 @@ def _leave_no_cycles(name: str) -> None:
             ear = Ear()
             engine.submit([5, 6, 7], engine.params(max_tokens=900), deliver=ear).cancel()
             ear.wait()
+            with pytest.raises(BadRequest):
+                engine.adapters.remove("none")
+            with pytest.raises(BadRequest):
+                engine.cache.survey.entry("none", 1)
             engine.cache.survey.picture()
             engine.cache.clear()
 

@@ -45,6 +45,24 @@ def test_sockets_that_stay_ready_take_turns(pairs) -> None:
             assert {key.data for turn in turns for key, _ in turn} == set(range(PAIRS))
 
 
+def test_a_descriptor_that_is_used_again_is_not_told_what_was_ready_before() -> None:
+    """As asyncio registers them: by their numbers."""
+    pairs = [socket.socketpair() for _ in range(SOCKETS + 1)]
+    with ExitStack() as stack, ShortTurns() as selector:
+        for end, other in pairs:
+            stack.enter_context(end)
+            stack.enter_context(other).send(b"a")
+            selector.register(end.fileno(), selectors.EVENT_READ)
+        told = {key.fd for key, _ in selector.select(0.0)}
+        (left,) = {end.fileno() for end, _ in pairs} - told
+        selector.unregister(left)
+        selector.register(left, selectors.EVENT_WRITE)
+        for end, _ in pairs:
+            if end.fileno() != left:
+                selector.unregister(end.fileno())
+        assert [(key.fd, events) for key, events in selector.select(0.0)] == [(left, selectors.EVENT_WRITE)]
+
+
 class Waited:
     """What a selector waits for, by number of the socket, beside a dumb model of it."""
 

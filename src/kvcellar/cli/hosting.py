@@ -1,5 +1,6 @@
 """hosting: makes the host of `kvcellar serve`: its models, their engines on one device thread, and the cap on bytes."""
 
+import gc
 import logging
 import os
 import subprocess
@@ -13,7 +14,6 @@ from typing import Any
 
 from kvcellar.cli.options import given
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.collector import collect
 from kvcellar.engine.device import DeviceThread
 from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.fork_server import starter_for
@@ -234,7 +234,7 @@ def _device(device: str) -> tuple[str, int]:
 
 def _free() -> None:
     """Free what engines that were closed had: they are in cycles."""
-    collect()
+    gc.collect()
     torch = sys.modules.get("torch")  # None: engines have processes of their own
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

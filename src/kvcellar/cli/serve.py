@@ -325,7 +325,7 @@ def load(hosted: Hosting, pinned: list[Line], announce: Callable[[str], object])
     if pinned:
         host = hosted.host
         announce(pin_all(hosted.engines[0], pinned, host.default.adapter, host.startup.going_on))
-    settle()
+    settle(rarely="torch" in sys.modules)  # an engine is in this process
 
 
 def read_again(api: Path | None, admin: Path | None, metrics: Path | None) -> Keys:

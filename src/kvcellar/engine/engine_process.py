@@ -144,7 +144,7 @@ class EngineProcess:
             self._outbox.close(LAST_WORDS)
             return 1
         self._client = client
-        settle(whole=None)
+        settle(rarely=False)
         self._outbox.put(Hello(VERSION, packed(client.card)))
         self._ended.wait()
         threading.Timer(END_SECONDS, os._exit, (1,)).start()  # a step that never ends must not keep the process
@@ -310,6 +310,7 @@ class EngineProcess:
         except BaseException as error:  # noqa: BLE001 - the front end raises it; a panic, too
             answer = Refusal(number, error if isinstance(error, Exception) else EngineFailed(repr(error)))
         self._outbox.put(answer)
+        del answer  # its error refers to this frame
 
     def _submit(self, client: ThreadClient, submission: Submission) -> None:
         number = submission.number

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import TypeVar
 
@@ -110,17 +111,22 @@ class Loop:
         raised as `EngineFailed` with this description, and the loop recovers.
         """
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - raised by `result` below
-                ours = isinstance(error, KvcellarError) or not changes
-                future.set_exception(error if ours else self._failures.record(changes, None, error))
-
         self.check_caller()
-        self.post(run)
-        return future.result()
+        self.post(partial(self._answer, future, function, changes))
+        try:
+            return future.result()
+        finally:
+            del future  # its error refers to this frame
+
+    def _answer(self, future: "Future[T]", function: Callable[[], T], changes: str) -> None:
+        """What `call` does on the engine's thread."""
+        try:
+            future.set_result(function())
+        except Exception as error:  # noqa: BLE001 - raised by `result` in `call`
+            ours = isinstance(error, KvcellarError) or not changes
+            future.set_exception(error if ours else self._failures.record(changes, None, error))
+        finally:
+            del future  # its error refers to this frame
 
     def check_caller(self) -> None:
         """Raise `WrongStage` on the engine's own thread, where waiting for the engine would be a deadlock."""

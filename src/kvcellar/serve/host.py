@@ -10,6 +10,7 @@ Always true, on the event loop:
 """
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -19,7 +20,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvcellar.collector import collect
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.variants import Variant
@@ -50,7 +50,7 @@ class Host:
         limits: Limits,
         *,
         unload: Callable[[Any], None],
-        free: Callable[[], object] = collect,
+        free: Callable[[], object] = gc.collect,
         startup: Startup | None = None,
         clock: Callable[[], float] = time.monotonic,
         spawn: Spawn | None = None,

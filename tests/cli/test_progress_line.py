@@ -69,6 +69,7 @@ def test_ctrl_c_during_a_load_ends_the_command(tmp_path: Path, stage: str) -> No
         assert "Error" not in terminal.seen
 
 
+@pytest.mark.measures
 @pytest.mark.parametrize(
     "place",
     ["models.load._filled", "models.packing.pack", "models.build_guest.whole_step_test", "engine.reserve._tried"],

@@ -11,6 +11,8 @@ from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.progress import listening, report
 from tests.zoo import ARCHS
 
+pytestmark = pytest.mark.measures
+
 HOW = {"threads": 1, "cache_bytes": 40_000_000, "attention": "sdpa", "record": "auto"}
 STAGES = [
     "building llama",

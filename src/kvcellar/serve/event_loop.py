@@ -10,10 +10,7 @@ Always true:
 import asyncio
 import selectors
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from _typeshed import FileDescriptorLike
+from typing import Any
 
 SOCKETS = 8
 
@@ -26,7 +23,7 @@ class ShortTurns(selectors.DefaultSelector):
         super().__init__()
         self._rest: deque[tuple[selectors.SelectorKey, int]] = deque()
 
-    def unregister(self, fileobj: "FileDescriptorLike") -> selectors.SelectorKey:
+    def unregister(self, fileobj: Any) -> selectors.SelectorKey:
         """Its descriptor may be that of another socket next."""
         key = super().unregister(fileobj)
         self._rest = deque(one for one in self._rest if one[0].fd != key.fd)

@@ -258,6 +258,10 @@ def test_what_a_request_held_is_not_in_cycles_when_it_is_done(name: str) -> None
     in_small_process(_leave_no_cycles, name)
 
 
+def refuse() -> None:
+    raise BadRequest("refused", "prompt")
+
+
 def _leave_no_cycles(name: str) -> None:
     kinds: list[dict[str, Any]] = [
         {},
@@ -274,10 +278,10 @@ def _leave_no_cycles(name: str) -> None:
             ear = Ear()
             engine.submit([5, 6, 7], engine.params(max_tokens=900), deliver=ear).cancel()
             ear.wait()
+            with pytest.raises(BadRequest, match="refused"):
+                engine._loop.call(refuse)
             with pytest.raises(BadRequest):
                 engine.adapters.remove("none")
-            with pytest.raises(BadRequest):
-                engine.cache.survey.entry("none", 1)
             engine.cache.survey.picture()
             engine.cache.clear()
 

@@ -19,11 +19,11 @@ In a forked process calls raise (`device.py`), and `close` does nothing.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from queue import SimpleQueue
+from typing import TypeVar, cast
 
 from kvcellar.engine.compaction import Compaction
 from kvcellar.engine.context_shift import shift
@@ -110,23 +110,29 @@ class Loop:
         `changes` describes its change of state, "" for none. If it is not empty, an error other than `KvcellarError` is
         raised as `EngineFailed` with this description, and the loop recovers.
         """
-        future: Future[T] = Future()
+        answers: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
         self.check_caller()
-        self.post(partial(self._answer, future, function, changes))
+        self.post(partial(self._answer, answers, function, changes))
+        result, error = answers.get()  # a `Future` would keep the error, whose frames refer to it
+        if error is None:
+            return cast(T, result)
         try:
-            return future.result()
+            raise error
         finally:
-            del future  # its error refers to this frame
+            del error  # it refers to this frame
 
-    def _answer(self, future: "Future[T]", function: Callable[[], T], changes: str) -> None:
+    def _answer(
+        self,
+        answers: "SimpleQueue[tuple[T, None] | tuple[None, Exception]]",
+        function: Callable[[], T],
+        changes: str,
+    ) -> None:
         """What `call` does on the engine's thread."""
         try:
-            future.set_result(function())
-        except Exception as error:  # noqa: BLE001 - raised by `result` in `call`
+            answers.put((function(), None))
+        except Exception as error:  # noqa: BLE001 - raised by `call`
             ours = isinstance(error, KvcellarError) or not changes
-            future.set_exception(error if ours else self._failures.record(changes, None, error))
-        finally:
-            del future  # its error refers to this frame
+            answers.put((None, error if ours else self._failures.record(changes, None, error)))
 
     def check_caller(self) -> None:
         """Raise `WrongStage` on the engine's own thread, where waiting for the engine would be a deadlock."""

@@ -1,4 +1,5 @@
-"""progress: reports of the current stage of loading a model, passed to a listener if one is set.
+"""progress: reports of the current stage of loading a model, passed to a listener if one is set; and numbers of bytes
+as such texts have them.
 
 A listener is set for a block of code in one thread; other threads have listeners of their own, or none.
 """
@@ -42,3 +43,12 @@ def listening(listener: Listener | None) -> Generator[None, None, None]:
         yield
     finally:
         _listener.reset(token)
+
+
+def rounded(count: int) -> str:
+    """A number of bytes in three digits: 800 MB."""
+    if count < 1000:
+        return f"{count} bytes"
+    shares = [(count / 1000**power, unit) for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)]
+    size, unit = next((share for share in shares if share[0] < 999.5), shares[-1])
+    return f"{size:.3g} {unit}"

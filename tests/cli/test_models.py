@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvcellar.cli import list as listing
+from kvcellar.cli import library as listing
 from kvcellar.library.library import Library
 from kvcellar.models import embedded
 from tests.cli.command import Ran, kvcellar
@@ -172,5 +172,5 @@ def test_a_model_that_is_removed_while_models_are_listed_is_left_out(tmp_path, m
     for name in "ab":
         made(Library(tmp_path / "models"), name, "FROM ./m", tmp_path)
     monkeypatch.setattr(listing, "library", lambda: Removing(tmp_path / "models"))
-    ran = CliRunner().invoke(listing.command, ["--json", "--quiet"])
+    ran = CliRunner().invoke(listing.list_command, ["--json", "--quiet"])
     assert [one["name"] for one in json.loads(ran.stdout)["models"]] == ["b:latest"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvcellar.cli.ps import lines
+from kvcellar.cli.client import models_table
 from kvcellar.serve import key_digest
 from tests.cli.command import kvcellar
 from tests.library.made import made
@@ -60,7 +60,7 @@ def test_the_time_left_is_written_in_words(seconds: float, text: str) -> None:
         "name": "a", "digest": "", "size": 5_000_000, "size_vram": 5, "context_length": 8,
         "expires_at": (now + timedelta(seconds=seconds)).isoformat(),
     }  # fmt: skip
-    row = list(lines([model], now))[1]
+    row = models_table([model], now).splitlines()[1]
     assert row.split("  ")[0] == "a"
     assert row.endswith(text)
     assert "100% GPU" in row

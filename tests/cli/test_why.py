@@ -39,7 +39,8 @@ def test_it_prints_the_reason_and_both_sides_of_a_divergence(server, key) -> Non
     ran = kvcellar("why", request, "--url", server.url, "--admin-key-file", key)
     assert (ran.code, ran.err) == (0, "")
     assert f"{request}: /v1/completions, ok" in ran.out
-    assert "50 of 80 tokens from memory (50 from device), 30 computed" in ran.out
+    assert "50 of 80 tokens came from memory: 50 from device" in ran.out
+    assert "30 were computed" in ran.out
     assert "diverged: at token 50" in ran.out
     assert f"goes on with {text[50:66]}" in ran.out
     as_json = kvcellar("why", request, "--url", server.url, "--admin-key-file", key, "--json")

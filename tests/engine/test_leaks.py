@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvcellar import Engine, EngineFailed
-from kvcellar.engine.capacity import rounded
+from kvcellar.progress import rounded
 from kvcellar.engine.engine import Ticket
 from kvcellar.engine.request import Completion, Request
 from kvcellar.errors import BadRequest, NoToken

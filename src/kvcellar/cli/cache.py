@@ -14,9 +14,9 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
-from kvcellar.cli.models import size
 from kvcellar.cli.options import Command, Size
 from kvcellar.errors import BadRequest
+from kvcellar.progress import rounded
 from kvcellar.tiers import upkeep
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import DiskTier
@@ -108,12 +108,12 @@ def _totals(found: Json) -> Iterator[str]:
         yield f"in memory: {len(device['namespaces'])} namespaces"
         for one in device["namespaces"]:
             counts = f"{one['entries']} entries, {one['tokens']} tokens, {one['checkpoints']} checkpoints"
-            yield f"  {_namespace(one)}: {counts}, {size(one['bytes'])}; {one['in_use']} tokens in use"
+            yield f"  {_namespace(one)}: {counts}, {rounded(one['bytes'])}; {one['in_use']} tokens in use"
     if (store := found["store"]) is not None:
-        limit = "" if store["limit_bytes"] is None else f" of {size(store['limit_bytes'])}"
-        yield f"in the store {store['directory']}: {size(store['bytes'])}{limit}"
+        limit = "" if store["limit_bytes"] is None else f" of {rounded(store['limit_bytes'])}"
+        yield f"in the store {store['directory']}: {rounded(store['bytes'])}{limit}"
         for one in store["namespaces"]:
-            counts = f"{one['entries']} entries, {one['tokens']} tokens, {size(one['bytes'])}"
+            counts = f"{one['entries']} entries, {one['tokens']} tokens, {rounded(one['bytes'])}"
             yield f"  {_namespace(one)} of model {one['identity']}: {counts}"
 
 
@@ -168,7 +168,7 @@ def _entry(one: Json) -> str:
             f"{one['users']} users, used {'again' if one['reused'] else 'once'}, {len(one['checkpoints'])} checkpoints"
         )
     else:
-        about = f"{one['uses']} uses, {size(one['bytes'])}" + (", pinned" if one["pinned"] else "")
+        about = f"{one['uses']} uses, {rounded(one['bytes'])}" + (", pinned" if one["pinned"] else "")
     return f"{one['name']}{span}, {about}: {text}"
 
 
@@ -263,7 +263,7 @@ def gc(as_json: bool, **target: Any) -> None:
 def verify(as_json: bool, **target: Any) -> None:
     """Read every entry of the store. What is damaged is removed. Exit code 1 if anything was."""
     found = Target(**target).ask("POST", "/admin/cache/verify", lambda disk: asdict(upkeep.verified(disk)))
-    lines = [f"{found['read']} entries of {size(found['bytes'])} are as they were written"]
+    lines = [f"{found['read']} entries of {rounded(found['bytes'])} are as they were written"]
     if found["damaged"]:
         lines.append(f"{found['damaged']} were damaged, and are removed")
     if found["unreadable"]:
@@ -290,7 +290,7 @@ def export(file: Path, as_json: bool, **target: Any) -> None:
     else:
         found = chosen.ask("POST", "", lambda disk: write(upkeep.exported(disk)))
     if not to_stdout:
-        _print(found, as_json, iter([f"wrote {size(found['bytes'])} to {file}"]))
+        _print(found, as_json, iter([f"wrote {rounded(found['bytes'])} to {file}"]))
 
 
 @contextmanager

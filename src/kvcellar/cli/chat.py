@@ -2,16 +2,18 @@
 
 import json
 import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvcellar.cli.memory_picture import counted, why_lines
-from kvcellar.cli.prompts import PromptFormat, cost_line
+from kvcellar.cli.printing import cost_line, counted, recall_lines
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.session import Session
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
+from kvcellar.events import Delta
 from kvcellar.places import NoPlace, state
 
 _HELP = """\
@@ -28,6 +30,32 @@ _HELP = """\
   /delete NAME     delete what was saved
   /bye             end the chat (also /exit and Ctrl-D)
   \"\"\"              begin and end a message of several lines"""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """`ids`: prompts and completions are token ids instead of text."""
+
+    ids: bool
+
+    def parse(self, prompt: str) -> str | list[int]:
+        if not self.ids:
+            return prompt
+        try:
+            return [int(word) for word in prompt.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()]
+        except ValueError:
+            raise BadRequest(f"with --ids a prompt is token ids, like 12 7 99, not {prompt[:40]!r}", "prompt") from None
+
+    def texts(self, deltas: Iterable[Delta]) -> Iterator[str]:
+        """What to print for each delta."""
+        if not self.ids:
+            yield from (delta.text for delta in deltas)
+            return
+        separator = ""
+        for delta in deltas:
+            for token in delta.token_ids:
+                yield f"{separator}{token}"
+                separator = " "
 
 
 class Chat:
@@ -153,7 +181,8 @@ class Chat:
         if (last := self._session.last) is None:
             click.echo("  no turn of this chat has ended yet")
             return
-        for line in why_lines(last.usage.prompt_tokens, last.recall):
+        recall = asdict(last.recall) if last.recall is not None else None
+        for line in recall_lines(last.usage.prompt_tokens, recall):
             click.echo(f"  {line}")
 
     def _show(self) -> None:

@@ -1,17 +1,21 @@
-"""client: requests to the admin routes of a running server, with the standard library only."""
+"""client: requests to a running server, with the standard library only; and the subcommands that are one (ps, stop)."""
 
 import http.client
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
 
+from kvcellar.cli.options import Command
+from kvcellar.cli.printing import table
 from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.progress import rounded
 
 F = TypeVar("F", bound=Callable[..., Any])
 URL = "http://127.0.0.1:8080"
@@ -110,3 +114,51 @@ def _error(response: http.client.HTTPResponse, path: str) -> KvcellarError:
         return ServerLoading(message)
     advice = "" if response.status == 404 and not path.startswith("/admin/") else ADVICE.get(response.status, "")
     return KvcellarError(f"{message}. {advice}".rstrip(". ") + ".")
+
+
+COLUMNS = ("NAME", "ID", "SIZE", "SHARED", "PROCESSOR", "CONTEXT", "UNTIL")
+SHORT_ID = 12  # characters of a digest
+FOREVER = timedelta(days=36500)
+
+
+@click.command("ps", cls=Command, epilog="Example: kvcellar ps --url http://127.0.0.1:8080")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@server_options
+def ps_command(as_json: bool, url: str, admin_key_file: Path | None) -> None:
+    """List the models that a running server has loaded, with the bytes that they take and when they are unloaded.
+
+    SHARED are the bytes that other models use, too: models of the library that have the same weights."""
+    found = AdminClient(url, admin_key_file).get("/api/ps")
+    click.echo(json.dumps(found) if as_json else models_table(found["models"], datetime.now(UTC)))
+
+
+def models_table(models: list[dict[str, Any]], now: datetime) -> str:
+    return table([COLUMNS, *(_row(one, now) for one in models)])
+
+
+def _row(one: dict[str, Any], now: datetime) -> tuple[str, ...]:
+    processor = "100% GPU" if one["size_vram"] else "100% CPU"
+    until = _until(datetime.fromisoformat(one["expires_at"]) - now)
+    shared = rounded(one["shared_size"]) if one.get("shared_size") else "-"  # an Ollama server sends none
+    name, digest = one["name"], one["digest"][:SHORT_ID] or "-"
+    return name, digest, rounded(one["size"]), shared, processor, str(one["context_length"]), until
+
+
+def _until(left: timedelta) -> str:
+    if left > FOREVER:
+        return "forever"
+    minutes, seconds = divmod(max(0, round(left.total_seconds())), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [f"{count} {unit}" for count, unit in ((hours, "h"), (minutes, "min"), (seconds, "s")) if count]
+    return " ".join(parts[:2]) or "now"
+
+
+@click.command("stop", cls=Command, epilog="Example: kvcellar stop my-model")
+@click.argument("name")
+@server_options
+def stop_command(name: str, url: str, admin_key_file: Path | None) -> None:
+    """Let a running server unload the model NAME when its requests have ended. The next request loads it again.
+
+    Models that were named in the command line of the server stay.
+    """
+    AdminClient(url, admin_key_file).post("/api/generate", {"model": name, "keep_alive": 0})

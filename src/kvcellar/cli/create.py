@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvcellar.cli.models import library, size
+from kvcellar.cli.library import library
 from kvcellar.cli.options import Command, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.engine import import_needed
@@ -17,6 +17,7 @@ from kvcellar.library.details import details
 from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
 from kvcellar.library.names import LATEST
 from kvcellar.models.quantize.report import report_lines
+from kvcellar.progress import rounded
 
 DEFAULT = "Modelfile"
 MOST_TEXT = 1 << 20  # characters of a text to calibrate on
@@ -112,4 +113,4 @@ def _print(made: Created, kinds: Mapping[str, str | None], *, as_json: bool) -> 
     for part in (part for part, kind in kinds.items() if kind is not None):
         for line in report_lines(reports[part], kinds[part]):
             click.echo(f"{part}: {line}")
-    click.echo(f"created {made.model.name}, {size(made.model.manifest.size)}, id {made.model.id[:12]}")
+    click.echo(f"created {made.model.name}, {rounded(made.model.manifest.size)}, id {made.model.id[:12]}")

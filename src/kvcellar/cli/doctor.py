@@ -6,9 +6,9 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.options import Command, engine_options, given, quiet_option
 from kvcellar.cli.progress_line import show_progress
+from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.capacity import sized
 from kvcellar.engine.engine import import_needed
 from kvcellar.engine.settings import Settings

@@ -39,13 +39,12 @@ COMMANDS = {
     "verify": "Check on this machine that using the cache does not change a model's logits.",
     "bench": "Measure kvcellar and other engines on the same weights.",
 }
-
-
+FILES = {"list": "library", "show": "library", "cp": "library", "rm": "library", "ps": "client", "stop": "client"}
 ALIASES = {"ls": "list"}
 
 
 class Commands(click.Group):
-    """Imports each subcommand from the module of its name."""
+    """Imports the file of a subcommand when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -54,8 +53,9 @@ class Commands(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"kvcellar.cli.{name}").command
-        return command
+        if (file := FILES.get(name)) is not None:  # of several subcommands
+            return getattr(importlib.import_module(f"kvcellar.cli.{file}"), f"{name}_command")
+        return importlib.import_module(f"kvcellar.cli.{name}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import click
 
-from kvcellar.cli.chat import Chat
-from kvcellar.cli.downloads import download_missing, pull_option
+from kvcellar.cli.chat import Chat, PromptFormat
 from kvcellar.cli.options import Command, adapter_option, engine_options, given, quiet_option, sampling_options
+from kvcellar.cli.printing import cost_line
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.cli.prompts import PromptFormat, cost_line
+from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.store_options import store_options, stored
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.result import Result

@@ -20,11 +20,10 @@ from typing import Any, get_args
 
 import click
 
-from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.models import size
 from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
+from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
@@ -32,6 +31,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.inspector.page import PAGE
 from kvcellar.library.tools import Tools
+from kvcellar.progress import rounded
 from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import Keys, Names
 from kvcellar.serve.keys import permission_warning, read_keys
@@ -115,7 +115,7 @@ def banner(url: str, host: Host, settings: ServeSettings, keys: Keys) -> Iterato
     if settings.inspects:
         yield f"See inside at {url}{PAGE}"
     used, limit = host.residents.bytes, host.limits.max_bytes
-    yield f"Memory: {size(used)} of {size(limit)}, for at most {host.limits.max_models} models at once"
+    yield f"Memory: {rounded(used)} of {rounded(limit)}, for at most {host.limits.max_models} models at once"
     yield f"Keys: {_keys(settings, keys)}"
 
 

@@ -15,9 +15,10 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import AdminClient, ServerLoading, server_options
-from kvcellar.cli.memory_picture import picture, share
 from kvcellar.cli.options import Command
+from kvcellar.cli.printing import picture, share
 from kvcellar.errors import KvcellarError
+from kvcellar.progress import rounded
 
 Snapshot = Mapping[str, Any]
 
@@ -78,11 +79,11 @@ def _map(runs: Sequence[Sequence[Any]], width: int) -> str:
 def _tiers(tiers: Snapshot) -> Iterator[str]:
     for one in tiers["all"]:
         down = ", not available" if one["down"] else ""
-        limit = f" of {_bytes(one['limit_bytes'])}" if one["limit_bytes"] else ""
+        limit = f" of {rounded(one['limit_bytes'])}" if one["limit_bytes"] else ""
         traffic = ""
         if one["read_bytes"] is not None:
-            traffic = f", {_bytes(one['read_bytes'])} read, {_bytes(one['written_bytes'])} written"
-        yield f"{one['name']:<20} {_bytes(one['bytes'])}{limit}{traffic}{down}"
+            traffic = f", {rounded(one['read_bytes'])} read, {rounded(one['written_bytes'])} written"
+        yield f"{one['name']:<20} {rounded(one['bytes'])}{limit}{traffic}{down}"
 
 
 def _steps(steps: Snapshot) -> Iterator[str]:
@@ -133,10 +134,6 @@ def _ended_line(one: Snapshot) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{100 * part / whole:5.1f} %" if whole else "    - %"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 EVERY = 1.0  # seconds

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcellar import progress
-from kvcellar.cli.downloads import download_missing, pull_option
 from kvcellar.cli.options import Command, given, model_options, quiet_option
 from kvcellar.cli.progress_line import show_progress
+from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.engine import import_needed
 from kvcellar.engine.settings import Settings
 

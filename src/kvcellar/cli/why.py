@@ -10,8 +10,8 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import AdminClient, server_options
-from kvcellar.cli.memory_picture import share
 from kvcellar.cli.options import Command
+from kvcellar.cli.printing import recall_lines, share
 
 
 @click.command("why", cls=Command, epilog="Example: kvcellar why chatcmpl-5f0c2b --admin-key-file admin.txt")
@@ -51,25 +51,16 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     if not found["prompts"]:
         yield f"  no prompt was computed to its end: {found['outcome']}"
     for one in found["prompts"]:
-        name = f"prompt {one['prompt']}: " if len(found["prompts"]) > 1 else ""
-        if one["recall"] is None:
-            yield f"  {name}{one['prompt_tokens']} tokens; it ended before it began to run"
-        else:
-            yield from _recall(name, one, one["recall"])
+        if len(found["prompts"]) > 1:
+            yield f"  prompt {one['prompt']}:"
+        yield from (f"  {line}" for line in recall_lines(one["prompt_tokens"], one["recall"]))
+        if one["recall"] is not None:
+            yield from _sides(one["recall"])
         if one["speculation"] is not None:
             yield from _drafts(one["speculation"])
 
 
-def _recall(name: str, one: dict[str, Any], recall: dict[str, Any]) -> Iterator[str]:
-    restored, computed = recall["restored"], one["prompt_tokens"] - recall["restored"]
-    sources = ", ".join(f"{tokens} from {tier}" for tier, tokens in recall["sources"].items())
-    memory = f"{share(restored, one['prompt_tokens'])} tokens from memory" + (f" ({sources})" if sources else "")
-    yield f"  {name}{memory}, {computed} computed"
-    if recall["matched"] != restored:
-        yield f"  {recall['matched']} tokens were found"
-    if recall["seconds"]:
-        yield f"  it waited {1e3 * recall['seconds']:.1f} ms for tokens to be read back"
-    yield f"  {recall['reason']}: {recall['detail']}"
+def _sides(recall: dict[str, Any]) -> Iterator[str]:
     for title, side in (("the prompt", recall["ours"]), (f"entry {recall['entry']}", recall["theirs"])):
         if side is not None:
             shown = side["tokens"] if side["text"] is None else json.dumps(side["text"], ensure_ascii=False)

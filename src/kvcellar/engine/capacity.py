@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.layout import Layout
+from kvcellar.progress import rounded
 
 MOST_CHECKPOINTS = 1024  # windows of checkpoints; of state rows, which are for checkpoints alone, twice as many
 WINDOW_SHARE = 16  # windows of checkpoints get one such part of the cache's bytes
@@ -14,15 +15,6 @@ WINDOW_SHARE = 16  # windows of checkpoints get one such part of the cache's byt
 def sized(count: int) -> str:
     """A number of bytes, exact and rounded: 800000000 bytes (800 MB)."""
     return f"{count} bytes" + (f" ({rounded(count)})" if count >= 1000 else "")
-
-
-def rounded(count: int) -> str:
-    """A number of bytes in three digits: 800 MB."""
-    if count < 1000:
-        return f"{count} bytes"
-    shares = [(count / 1000**power, unit) for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)]
-    size, unit = next((share for share in shares if share[0] < 999.5), shares[-1])
-    return f"{size:.3g} {unit}"
 
 
 @dataclass(frozen=True, slots=True)

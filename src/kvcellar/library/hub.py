@@ -37,8 +37,8 @@ from tqdm.auto import tqdm
 
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused, PullFailed
 from kvcellar.library.download import Listed, WrongDigest, download, partial_of, sha256_of
-from kvcellar.library.hub_cache import blob_of, bytes_of, existing, is_weights, locked, point, sized, storage_of
-from kvcellar.progress import Listener, Progress
+from kvcellar.library.hub_cache import blob_of, bytes_of, existing, is_weights, locked, point, storage_of
+from kvcellar.progress import Listener, Progress, rounded
 from kvcellar.repository import Repository, is_used
 
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -263,8 +263,8 @@ def _is_cached(file: Listed, storage: Path, directory: Path) -> bool:
 def _check_space(available: Available) -> None:
     if available.missing_bytes + _SPARE > available.free_bytes:
         raise PullFailed(
-            f"{available.repository} needs {sized(available.missing_bytes)} more on the disk of "
-            f"{constants.HF_HUB_CACHE}, which has {sized(available.free_bytes)} free. Free some, or set HF_HOME to a "
+            f"{available.repository} needs {rounded(available.missing_bytes)} more on the disk of "
+            f"{constants.HF_HUB_CACHE}, which has {rounded(available.free_bytes)} free. Free some, or set HF_HOME to a "
             f"directory on another disk; nothing was downloaded"
         )
 

@@ -47,15 +47,6 @@ def cached_models() -> list[CachedModel]:
     return sorted(found, key=lambda model: model.name)
 
 
-def sized(count: int) -> str:
-    """A number of bytes, rounded: 800 MB."""
-    if count < 1000:
-        return f"{count} bytes"
-    shares = [(count / 1000**power, unit) for power, unit in enumerate(("kB", "MB", "GB", "TB"), 1)]
-    size, unit = next((share for share in shares if share[0] < 999.5), shares[-1])
-    return f"{size:.3g} {unit}"
-
-
 def is_weights(path: str) -> bool:
     return path.endswith(".safetensors")
 

@@ -1,9 +1,11 @@
 """What of a prompt came from memory, as a line of characters."""
 
+from dataclasses import asdict
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cli.memory_picture import COMPUTED, FOUND, RESTORED, picture, why_lines
+from kvcellar.cli.printing import COMPUTED, FOUND, RESTORED, picture, recall_lines
 from kvcellar.events import Recall
 
 
@@ -22,14 +24,10 @@ def test_a_picture_has_its_width_and_shares_that_are_true_to_a_character(data: s
 
 def test_the_reason_is_the_last_line() -> None:
     recall = Recall(99, 80, 64, (("device", 40), ("disk", 24)), 0.002, "no checkpoint", "the last one is at 64")
-    assert list(why_lines(100, recall))[1:] == [
+    assert list(recall_lines(100, asdict(recall)))[1:] == [
         "█ 64 of 100 tokens came from memory: 40 from device, 24 from disk",
         "▒ 16 more were found, and not used",
         "· 20 were computed",
         "it waited 2.0 ms for tokens to be read back",
         "no checkpoint: the last one is at 64",
     ]
-
-
-def test_a_turn_that_never_ran_is_said_to_be_one() -> None:
-    assert list(why_lines(5, None)) == ["the turn ended before it began to run"]

@@ -45,6 +45,6 @@ def test_running_a_prompt_loads_no_server():
 
 def test_asking_a_server_loads_neither_an_engine_nor_what_a_server_consists_of():
     """It would take 2 s of CPU before the first byte is sent."""
-    commands = [f"kvcellar.cli.{name}" for name in ("client", "ps", "stop", "top", "why", "cache", "list", "show")]
+    commands = [f"kvcellar.cli.{name}" for name in ("client", "top", "why", "cache", "library")]
     unwanted = ("kvcellar.engine", "kvcellar.serve.server", "uvicorn", "pydantic", "jinja2", "torch")
     assert loaded([*commands, "kvcellar.serve.keys"], *unwanted) == []

@@ -1,1 +1,1 @@
-"""cli: the `kvcellar` command, one file per subcommand. It parses options, formats output and configures logging."""
+"""cli: the `kvcellar` command. It parses options, formats output and configures logging."""

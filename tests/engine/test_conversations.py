@@ -1,6 +1,7 @@
 """Named conversations: whatever is saved, loaded, forked, rewound and deleted, in whatever order and process, a turn is
 answered as a fresh engine would answer it, and what is in memory or in the store is not computed again."""
 
+import json
 import logging
 import random
 import time
@@ -10,8 +11,8 @@ import pytest
 
 from kvcellar import BadRequest, Engine
 from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.prefixes import Prefix, Prefixes
+from kvcellar.engine.transcript import Transcript
 from kvcellar.errors import ConversationConflict, ConversationNotSaved, ConversationUnreadable, UnknownConversation
 from kvcellar.tiers.archive import DiskArchive, MemoryArchive, file_of
 from tests.engine.mixes import assert_at_rest, small_engine, tokens
@@ -188,11 +189,11 @@ def test_a_chat_is_continued_message_by_message_also_with_shifts(tmp_path) -> No
             assert session.messages == plain.messages
             session.save("a")
             session.close()
-        assert plain._dialogue.omitted > 0
-        assert engine.conversations.read("a")[1].to_json() == plain._dialogue.to_json()
+        assert plain._transcript.last.omitted > 0
+        assert engine.conversations.read("a")[1].encoded() == plain._transcript.encoded()
         plain.rewind(3)
         engine.conversations.rewind("a", 3)
-        assert engine.conversations.read("a")[1].to_json() == plain._dialogue.to_json()
+        assert engine.conversations.read("a")[1].encoded() == plain._transcript.encoded()
 
 
 def test_sessions_of_one_conversation_are_apart_until_they_are_saved() -> None:
@@ -243,17 +244,15 @@ def test_no_text_that_a_shift_has_moved_enters_the_tree_or_the_store(saved, tmp_
         acknowledged(engine)
         engine.check()
     with Engine(saved[name], store=str(tmp_path), **limits) as engine, Engine(saved[name], **limits) as cold:
-        prompt = engine.load("a")._dialogue.continued([5] * 30, engine.params(**how), 96).ids
+        prompt = engine.load("a")._transcript.continued([5] * 30, engine.params(**how), 96, engine.encode).ids
         assert engine.load("a").send([5] * 30, **how).token_ids == cold.generate(prompt, **how).token_ids
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def dialogue(*texts: str) -> Dialogue:
-    made = Dialogue(chat=True)
-    made.messages = [{"role": "user", "content": text} for text in texts]
-    return made
+def transcript(*texts: str, tokens: tuple[int, ...] = ()) -> Transcript:
+    return Transcript(chat=True, messages=[{"role": "user", "content": text} for text in texts], tokens=tokens)
 
 
 @pytest.fixture
@@ -270,14 +269,14 @@ def conversations(request: pytest.FixtureRequest, folder: Path) -> Conversations
 @pytest.mark.parametrize("name", ["", ".", "a/b", "../a", "a b", "-a", "ä", "a" * 129, "a\n", 5, None])
 def test_what_is_no_name_is_refused(conversations, name) -> None:
     calls = (
-        lambda: conversations.save(name, dialogue()),
-        lambda: conversations.create(name, dialogue()),
+        lambda: conversations.save(name, transcript()),
+        lambda: conversations.create(name, transcript()),
         lambda: conversations.read(name),
         lambda: conversations.fork("a", name),
         lambda: conversations.rewind(name),
         lambda: conversations.delete(name),
     )
-    conversations.save("a", dialogue())
+    conversations.save("a", transcript())
     for call in calls:
         with pytest.raises(BadRequest, match="a name of 1 to 128 letters"):
             call()
@@ -286,8 +285,8 @@ def test_what_is_no_name_is_refused(conversations, name) -> None:
 
 @pytest.mark.parametrize("name", ["a", "7", "A.b_c-D", "a" * 128])
 def test_names(conversations, name) -> None:
-    conversations.save(name, dialogue("x"))
-    assert conversations.read(name)[1].messages == dialogue("x").messages
+    conversations.save(name, transcript("x"))
+    assert conversations.read(name)[1].messages == transcript("x").messages
     assert [info.name for info in conversations.list()] == [name]
 
 
@@ -303,9 +302,9 @@ def test_what_is_not_there_is_unknown(conversations) -> None:
 
 
 def test_owners_do_not_see_each_other(conversations) -> None:
-    conversations.save("a", dialogue("x"), owner="one")
-    conversations.save("a", dialogue("y"), owner="other")
-    assert conversations.read("a", owner="one")[1].messages == dialogue("x").messages
+    conversations.save("a", transcript("x"), owner="one")
+    conversations.save("a", transcript("y"), owner="other")
+    assert conversations.read("a", owner="one")[1].messages == transcript("x").messages
     assert conversations.list() == []
     with pytest.raises(UnknownConversation):
         conversations.fork("a", "b")
@@ -314,43 +313,43 @@ def test_owners_do_not_see_each_other(conversations) -> None:
 
 
 def test_while_a_conversation_is_held_it_is_read_and_not_changed(conversations) -> None:
-    conversations.save("a", dialogue("x"))
+    conversations.save("a", transcript("x"))
     with conversations.hold("a") as held:
-        for call in (conversations.rewind, conversations.delete, lambda name: conversations.save(name, dialogue())):
+        for call in (conversations.rewind, conversations.delete, lambda name: conversations.save(name, transcript())):
             with pytest.raises(ConversationConflict, match="a is busy"):
                 call("a")
         with pytest.raises(ConversationConflict), conversations.hold("a"):
             pass
-        held.dialogue.messages.append({"role": "user", "content": "y"})
-        assert conversations.read("a")[1].messages == dialogue("x").messages
+        held.transcript = transcript("x", "y")
+        assert conversations.read("a")[1].messages == transcript("x").messages
         conversations.fork("a", "b")
         held.save()
-    assert conversations.read("a")[1].messages == dialogue("x", "y").messages
-    assert conversations.read("b")[1].messages == dialogue("x").messages
+    assert conversations.read("a")[1].messages == transcript("x", "y").messages
+    assert conversations.read("b")[1].messages == transcript("x").messages
     conversations.delete("a")
 
 
 def test_what_another_process_has_changed_is_not_overwritten(folder) -> None:
     one, other = (Conversations(DiskArchive(folder, 1 << 16), SOURCE) for _ in range(2))
-    one.save("a", dialogue("x"))
+    one.save("a", transcript("x"))
     with one.hold("a") as held:
-        other.save("a", dialogue("y"))
+        other.save("a", transcript("y"))
         with pytest.raises(ConversationConflict, match="a has changed"):
             held.save()
-    assert one.read("a")[1].messages == dialogue("y").messages
+    assert one.read("a")[1].messages == transcript("y").messages
 
 
 def test_one_that_is_too_large_is_refused_and_the_one_before_kept(conversations) -> None:
-    conversations.save("a", dialogue("x"))
+    conversations.save("a", transcript("x"))
     with pytest.raises(ConversationConflict, match=r"a cannot be saved: it has .* bytes are allowed"):
-        conversations.save("a", dialogue("x" * (1 << 16)))
-    assert conversations.read("a")[1].messages == dialogue("x").messages
+        conversations.save("a", transcript("x" * (1 << 16)))
+    assert conversations.read("a")[1].messages == transcript("x").messages
 
 
 def test_one_that_is_damaged_is_reported_and_others_are_not_affected(folder, caplog) -> None:
     conversations = Conversations(DiskArchive(folder, 1 << 16), SOURCE)
     for name in "abc":
-        conversations.save(name, dialogue(name))
+        conversations.save(name, transcript(name))
     whole = (folder / file_of("", "a")).read_bytes()
     (folder / file_of("", "a")).write_bytes(whole[:-1])
     (folder / file_of("", "b")).write_bytes((folder / file_of("", "c")).read_bytes())
@@ -362,9 +361,9 @@ def test_one_that_is_damaged_is_reported_and_others_are_not_affected(folder, cap
     with caplog.at_level(logging.WARNING, "kvcellar.engine"):
         assert {info.name for info in conversations.list()} == {"c"}
     assert "cannot be listed" in caplog.text
-    assert conversations.read("c")[1].messages == dialogue("c").messages
+    assert conversations.read("c")[1].messages == transcript("c").messages
     conversations.delete("a")
-    conversations.save("b", dialogue("b"))
+    conversations.save("b", transcript("b"))
     assert [info.name for info in conversations.list()] == ["b", "c"]
 
 
@@ -378,11 +377,10 @@ WRONG = {
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
 def test_a_whole_file_with_impossible_content_is_unreadable(conversations, field, value) -> None:
-    made = dialogue("x")
-    made.tokens = [5, 6]
+    made = transcript("x", tokens=(5, 6))
     conversations.save("a", made)
-    changed = made.to_json() | {field: value}
-    made.to_json = lambda: changed  # type: ignore[method-assign]
+    changed = json.dumps(json.loads(made.encoded()) | {field: value}).encode()
+    made.encoded = lambda: changed  # type: ignore[method-assign]
     conversations.save("b", made)
     with pytest.raises(ConversationUnreadable, match="b cannot be read"):
         conversations.read("b")
@@ -394,8 +392,7 @@ def test_a_chat_goes_on_with_another_tokenizer_and_a_text_does_not(folder) -> No
         Conversations(DiskArchive(folder, 1 << 16), TokenSource(name, name, size))
         for name, size in (("x", 100), ("y", 9))
     )
-    chat, text = dialogue("x"), Dialogue(chat=False)
-    chat.tokens = text.tokens = [50]
+    chat, text = transcript("x", tokens=(50,)), Transcript(chat=False, tokens=[50])
     one.save("chat", chat)
     one.save("text", text)
     found = other.read("chat")[1]
@@ -409,7 +406,7 @@ def test_a_medium_that_fails_is_reported_without_a_path(folder, tmp_path) -> Non
     conversations = Conversations(DiskArchive(folder, 1 << 16), SOURCE)
     folder.write_text("this is no directory")
     with pytest.raises(ConversationNotSaved, match="a cannot be saved: ") as raised:
-        conversations.save("a", dialogue())
+        conversations.save("a", transcript())
     assert str(tmp_path) not in str(raised.value)
 
 

@@ -138,7 +138,7 @@ def test_a_chat_forgets_its_oldest_turns_whole(chatty):
     for turn in range(12):
         messages.append({"role": "user", "content": f"def number_{turn}(value):"})
         answer = session.send(messages[-1]["content"], **how)
-        start = session._dialogue.omitted
+        start = session._transcript.last.omitted
         assert start % 2 == 0
         chatty.clear_cache()
         assert answer.text == chatty.chat(messages[start:], **how).text
@@ -149,7 +149,7 @@ def test_a_chat_forgets_its_oldest_turns_whole(chatty):
     assert 1 < len(set(starts)) < 8
     assert len(chatty.render(messages[starts[-1] :][:-1])) <= 96
     session.rewind(12)
-    assert (session.tokens, session.messages, session._dialogue.omitted) == ([], [], 0)
+    assert (session.tokens, session.messages, session._transcript.last.omitted) == ([], [], 0)
     session.close()
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from kvcellar.engine.dialogue import Dialogue
+from kvcellar.engine.transcript import Transcript
 from kvcellar.serve import ServeSettings
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
@@ -30,7 +30,7 @@ WORDS = [{"role": "user", "content": "x"}]
 
 @pytest.fixture
 def name(http: httpx.Client, engine: FakeEngine) -> Iterator[str]:
-    engine.conversations.create("limited", Dialogue(chat=True))
+    engine.conversations.create("limited", Transcript(chat=True))
     yield "limited"
     engine.conversations.delete("limited")
 
@@ -72,8 +72,8 @@ def test_a_turn_over_the_limit_of_a_conversation_is_not_added(http, engine, name
 
 
 def test_a_client_that_does_not_read_holds_one_of_few_copies(engine, name) -> None:
-    given = Dialogue(chat=True)
-    given.messages = [{"role": "user", "content": "é" * 300_000}, {"role": "assistant", "content": "y"}]
+    messages = [{"role": "user", "content": "é" * 300_000}, {"role": "assistant", "content": "y"}]
+    given = Transcript(chat=True, messages=messages)
     engine.conversations.save(name, given)
     settings, threads = ServeSettings(), ReaderThreads()
     host, bodies = hosting(engine), BodyBudget(settings.bodies_bytes)
@@ -110,4 +110,4 @@ def test_a_client_that_does_not_read_holds_one_of_few_copies(engine, name) -> No
     for _, *pieces in sent:
         assert all(len(piece["body"]) <= SEND_BYTES for piece in pieces)
         assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]
-        assert json.loads(b"".join(piece["body"] for piece in pieces))["messages"] == given.messages
+        assert json.loads(b"".join(piece["body"] for piece in pieces))["messages"] == messages

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvcellar.engine.transcript import Turn, as_json
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.responses_api import routes
 from kvcellar.serve.responses_api.input_items import page
 from kvcellar.serve.responses_api.items import messages_of
-from kvcellar.serve.responses_api.store import Kept, ResponseStore, Turn
+from kvcellar.serve.responses_api.store import Kept, ResponseStore
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 from kvcellar.text.replies.families import known
 from tests.serve.fake_engine import FakeEngine
@@ -561,10 +562,10 @@ def test_auto_truncation_omits_the_oldest_turns(http, engine):
 def kept(size: int, parent: Kept | None = None, turn: str = "x") -> Kept:
     messages, reply = ({"role": role, "content": f"{turn}{role[0]}"} for role in ("user", "assistant"))
     before = None if parent is None else parent.turn
-    return Kept(b"r" * size, b"", Turn(json.dumps([messages]).encode(), json.dumps(reply).encode(), 0, before))
+    return Kept(b"r" * size, b"", Turn(before, as_json([messages, reply])))
 
 
-TURN = kept(0).turn.size
+TURN = kept(0).turn.total
 
 
 class Plain:
@@ -575,7 +576,7 @@ class Plain:
 
     def bytes_of(self, owner: str) -> int:
         mine = [found for (own, _), found in self.kept.items() if own == owner]
-        turns = {id(one): one.turn.size for _, line in mine for one in line}
+        turns = {id(one): len(one.turn.messages) for _, line in mine for one in line}
         return sum(one.own for one, _ in mine) + sum(turns.values())
 
     def shrink(self, owner: str, most: int) -> None:
@@ -609,7 +610,7 @@ def test_the_store_keeps_what_a_plain_one_does_and_its_histories_survive_what_th
             made = kept(size, parent, str(number))
             store.add(owner, str(number), made)
             line = [made, *(plain.kept[mine][1] if parent is not None else [])]
-            if made.own + sum(one.turn.size for one in line) <= most:
+            if made.own + sum(len(one.turn.messages) for one in line) <= most:
                 plain.kept[owner, str(number)] = made, line
                 plain.shrink(owner, most)
         store.check()
@@ -620,8 +621,8 @@ def test_the_store_keeps_what_a_plain_one_does_and_its_histories_survive_what_th
                     assert not store.has(own, str(other))
                 else:
                     assert store.has(own, str(other))
-                    said = [message["content"] for message in there[0].turn.history()]
-                    asked = [json.loads(one.turn.messages)[0]["content"] for one in reversed(there[1])]
+                    said = [message["content"] for message in there[0].turn.all_messages()]
+                    asked = [one.turn.own_messages()[0]["content"] for one in reversed(there[1])]
                     assert said[::2] == asked
 
 
@@ -668,7 +669,7 @@ def test_a_conversation_takes_the_bytes_of_its_turns_once():
         parent = kept(0, parent)
         store.add("me", str(number), parent)
     assert all(store.has("me", str(number)) for number in range(200))
-    assert len(store.get("me", "199").turn.history()) == 400
+    assert len(store.get("me", "199").turn.all_messages()) == 400
 
 
 def test_keeping_a_response_visits_as_many_turns_of_a_long_conversation_as_of_a_short_one(monkeypatch):
@@ -690,7 +691,7 @@ def test_keeping_a_response_visits_as_many_turns_of_a_long_conversation_as_of_a_
         visited.clear()
     store.check()
     assert before is not None
-    assert len(before.turn.history()) == 600
+    assert len(before.turn.all_messages()) == 600
 
 
 def test_a_response_that_was_dropped_is_freed_while_its_turn_is_continued():

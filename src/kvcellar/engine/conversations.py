@@ -9,17 +9,18 @@ Always true:
   * a turn is added only to what it continued, also where another process has changed that meanwhile.
 """
 
-import json
 import logging
 import re
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 
-from kvcellar.engine.dialogue import Dialogue
+import msgspec
+
+from kvcellar.engine.transcript import Transcript
 from kvcellar.errors import (
     BadRequest,
     ConversationConflict,
@@ -52,9 +53,6 @@ class ConversationInfo:
     tokens: int
 
 
-_KINDS = ConversationInfo.__annotations__ | {"created": float | int, "changed": float | int}
-
-
 @dataclass(frozen=True, slots=True)
 class TokenSource:
     """What decides the meaning of token ids. `tokenizer`: a digest of its files."""
@@ -72,32 +70,28 @@ class _Head:
     tokenizer: str
     info: ConversationInfo
 
-    def encoded(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def decoded(cls, head: bytes) -> "_Head":
-        """Raises `Damaged`."""
-        try:
-            found = json.loads(head)
-            info = ConversationInfo(**found["info"])
-            if not all(isinstance(getattr(info, name), kinds) for name, kinds in _KINDS.items()):
-                raise ValueError("a field has another type")
-            return cls(str(found["owner"]), str(found["tokenizer"]), info)
-        except (ValueError, LookupError, TypeError) as error:
-            raise Damaged(f"its head cannot be read: {error}") from error
+def _head_of(content: bytes) -> _Head:
+    """Raises `Damaged`."""
+    try:
+        return msgspec.json.decode(content, type=_Head)
+    except ValueError as error:
+        raise Damaged(f"its head cannot be read: {error}") from error
 
 
+@dataclass(slots=True)
 class Held:
-    """A conversation that no other thread of this process changes until it is released. `dialogue` is a copy, which
-    `save` keeps."""
+    """A conversation that no other thread of this process changes until it is released. `seal` is of what is in the
+    archive."""
 
-    def __init__(self, put: Callable[["Held"], None], info: ConversationInfo, dialogue: Dialogue, seal: bytes) -> None:
-        """`seal`: of what is in the archive."""
-        self._put, self.info, self.dialogue, self.seal = put, info, dialogue, seal
+    info: ConversationInfo
+    transcript: Transcript
+    seal: bytes
+    _put: Callable[["Held"], None]
 
     def save(self) -> None:
-        """Raises `ConversationConflict` if another process has changed it, and `ConversationNotSaved`."""
+        """Keep `transcript`. Raises `ConversationConflict` if another process has changed the conversation, and
+        `ConversationNotSaved`."""
         self._put(self)
 
 
@@ -120,31 +114,31 @@ class Conversations:
 
     # -- one conversation ---------------------------------------------------------------------------------------
 
-    def save(self, name: str, dialogue: Dialogue, *, owner: str = "") -> ConversationInfo:
-        """Keep `dialogue` under a name, in place of what had that name."""
+    def save(self, name: str, transcript: Transcript, *, owner: str = "") -> ConversationInfo:
+        """Keep `transcript` under a name, in place of what had that name."""
         with self._holding(owner, name):
-            return self._put(owner, _new(name, self._source.model), dialogue, after=None)[0]
+            return self._put(owner, _new(name, self._source.model), transcript, after=None)[0]
 
-    def create(self, name: str, dialogue: Dialogue, *, owner: str = "") -> ConversationInfo:
+    def create(self, name: str, transcript: Transcript, *, owner: str = "") -> ConversationInfo:
         """As `save`, but raises `ConversationConflict` if there is one of that name."""
         with self._holding(owner, name):
-            return self._put(owner, _new(name, self._source.model), dialogue, after=b"")[0]
+            return self._put(owner, _new(name, self._source.model), transcript, after=b"")[0]
 
-    def read(self, name: str, *, owner: str = "") -> tuple[ConversationInfo, Dialogue]:
+    def read(self, name: str, *, owner: str = "") -> tuple[ConversationInfo, Transcript]:
         """Also while it is held: as it was before."""
-        info, dialogue, _ = self._get(owner, _checked(name))
-        return info, dialogue
+        info, transcript, _ = self._get(owner, _checked(name))
+        return info, transcript
 
     def fork(self, name: str, to: str, *, owner: str = "") -> ConversationInfo:
         """A second conversation, `to`, that continues from here."""
         with self._holding(owner, to):
-            _, dialogue = self.read(name, owner=owner)
-            return self._put(owner, _new(to, self._source.model), dialogue, after=b"")[0]
+            _, transcript = self.read(name, owner=owner)
+            return self._put(owner, _new(to, self._source.model), transcript, after=b"")[0]
 
     def rewind(self, name: str, turns: int = 1, *, owner: str = "") -> ConversationInfo:
         """Discard the last `turns` turns."""
         with self.hold(name, owner=owner) as held:
-            held.dialogue.rewind(turns)
+            held.transcript.rewind(turns)
             held.save()
             return held.info
 
@@ -165,7 +159,7 @@ class Conversations:
             try:
                 if isinstance(head, Exception):
                     raise head
-                found.append(_Head.decoded(head).info)
+                found.append(_head_of(head).info)
             except (OSError, Damaged, Foreign) as error:
                 log.warning("a named conversation cannot be listed: %s", _why(error))
         return sorted(found, key=lambda info: info.name)
@@ -174,7 +168,7 @@ class Conversations:
     def hold(self, name: str, *, owner: str = "") -> Generator[Held]:
         """For a change, or a turn: within the block the conversation is held."""
         with self._holding(owner, name):
-            yield Held(partial(self._put_held, owner), *self._get(owner, name))
+            yield Held(*self._get(owner, name), partial(self._put_held, owner))
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -192,42 +186,42 @@ class Conversations:
             with self._lock:
                 self._held.discard(key)
 
-    def _get(self, owner: str, name: str) -> tuple[ConversationInfo, Dialogue, bytes]:
+    def _get(self, owner: str, name: str) -> tuple[ConversationInfo, Transcript, bytes]:
         try:
             found = self._archive.get(owner, name)
             if found is None:
                 raise _unknown(name)
-            head = _Head.decoded(found.head)
+            head = _head_of(found.head)
             if (head.owner, head.info.name) != (owner, name):
                 raise Damaged("it is another conversation")
-            return head.info, self._dialogue(head, found.body), found.seal
+            return head.info, self._transcript(head, found.body), found.seal
         except BadRequest:
             raise
         except (OSError, Damaged, Foreign, RecursionError, ValueError) as error:
             raise ConversationUnreadable(f"the conversation {name} cannot be read: {_why(error)}") from error
 
-    def _dialogue(self, head: _Head, body: bytes) -> Dialogue:
+    def _transcript(self, head: _Head, body: bytes) -> Transcript:
         """Raises `ValueError`, and `ConversationConflict` for the tokens of another tokenizer."""
         same = head.tokenizer == self._source.tokenizer
         vocab_size = self._source.vocab_size if same else 1 << 62
-        dialogue = Dialogue.from_json(json.loads(body), chat=head.info.chat, vocab_size=vocab_size)
+        transcript = Transcript.decoded(body, chat=head.info.chat, vocab_size=vocab_size)
         if same:
-            return dialogue
-        if not dialogue.chat:
+            return transcript
+        if not transcript.chat:
             message = f"the conversation {head.info.name} has tokens of another model, {head.info.model}"
             raise ConversationConflict(message, PARAM)
-        return dialogue.without_tokens()
+        return transcript.without_tokens()
 
     def _put(
-        self, owner: str, info: ConversationInfo, dialogue: Dialogue, *, after: bytes | None
+        self, owner: str, info: ConversationInfo, transcript: Transcript, *, after: bytes | None
     ) -> tuple[ConversationInfo, bytes]:
         """`info` has the name, and when the conversation was created."""
-        counts = len(dialogue.turns), len(dialogue.messages), len(dialogue.tokens)
+        counts = transcript.turns, len(transcript.messages), len(transcript.tokens)
         name = info.name
-        info = ConversationInfo(name, self._source.model, dialogue.chat, info.created, time.time(), *counts)
-        head = _Head(owner, self._source.tokenizer, info).encoded()
+        info = ConversationInfo(name, self._source.model, transcript.chat, info.created, time.time(), *counts)
+        head = msgspec.json.encode(_Head(owner, self._source.tokenizer, info))
         try:
-            return info, self._archive.put(owner, name, head, json.dumps(dialogue.to_json()).encode(), after=after)
+            return info, self._archive.put(owner, name, head, transcript.encoded(), after=after)
         except Changed:
             what = f"there is a conversation {name} already" if after == b"" else f"the conversation {name} has changed"
             raise ConversationConflict(f"{what}; nothing was saved", PARAM) from None
@@ -241,7 +235,7 @@ class Conversations:
             raise _not_saved(name, error) from error
 
     def _put_held(self, owner: str, held: Held) -> None:
-        held.info, held.seal = self._put(owner, held.info, held.dialogue, after=held.seal)
+        held.info, held.seal = self._put(owner, held.info, held.transcript, after=held.seal)
 
 
 def _new(name: str, model: str) -> ConversationInfo:

@@ -24,7 +24,6 @@ from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.card import ModelCard
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.dialogue import Dialogue
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
@@ -37,6 +36,7 @@ from kvcellar.engine.settings import EngineOptions, Settings, conversation_bytes
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.engine.text_codec import TextCodec
+from kvcellar.engine.transcript import Transcript
 from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
@@ -310,7 +310,7 @@ class Engine:
 
         With `chat`, and a chat template, what is sent are the user's messages; otherwise it is text to continue.
         """
-        return self._session(Dialogue(chat=chat and self.model.has_chat, adapter=adapter), retention)
+        return self._session(Transcript(chat=chat and self.model.has_chat, adapter=adapter), retention)
 
     def load(self, name: str, *, retention: RetentionOptions | None = None) -> Session:
         """A session that continues a conversation which one was saved as (`Session.save`). What it adds is kept under
@@ -369,9 +369,9 @@ class Engine:
     def _loop(self) -> "Loop":
         return self._built.loop
 
-    def _session(self, dialogue: Dialogue, retention: RetentionOptions | None) -> Session:
+    def _session(self, transcript: Transcript, retention: RetentionOptions | None) -> Session:
         parts = self._requests, self._client, self._codec, self.conversations, self._sessions
-        return Session(*parts, dialogue, arguments.retention_options(retention))
+        return Session(*parts, transcript, arguments.retention_options(retention))
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-from kvcellar.engine.dialogue import Render
+from kvcellar.engine.transcript import Render
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.node import common_prefix, key_of
 from kvcellar.prefix.tree import Tree

@@ -1,6 +1,6 @@
 """session: a conversation whose K/V stay in memory between turns. A turn is a message or text, and its completion.
 
-With `shift`, a conversation may outgrow the context (see `dialogue`).
+With `shift`, a conversation may outgrow the context (see `transcript`).
 
 Always true:
   * a turn's completion equals that of a fresh engine for the turn's prompt, which depends on `tokens` or `messages`
@@ -13,17 +13,17 @@ computed again after an eviction. A shift drops half of the context, so this cos
 
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, Unpack
 
 from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations
-from kvcellar.engine.dialogue import Dialogue, Prompt
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Collector, Result
 from kvcellar.engine.text_codec import TextCodec
+from kvcellar.engine.transcript import Prompt, Transcript
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
 from kvcellar.retention import RetentionOptions
@@ -40,12 +40,12 @@ class Session:
         codec: TextCodec,
         conversations: Conversations,
         numbers: Iterator[int],
-        dialogue: Dialogue,
+        transcript: Transcript,
         retention: RetentionOptions,
     ) -> None:
-        """`numbers`: session numbers; takes the next one. The session owns `dialogue`. `retention` is that of turns."""
+        """`numbers`: session numbers; takes the next one. The session owns `transcript`. `retention` is that of turns."""
         self._requests, self._client, self._codec, self._conversations = requests, client, codec, conversations
-        self._numbers, self._dialogue = numbers, dialogue
+        self._numbers, self._transcript = numbers, transcript
         self._retention = retention
         self._number = next(numbers)
         self._busy = threading.Lock()
@@ -54,22 +54,22 @@ class Session:
 
     @property
     def chat(self) -> bool:
-        return self._dialogue.chat
+        return self._transcript.chat
 
     @property
     def tokens(self) -> list[int]:
         """The whole text; in a chat, the last turn's prompt and completion."""
-        return self._dialogue.tokens
+        return self._transcript.tokens
 
     @property
     def turns(self) -> int:
         """How many turns can be rewound."""
-        return len(self._dialogue.turns)
+        return self._transcript.turns
 
     @property
     def messages(self) -> list[dict[str, Any]]:
         """All messages of a chat."""
-        return self._dialogue.messages
+        return self._transcript.messages
 
     def send(self, text: str | Sequence[int], **sampling: Unpack[SamplingOptions]) -> Result:
         """Add a turn and wait for the completion. If that raises, the session is unchanged."""
@@ -99,12 +99,12 @@ class Session:
         once."""
         with self._alone():
             parts = self._requests, self._client, self._codec, self._conversations, self._numbers
-            return Session(*parts, self._dialogue.copy(), self._retention)
+            return Session(*parts, self._transcript.copy(), self._retention)
 
     def rewind(self, turns: int = 1) -> None:
         """Discard the last `turns` turns."""
         with self._alone():
-            self._dialogue.rewind(turns)
+            self._transcript.rewind(turns)
 
     def save(self, name: str, *, new: bool = False) -> None:
         """Keep the conversation as it is now under a name, in place of what had that name, or with `new` only if there
@@ -112,7 +112,7 @@ class Session:
         `Conversations.save` and `create` raise."""
         with self._alone():
             keep = self._conversations.create if new else self._conversations.save
-            keep(name, self._dialogue)
+            keep(name, self._transcript)
 
     def close(self) -> None:
         """End the session. A running turn is cancelled. Idempotent."""
@@ -128,8 +128,8 @@ class Session:
             if params.n != 1:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt = self._prompt(text, params)
-            positions = self._dialogue.checkpoint_positions(prompt.ids)
-            how = SubmitOptions(retention=self._retention, adapter=self._dialogue.adapter, session=self._number)
+            positions = self._transcript.checkpoint_positions(prompt.ids)
+            how = SubmitOptions(retention=self._retention, adapter=self._transcript.adapter, session=self._number)
             how["checkpoint_positions"] = positions
             collector, ticket = self._requests.start(prompt.ids, prompt.params, how)
             try:
@@ -139,24 +139,21 @@ class Session:
                 ticket.cancel()
             answer = collector.collected()
             message = {"role": "assistant", "content": answer.text}
-            self._dialogue.conclude(prompt, self._text_tokens(answer), message)
+            self._transcript.conclude(prompt, self._text_tokens(answer), message)
             self.last = answer
 
     def _prompt(self, text: str | Sequence[int], params: SamplingParams) -> Prompt:
         context = self._client.card.model.context
-        if not self._dialogue.chat:
-            return self._dialogue.continued(self._ids(text), params, context)
+        if not self._transcript.chat:
+            return self._transcript.continued(self._new(text), params, context, self._codec.encode)
         if not isinstance(text, str):
             raise BadRequest("the turns of a chat are texts; open a session with chat=False for token ids", "prompt")
-        return self._dialogue.chatted([{"role": "user", "content": text}], params, context, self._codec.render)
+        return self._transcript.chatted([{"role": "user", "content": text}], params, context, self._codec.render)
 
-    def _ids(self, text: str | Sequence[int]) -> Sequence[int]:
+    def _new(self, text: str | Sequence[int]) -> str | Sequence[int]:
+        if isinstance(text, str) or (self.tokens and isinstance(text, Sequence) and not len(text)):
+            return text  # without tokens: the last completion is continued
         model = self._client.card.model
-        if isinstance(text, str):
-            special = False if self.tokens else None  # begin-of-text only at the beginning
-            return self._codec.encode(text, special=special, limit=model.context)
-        if self.tokens and isinstance(text, Sequence) and not len(text):
-            return []  # continue the last completion
         return prompt_ids(text, vocab_size=model.vocab_size, context=model.context)
 
     def _text_tokens(self, answer: Result) -> Sequence[int]:
@@ -165,21 +162,14 @@ class Session:
             return answer.token_ids
         return self._codec.encode(answer.text, special=False) if answer.text else []
 
-    def _alone(self) -> "_Alone":
+    @contextmanager
+    def _alone(self) -> Generator[None]:
+        """Raises `BadRequest` if the session is closed, or another call is inside."""
         if self._closed:
             raise BadRequest("the session is closed")
-        return _Alone(self)
-
-
-class _Alone:
-    """Acquires a session's lock, and releases it at exit. Raises `BadRequest` if it is already held."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def __enter__(self) -> None:
-        if not self._session._busy.acquire(blocking=False):
+        if not self._busy.acquire(blocking=False):
             raise BadRequest("the session is busy with another request; wait for it, or fork the session")
-
-    def __exit__(self, *_: object) -> None:
-        self._session._busy.release()
+        try:
+            yield
+        finally:
+            self._busy.release()

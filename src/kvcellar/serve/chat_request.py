@@ -89,7 +89,7 @@ class Prepared:
     retention: RetentionOptions  # without the owner
     breakpoints: tuple[int, ...] = ()  # positions of the prompt, ascending
     reading: RequestReading | None = None  # of the answers to a chat
-    omitted: int = 0  # how many messages of a chat its prompt omits, as in `Dialogue`
+    omitted: int = 0  # how many messages of a chat its prompt omits, as in `Turn`
     prompts: Sequence["array[int]"] = ()  # their token ids, where the response has them
 
     @property

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from kvcellar.engine.conversations import Held
-from kvcellar.engine.dialogue import Prompt, Render
+from kvcellar.engine.transcript import Prompt, Render
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed
 from kvcellar.sample.params import SamplingParams
@@ -56,18 +56,15 @@ class ConversationTurn:
     ) -> Prompt:
         """The prompt that continues a chat with more messages. Raises what `Conversations.hold` and `render` raise."""
         with self._work():
-            dialogue = self._hold(engine, name, params, chat=True).dialogue
-            self._prompt = dialogue.chatted(messages, params, engine.model.context, render)
+            transcript = self._hold(engine, name, params, chat=True).transcript
+            self._prompt = transcript.chatted(messages, params, engine.model.context, render)
             return self._prompt
 
     def begin_text(self, engine: ServedEngine, name: str, text: str | list[int], params: SamplingParams) -> Prompt:
         """The prompt that continues a text. Raises what `Conversations.hold` and `Engine.encode` raise."""
         with self._work():
-            dialogue, context = self._hold(engine, name, params, chat=False).dialogue, engine.model.context
-            if isinstance(text, str):
-                special = False if dialogue.tokens else None  # begin-of-text only at the beginning
-                text = engine.encode(text, special=special, limit=context)
-            self._prompt = dialogue.continued(text, params, context)
+            transcript, context = self._hold(engine, name, params, chat=False).transcript, engine.model.context
+            self._prompt = transcript.continued(text, params, context, engine.encode)
             return self._prompt
 
     def _hold(self, engine: ServedEngine, name: str, params: SamplingParams, *, chat: bool) -> Held:
@@ -75,7 +72,7 @@ class ConversationTurn:
             raise _invalid("n", f"n is {params.n}; a turn of a conversation has one completion. Fork the conversation")
         self._engine = engine
         self._held = held = self._stack.enter_context(engine.conversations.hold(name, owner=self._owner))
-        if held.dialogue.chat != chat:
+        if held.transcript.chat != chat:
             what, route = ("text", "/v1/completions") if chat else ("chat", "/v1/chat/completions")
             raise _invalid("conversation", f"the conversation {name} is a {what}; continue it with {route}")
         return held
@@ -97,7 +94,7 @@ class ConversationTurn:
             text, tokens = self._reply.content, self._tokens
             if self._stopped:
                 tokens = self._engine.encode(text, special=False) if text else []
-            self._held.dialogue.conclude(self._prompt, tokens, self._reply.message())
+            self._held.transcript.conclude(self._prompt, tokens, self._reply.message())
             self._held.save()
 
     @contextmanager

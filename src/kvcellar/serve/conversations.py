@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.conversations import ConversationInfo
-from kvcellar.engine.dialogue import Dialogue
+from kvcellar.engine.transcript import Transcript
 from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
@@ -127,12 +127,12 @@ class ConversationsHandler:
         body = validated(CreateBody, self._fields(raw))
         if body.prompt is not None and body.messages is not None:
             raise ApiError(400, "prompt cannot be sent with messages; send one of them", "prompt", "invalid_value")
-        dialogue = Dialogue(chat=body.prompt is None)
-        if body.messages:
-            dialogue.messages = checked(template_messages(body.messages), Caps())
         if body.prompt is not None:
-            dialogue.tokens = self._tokens(one_prompt(body.prompt))
-        return described(self._engine.conversations.create(body.name, dialogue, owner=owner))
+            transcript = Transcript(chat=False, tokens=self._tokens(one_prompt(body.prompt)))
+        else:
+            messages = checked(template_messages(body.messages), Caps()) if body.messages else ()
+            transcript = Transcript(chat=True, messages=messages)
+        return described(self._engine.conversations.create(body.name, transcript, owner=owner))
 
     def _tokens(self, prompt: str | list[int]) -> list[int]:
         model = self._engine.model
@@ -164,8 +164,8 @@ class WholeHandler:
             await send_encoded(send, await server.threads.run("files", work))
 
     def _encoded(self, name: str, owner: str) -> bytes:
-        info, dialogue = self._server.host.default.conversations.read(name, owner=owner)
-        content: Json = {"messages": dialogue.messages} if dialogue.chat else {"token_ids": iter(dialogue.tokens)}
+        info, transcript = self._server.host.default.conversations.read(name, owner=owner)
+        content: Json = {"messages": transcript.messages} if transcript.chat else {"token_ids": iter(transcript.tokens)}
         return b"".join(json_chunks(described(info) | content))
 
 

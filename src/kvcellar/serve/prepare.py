@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvcellar.engine.dialogue import Dialogue, Render
+from kvcellar.engine.transcript import Render, shortened
 from kvcellar.engine.pinning import chat_prefix
 from kvcellar.engine.replies import RequestReading
 from kvcellar.engine.served_engine import ServedEngine
@@ -24,9 +24,6 @@ from kvcellar.text.template import check_continued
 from kvcellar.text.turns import packed
 
 MAX_COMPLETIONS = 4096  # prompts times n
-
-TRUNCATED = SamplingParams(shift=True, max_tokens=1)  # says that a prompt may omit messages
-
 
 def prepare(
     engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn
@@ -96,10 +93,7 @@ def _rendered(request: ChatRequest, render: Render, limit: int) -> tuple[list[in
     """The prompt of a chat, and how many messages it omits."""
     if not request.truncate:
         return render(request.messages, limit=limit), 0
-    dialogue = Dialogue(chat=True)
-    dialogue.messages = list(request.messages)
-    prompt = dialogue.chatted([], TRUNCATED, limit, render)
-    return prompt.ids, prompt.omitted
+    return shortened(request.messages, 0, limit, render)
 
 
 def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) -> int:

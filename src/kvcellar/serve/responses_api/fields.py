@@ -4,7 +4,6 @@ The rule for unknown fields is that of chats: they are refused, except those of 
 and in tools are ignored.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.transcript import as_json, shown_from
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
@@ -117,7 +117,8 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         raise unsupported("conversation", message)
     previous, (turn, places) = body.previous_response_id, messages_of(body.input)
     parent = None if previous is None else store.get(caller.owner, previous, "previous_response_id").turn
-    history = [] if parent is None else parent.history()
+    said = [] if parent is None else parent.all_messages()
+    history = [] if parent is None else shown_from(said, parent.omitted)  # else it outgrows the context and a body
     check_results(body.input, history)
     messages = [*history, *turn]
     begun = turn[-1] if continues(body.input) else None
@@ -142,10 +143,10 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         fields={"model": body.model or engine.model.name, **_echoed(body)},
         store=store if body.store is not False else None,
         owner=caller.owner,
-        messages=json.dumps(turn if begun is None else turn[:-1]).encode() if body.store is not False else b"",
+        messages=as_json(turn if begun is None else turn[:-1]) if body.store is not False else b"",
         begun=begun,
         parent=parent,
-        system=len(system),
+        first=len(said) - len(history) - len(system),
         logprobs=_logprobs(body) is not None,
         input=sent_items(body.input) if body.store is not False else b"",
     )

@@ -15,13 +15,14 @@ from typing import Any
 from uuid import uuid4
 
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.transcript import Turn, as_json
 from kvcellar.events import Delta
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import JsonTemplate, json_chunks, to_json
 from kvcellar.serve.openai.logprobs import TokenText, finite
 from kvcellar.serve.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.responses_api.output import Output
-from kvcellar.serve.responses_api.store import Kept, ResponseStore, Turn
+from kvcellar.serve.responses_api.store import Kept, ResponseStore
 from kvcellar.serve.writer import SSE, SSE_PING, encoded_event
 from kvcellar.text.conversation import texts
 
@@ -32,8 +33,8 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 @dataclass(frozen=True, slots=True)
 class Echo:
     """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
-    `messages` are those of its own input as JSON, and `parent` is the turn that it continues; the prompt has
-    `system` more in front of the conversation. `input`: the items of the request as JSON. `begun`: the message that the
+    `messages` are those of its own input as a turn has them, and `parent` is the turn that it continues; what
+    is message 0 of the prompt would be message `first` of the whole conversation. `input`: the items of the request as JSON. `begun`: the message that the
     answer continues, which is not one of `messages`."""
 
     fields: Json
@@ -41,7 +42,7 @@ class Echo:
     owner: str
     messages: bytes
     parent: Turn | None
-    system: int
+    first: int
     logprobs: bool
     input: bytes = b""
     begun: Mapping[str, Any] | None = None
@@ -179,10 +180,10 @@ class ResponsesWriter:
     def _kept(self, response: Json) -> Json:
         echo = self._echo
         if echo.store is not None:
-            omitted = max(0, self._replies.prepared.omitted - echo.system)
-            reply = json.dumps(echo.whole(self._whole.message())).encode()
+            omitted = max(echo.parent.omitted if echo.parent else 0, echo.first + self._replies.prepared.omitted)
+            messages = filter(None, (echo.messages, as_json([echo.whole(self._whole.message())])))
             whole = b"".join(json_chunks(response))
-            kept = Kept(whole, echo.input, Turn(echo.messages, reply, omitted, echo.parent))
+            kept = Kept(whole, echo.input, Turn(echo.parent, b",".join(messages), omitted))
             echo.store.add(echo.owner, self.id, kept)
         return response
 

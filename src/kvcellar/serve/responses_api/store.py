@@ -13,58 +13,19 @@ Always true:
     of all are reached, it is the key that has the most bytes.
 """
 
-import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from kvcellar.engine.transcript import Turn
 from kvcellar.serve.api_errors import ApiError
 
 MOST = 10_000
 MOST_BYTES = 256 * 2**20
 MOST_BYTES_OF_KEY = 64 * 2**20
 SECONDS = 30 * 86400.0
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """What later responses continue. `messages`: those of its own input, without instructions; `reply`: the message
-    that it added; both are JSON. `omitted`: how many of the messages of the whole conversation its prompt left out, as
-    in `Dialogue`. `parent`: the turn before it. `total`: bytes with those of all turns before it."""
-
-    messages: bytes
-    reply: bytes
-    omitted: int
-    parent: "Turn | None" = None
-    total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", self.size + (0 if self.parent is None else self.parent.total))
-
-    @property
-    def size(self) -> int:
-        """Bytes of its own."""
-        return len(self.messages) + len(self.reply)
-
-    def history(self) -> list[dict[str, Any]]:
-        """The messages that a request begins with that continues it: without those that prompts omitted, so that a
-        conversation does not grow beyond a context and a body."""
-        found: list[dict[str, Any]] = []
-        for one in reversed([*self.line()]):
-            found += json.loads(one.messages)
-            system = next((at for at, message in enumerate(found) if message["role"] != "system"), len(found))
-            found = [*found[:system], *found[max(one.omitted, system) :], json.loads(one.reply)]
-        return found
-
-    def line(self) -> "Iterator[Turn]":
-        """Itself, and what it continues, the last one first."""
-        one: Turn | None = self
-        while one is not None:
-            yield one
-            one = one.parent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +59,7 @@ class _Owner:
             self.holds[one] = self.holds.get(one, 0) + 1
             if self.holds[one] > 1:
                 return
-            self.bytes += one.size
+            self.bytes += len(one.messages)
 
     def remove(self, id: str) -> None:
         kept, _ = self.kept.pop(id)
@@ -108,7 +69,7 @@ class _Owner:
             if self.holds[one]:
                 return
             del self.holds[one]
-            self.bytes -= one.size
+            self.bytes -= len(one.messages)
 
     def check(self) -> None:
         held = {one: 0 for kept, _ in self.kept.values() for one in kept.turn.line()}
@@ -118,8 +79,8 @@ class _Owner:
             if one.parent is not None:
                 held[one.parent] += 1
         assert self.holds == held
-        assert all(one.total == sum(each.size for each in one.line()) for one in held)
-        assert self.bytes == sum(kept.own for kept, _ in self.kept.values()) + sum(one.size for one in held)
+        assert all(one.total == sum(len(each.messages) for each in one.line()) for one in held)
+        assert self.bytes == sum(kept.own for kept, _ in self.kept.values()) + sum(len(one.messages) for one in held)
 
 
 class ResponseStore:

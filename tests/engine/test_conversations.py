@@ -14,7 +14,7 @@ from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.prefixes import Prefix, Prefixes
 from kvcellar.engine.transcript import Transcript
 from kvcellar.errors import ConversationConflict, ConversationNotSaved, ConversationUnreadable, UnknownConversation
-from kvcellar.tiers.archive import DiskArchive, MemoryArchive, file_of
+from kvcellar.tiers.archive import Archive, DiskArchive, file_of
 from tests.engine.mixes import assert_at_rest, small_engine, tokens
 from tests.zoo import ARCHS
 
@@ -262,7 +262,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["memory", "disk"])
 def conversations(request: pytest.FixtureRequest, folder: Path) -> Conversations:
-    archive = MemoryArchive(1 << 16) if request.param == "memory" else DiskArchive(folder, 1 << 16)
+    archive = Archive(1 << 16) if request.param == "memory" else DiskArchive(folder, 1 << 16)
     return Conversations(archive, SOURCE)
 
 
@@ -435,11 +435,11 @@ def test_a_turn_that_fails_leaves_the_session_and_its_name(saved, tmp_path) -> N
 def test_one_owner_has_its_share_of_the_memory_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     shares: list[float] = []
 
-    class Noted(MemoryArchive):
+    class Noted(Archive):
         def __init__(self, *, share: float) -> None:
             super().__init__(share=share)
             shares.append(share)
 
-    monkeypatch.setattr("kvcellar.engine.engine.MemoryArchive", Noted)
+    monkeypatch.setattr("kvcellar.engine.engine.Archive", Noted)
     small_engine("llama", tenant_share=0.25).close()
     assert shares == [0.25]

@@ -33,7 +33,7 @@ from kvcellar.text.replies.machine import Machine, joined
 from kvcellar.text.replies.outline import Outline
 from kvcellar.text.replies.reading import DeltaReader
 from kvcellar.text.replies.tools import checked as checked_tools
-from kvcellar.tiers.archive import MemoryArchive
+from kvcellar.tiers.archive import Archive
 
 VOCABULARY = 256
 CONTEXT = 20_000
@@ -207,7 +207,7 @@ class FakeEngine:
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
         self.continues = False  # whether the last prompt ends with a message that the answer continues
-        self.conversations = Conversations(MemoryArchive(), TokenSource(self.model.name, "bytes", VOCABULARY))
+        self.conversations = Conversations(Archive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []
         self.namespaces: list[str] = []  # of each request in `seen`

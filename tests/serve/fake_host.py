@@ -11,7 +11,7 @@ from kvcellar.errors import ModelNotFound
 from kvcellar.serve.host import Host
 from kvcellar.serve.resident import Limits
 from kvcellar.serve.servable import Servable
-from kvcellar.tiers.archive import MemoryArchive
+from kvcellar.tiers.archive import Archive
 from tests.serve.fake_engine import FakeModel, FakeReplies
 
 
@@ -26,7 +26,7 @@ class SizedEngine:
         self.starting = False
         self.adapters: dict[str, int] = {}  # bytes by name of a model
         self.used: dict[str, int] = {}  # leases by name of a model
-        self.conversations = Conversations(MemoryArchive(), TokenSource(name, "", 256))
+        self.conversations = Conversations(Archive(), TokenSource(name, "", 256))
 
     @property
     def size(self) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcellar.places import NoPlace
 from kvcellar.tiers import archive as module
-from kvcellar.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, MemoryArchive, TooLarge, file_of
+from kvcellar.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, TooLarge, file_of
 from kvcellar.tiers.codec import AesGcm, Damaged, Foreign
 from kvcellar.tiers.files import Files
 
@@ -23,7 +23,7 @@ CAP = 4096
 
 @pytest.fixture(params=["memory", "disk"])
 def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
-    return MemoryArchive(CAP, 0.5) if request.param == "memory" else DiskArchive(tmp_path / "documents", CAP, share=0.5)
+    return Archive(CAP, 0.5) if request.param == "memory" else DiskArchive(tmp_path / "documents", CAP, share=0.5)
 
 
 def seals(archive: Archive, *names: str, owner: str = "a") -> list[bytes]:

@@ -47,7 +47,7 @@ from kvcellar.progress import Progress, listening, report
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.text.template import RenderOptions
-from kvcellar.tiers.archive import DiskArchive, MemoryArchive
+from kvcellar.tiers.archive import Archive, DiskArchive
 from kvcellar.tiers.identity import FileDigests
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def open_conversations(settings: Settings, model: ModelCard) -> Conversations:
     if settings.store is not None and model.path is not None:
         tokenizer = _tokenizer(model.path)
     if settings.store is None or tokenizer is None:
-        return Conversations(MemoryArchive(share=settings.tenant_share), TokenSource(model.name, "", model.vocab_size))
+        return Conversations(Archive(share=settings.tenant_share), TokenSource(model.name, "", model.vocab_size))
     archive = DiskArchive(
         Path(settings.store) / "conversations",
         conversation_bytes(settings),

@@ -43,7 +43,7 @@ class Session:
         transcript: Transcript,
         retention: RetentionOptions,
     ) -> None:
-        """`numbers`: session numbers; takes the next one. The session owns `transcript`. `retention` is that of turns."""
+        """`numbers`: session numbers; takes the next one. The session changes `transcript`. `retention`: of turns."""
         self._requests, self._client, self._codec, self._conversations = requests, client, codec, conversations
         self._numbers, self._transcript = numbers, transcript
         self._retention = retention

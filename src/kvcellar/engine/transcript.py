@@ -224,9 +224,7 @@ class Transcript:
         tokens, before = [*prompt.text, *answer], self.tokens
         said = as_json((*prompt.messages, message)) if self.chat else b""
         common = common_prefix(before, tokens)
-        self.last = Turn(
-            self.last, said, prompt.omitted, common=common, tail=tokens[common:], prompt=len(prompt.ids)
-        )
+        self.last = Turn(self.last, said, prompt.omitted, common=common, tail=tokens[common:], prompt=len(prompt.ids))
 
     def rewind(self, turns: object) -> None:
         """Discard the last turns. Raises `BadRequest` for another number than there are."""
@@ -265,9 +263,7 @@ class Transcript:
             if not (0 <= common <= len(tokens) and 0 <= count <= len(messages) and before <= omitted <= len(messages)):
                 raise ValueError("it contradicts itself")
             tail, said = tokens[common:], as_json(messages[count:])
-            added.append(
-                partial(Turn, messages=said, omitted=omitted, common=common, tail=tail, prompt=prompt)
-            )
+            added.append(partial(Turn, messages=said, omitted=omitted, common=common, tail=tail, prompt=prompt))
             tokens[common:], messages[count:], omitted = rest, [], before
         if not 0 <= omitted <= len(messages):
             raise ValueError("it omits messages that it does not have")

@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from kvcellar.engine.conversations import Held
-from kvcellar.engine.transcript import Prompt, Render
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.transcript import Prompt, Render
 from kvcellar.errors import EngineClosed
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.api_errors import ApiError

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvcellar.engine.transcript import Render, shortened
 from kvcellar.engine.pinning import chat_prefix
 from kvcellar.engine.replies import RequestReading
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.transcript import Render, shortened
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
@@ -24,6 +24,7 @@ from kvcellar.text.template import check_continued
 from kvcellar.text.turns import packed
 
 MAX_COMPLETIONS = 4096  # prompts times n
+
 
 def prepare(
     engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn

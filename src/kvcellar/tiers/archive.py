@@ -13,17 +13,14 @@ Always true:
   * all files together have at most `cap` bytes; one owner has at most a share of them, and at most `MOST` files.
 """
 
-import fcntl
 import os
 import secrets
 import struct
-import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Protocol
 
 from kvcellar.places import make_private
 from kvcellar.tiers.codec import (
@@ -39,7 +36,7 @@ from kvcellar.tiers.codec import (
     digest,
     write,
 )
-from kvcellar.tiers.files import Files
+from kvcellar.tiers.files import Files, lock_within
 
 MOST = 1024  # documents of one owner
 HEAD_LIMIT = 64 << 10
@@ -67,27 +64,6 @@ class Document:
     head: bytes
     body: bytes
     seal: bytes
-
-
-class Archive(Protocol):
-    """All methods may be called from any thread. They raise `OSError`."""
-
-    def get(self, owner: str, name: str) -> Document | None:
-        """Raises `Damaged` and `Foreign`."""
-        ...
-
-    def put(self, owner: str, name: str, head: bytes, body: bytes, *, after: bytes | None = None) -> bytes:
-        """Store a document, and return its seal. `after`: the seal of the document that it replaces, empty if there is
-        to be none; None: whatever is there. Raises `Full`, `TooLarge` and `Changed`; then nothing has changed."""
-        ...
-
-    def heads(self, owner: str) -> Iterator[bytes | Exception]:
-        """The heads of all documents of an owner in any order, or the error of one that cannot be read."""
-        ...
-
-    def delete(self, owner: str, name: str) -> bool:
-        """Also where it cannot be read. False if there is none."""
-        ...
 
 
 def file_of(owner: str, name: str, secret: bytes = b"") -> str:
@@ -138,62 +114,106 @@ def document_of(source: Source) -> Document:
     return Document(head, found[:size], found[size:])
 
 
-def check_size(sizes: Mapping[str, int], file: str, size: int, cap: int, share: float, *, replaced: int = 0) -> None:
-    """Raise `Full` if a new or replaced `file` does not fit beside the others, and beside the bytes of the one that it
-    replaces where these are freed only afterwards."""
-    others = {name: bytes for name, bytes in sizes.items() if name != file}
-    own = [bytes for name, bytes in others.items() if name.startswith(file.partition("-")[0])]
-    if len(own) >= MOST:
-        raise Full(f"there are {len(own)} already; at most {MOST} are allowed")
-    if sum(own) + size > (limit := int(share * cap)):
-        raise Full(f"it has {size} bytes beside {sum(own)} of others; {limit} bytes are allowed")
-    if sum(others.values()) + replaced + size > cap:  # how much other owners have is not for this one to know
-        raise Full(f"it has {size} bytes, and there is no space left for documents")
+class Archive:
+    """Documents in memory: they end with the process. All methods may be called from any thread. They raise
+    `OSError`."""
 
-
-def check_seal(found: Source | None, after: bytes | None) -> None:
-    """Raise `Changed` unless the document that is there has the seal `after`; see `Archive.put`."""
-    if after is None:
-        return
-    seal = b"" if found is None else found.read(DIGEST, max(0, found.size - DIGEST))
-    if seal != after:
-        raise Changed
-
-
-class MemoryArchive:
-    """Documents that end with the process."""
+    _cipher: Cipher = Plain()
+    _secret = b""
 
     def __init__(self, cap: int = MEMORY_BYTES, share: float = 1.0) -> None:
-        """`share` of `cap`: what one owner may have."""
+        """`share` of the `cap` on bytes: what one owner may have."""
         self._cap, self._share = cap, share
-        self._files, self._lock = dict[str, bytes](), Lock()
+        self._contents, self._lock = dict[str, bytes](), Lock()
 
     def get(self, owner: str, name: str) -> Document | None:
-        found = self._files.get(file_of(owner, name))
-        return None if found is None else document_of(Content(found))
+        """Raises `Damaged` and `Foreign`."""
+        file = file_of(owner, name, self._secret)
+        with self._opened(file) as source:
+            if source is None:
+                return None
+            found = document_of(source)
+        parts = ((found.head, "head"), (found.body, "body"))
+        head, body = (bytes(self._cipher.unseal(part, _place(file, what))) for part, what in parts)
+        return Document(head, body, found.seal)
 
     def put(self, owner: str, name: str, head: bytes, body: bytes, *, after: bytes | None = None) -> bytes:
-        file, content = file_of(owner, name), encoded(head, body)
-        with self._lock:
-            found = self._files.get(file)
-            check_seal(None if found is None else Content(found), after)
-            check_size(
-                {name: len(one) for name, one in self._files.items()}, file, len(content), self._cap, self._share
-            )
-            self._files[file] = content
+        """Store a document, and return its seal. `after`: the seal of the document that it replaces, empty if there is
+        to be none; None: whatever is there. Raises `Full`, `TooLarge` and `Changed`; then nothing has changed."""
+        file = file_of(owner, name, self._secret)
+        parts = ((head, "head"), (body, "body"))
+        head, body = (bytes(self._cipher.seal(part, _place(file, what))) for part, what in parts)
+        content = encoded(head, body)
+        with self._locked(writes=True):
+            with self._opened(file) as found:
+                seal = b"" if found is None else found.read(DIGEST, max(0, found.size - DIGEST))
+            if after not in (None, seal):
+                raise Changed
+            self._check_size(file, len(content))
+            self._write(file, content)
         return content[-DIGEST:]
 
+    def _check_size(self, file: str, size: int) -> None:
+        """Raise `Full` if a new or replaced `file` does not fit beside the others, and beside the one that it replaces,
+        which is deleted only afterwards."""
+        sizes = self._sizes()
+        cap, used = self._most(sum(sizes.values())), sum(sizes.values())
+        own = [bytes for name, bytes in sizes.items() if name != file and name.startswith(file.partition("-")[0])]
+        if len(own) >= MOST:
+            raise Full(f"there are {len(own)} already; at most {MOST} are allowed")
+        if sum(own) + size > (limit := int(self._share * cap)):
+            raise Full(f"it has {size} bytes beside {sum(own)} of others; {limit} bytes are allowed")
+        if used + size > cap:  # how much other owners have is not for this one to know
+            raise Full(f"it has {size} bytes, and there is no space left for documents")
+
     def heads(self, owner: str) -> Iterator[bytes | Exception]:
-        with self._lock:
-            found = [one for file, one in self._files.items() if file.startswith(_hex(owner))]
-        yield from (head_of(Content(one))[0] for one in found)
+        """The heads of all documents of an owner in any order, or the error of one that cannot be read."""
+        for file in self._sizes():
+            if file.startswith(_hex(owner, self._secret)):
+                try:
+                    with self._opened(file) as found:
+                        if found is not None:
+                            yield bytes(self._cipher.unseal(head_of(found)[0], _place(file, "head")))
+                except (OSError, Damaged, Foreign) as error:
+                    yield error
 
     def delete(self, owner: str, name: str) -> bool:
-        with self._lock:
-            return self._files.pop(file_of(owner, name), None) is not None
+        """Also where it cannot be read. False if there is none."""
+        try:
+            with self._locked():
+                self._unlink(file_of(owner, name, self._secret))
+        except FileNotFoundError:
+            return False
+        return True
+
+    # -- where they are -----------------------------------------------------------------------------------------
+
+    def _locked(self, *, writes: bool = False) -> AbstractContextManager[object]:
+        """One thread of one process at a time. Raises `TimeoutError`."""
+        return self._lock
+
+    @contextmanager
+    def _opened(self, file: str) -> Generator[Source | None]:
+        found = self._contents.get(file)
+        yield None if found is None else Content(found)
+
+    def _sizes(self) -> Mapping[str, int]:
+        return {file: len(content) for file, content in [*self._contents.items()]}
+
+    def _most(self, used: int) -> int:
+        """The most bytes of all documents, which take `used` of them."""
+        return self._cap
+
+    def _write(self, file: str, content: bytes) -> None:
+        self._contents[file] = content
+
+    def _unlink(self, file: str) -> None:
+        """Raises `FileNotFoundError`."""
+        if self._contents.pop(file, None) is None:
+            raise FileNotFoundError(file)
 
 
-class DiskArchive:
+class DiskArchive(Archive):
     """Documents in a directory that several processes may use. The directory is made when something is stored."""
 
     def __init__(
@@ -208,21 +228,28 @@ class DiskArchive:
     ) -> None:
         """`cap`: most bytes, and no more than a tenth of what is free on the disk and of the files themselves, of which
         one owner may have a `share`."""
-        self._directory, self._cap, self._share = directory, cap, share
-        self._cipher, self._secret, self._files = cipher or Plain(), secret, files or Files()
-
-    def get(self, owner: str, name: str) -> Document | None:
-        file = file_of(owner, name, self._secret)
-        with self._opened(file) as source:
-            if source is None:
-                return None
-            found = document_of(source)
-        parts = ((found.head, "head"), (found.body, "body"))
-        head, body = (bytes(self._cipher.unseal(part, _place(file, what))) for part, what in parts)
-        return Document(head, body, found.seal)
+        super().__init__(cap, share)
+        self._directory, self._files = directory, files or Files()
+        self._cipher, self._secret = cipher or Plain(), secret
 
     @contextmanager
-    def _opened(self, file: str) -> Generator[OpenFile | None]:
+    def _locked(self, *, writes: bool = False) -> Generator[None]:
+        """With `writes`, the directory is there, without what processes that have ended were writing."""
+        if writes:
+            make_private(self._directory)
+        opened = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            lock_within(WAIT, opened, f"another process has been writing for {WAIT:g} s")
+            if writes:
+                for name in list(self._files.names(self._directory)):
+                    if name.endswith(PART):
+                        self._files.unlink(self._directory / name)
+            yield
+        finally:
+            os.close(opened)
+
+    @contextmanager
+    def _opened(self, file: str) -> Generator[Source | None]:
         try:
             opened = OpenFile(self._files, self._directory / file)
         except FileNotFoundError:
@@ -231,22 +258,17 @@ class DiskArchive:
         with opened:
             yield opened
 
-    def put(self, owner: str, name: str, head: bytes, body: bytes, *, after: bytes | None = None) -> bytes:
-        file = file_of(owner, name, self._secret)
-        parts = ((head, "head"), (body, "body"))
-        head, body = (bytes(self._cipher.seal(part, _place(file, what))) for part, what in parts)
-        content = encoded(head, body)
-        make_private(self._directory)
-        with self._locked():
-            with self._opened(file) as found:
-                check_seal(found, after)
-            self._clean()
-            sizes = self._sizes()
-            used = sum(sizes.values())
-            cap = min(self._cap, used + int(SHARE_OF_FREE * self._files.free(self._directory)))
-            check_size(sizes, file, len(content), cap, self._share, replaced=sizes.get(file, 0))
-            self._write(file, content)
-        return content[-DIGEST:]
+    def _sizes(self) -> Mapping[str, int]:
+        found: dict[str, int] = {}
+        with suppress(FileNotFoundError):
+            for name in self._files.names(self._directory):
+                if not name.endswith(PART):
+                    with suppress(OSError):
+                        found[name] = (self._directory / name).lstat().st_size
+        return found
+
+    def _most(self, used: int) -> int:
+        return min(self._cap, used + int(SHARE_OF_FREE * self._files.free(self._directory)))
 
     def _write(self, file: str, content: bytes) -> None:
         part = self._directory / f"{file}-{secrets.token_hex(4)}{PART}"
@@ -259,62 +281,6 @@ class DiskArchive:
             raise
         self._files.sync_directory(self._directory)
 
-    def heads(self, owner: str) -> Iterator[bytes | Exception]:
-        for file in self._names():
-            if file.startswith(_hex(owner, self._secret)):
-                try:
-                    with self._opened(file) as found:
-                        if found is not None:
-                            yield bytes(self._cipher.unseal(head_of(found)[0], _place(file, "head")))
-                except (OSError, Damaged, Foreign) as error:
-                    yield error
-
-    def delete(self, owner: str, name: str) -> bool:
-        if not self._directory.is_dir():
-            return False
-        with self._locked():
-            try:
-                self._files.unlink(self._directory / file_of(owner, name, self._secret))
-            except FileNotFoundError:
-                return False
-            self._files.sync_directory(self._directory)
-            return True
-
-    # -- inside -------------------------------------------------------------------------------------------------
-
-    def _names(self) -> Iterable[str]:
-        """Of the documents."""
-        try:
-            return [name for name in self._files.names(self._directory) if not name.endswith(PART)]
-        except FileNotFoundError:
-            return ()
-
-    def _sizes(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for name in self._names():
-            with suppress(OSError):
-                found[name] = (self._directory / name).lstat().st_size
-        return found
-
-    def _clean(self) -> None:
-        """Delete what a process that has ended was writing. Only under the lock."""
-        for name in list(self._files.names(self._directory)):
-            if name.endswith(PART):
-                self._files.unlink(self._directory / name)
-
-    @contextmanager
-    def _locked(self) -> Generator[None]:
-        """One thread of one process at a time. Raises `TimeoutError`."""
-        opened, until = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), time.monotonic() + WAIT
-        try:
-            while True:
-                try:
-                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise TimeoutError(f"another process has been writing for {WAIT:g} s") from None
-                    time.sleep(0.01)
-            yield
-        finally:
-            os.close(opened)
+    def _unlink(self, file: str) -> None:
+        self._files.unlink(self._directory / file)
+        self._files.sync_directory(self._directory)

@@ -7,7 +7,6 @@ before any delta; `annotations`, `logprobs` and `summary` are never absent; the 
 A response is kept before the last part of it is sent, so that a client that has read it can continue it.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,9 +32,9 @@ LOGPROBS = "message.output_text.logprobs"  # a value of `include`
 @dataclass(frozen=True, slots=True)
 class Echo:
     """What a response needs of its request. `fields` are part of the response; with a `store` it is kept, and
-    `messages` are those of its own input as a turn has them, and `parent` is the turn that it continues; what
-    is message 0 of the prompt would be message `first` of the whole conversation. `input`: the items of the request as JSON. `begun`: the message that the
-    answer continues, which is not one of `messages`."""
+    `messages` are those of its own input as a `Turn` has them, `parent` is the turn that it continues, and `first` the
+    number in the whole conversation of what is message 0 of the prompt. `input`: the items of the request as JSON.
+    `begun`: the message that the answer continues, which is not one of `messages`."""
 
     fields: Json
     store: ResponseStore | None

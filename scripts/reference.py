@@ -26,6 +26,7 @@ from kvcellar.engine.stats import (
     SpeculationStats,
     StoreStats,
     TierStats,
+    declared,
 )
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.kernels.compiled import COMPILERS
@@ -36,8 +37,8 @@ from kvcellar.serve.embedding_fields import EmbeddingsBody
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
 from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
-from kvcellar.serve.metrics import exposition, vllm
-from kvcellar.serve.metrics.samples import COUNTERS, GAUGES
+from kvcellar.serve.metrics import exposition
+from kvcellar.serve.metrics.requests import ModelRequests
 from kvcellar.serve.ollama_fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
@@ -203,8 +204,14 @@ def _settings_table(cls: Any) -> str:
 
 def _record(cls: Any) -> str:
     comments = described(cls)
-    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", comments[f.name]) for f in fields(cls)]
+    rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", _meaning(f, comments[f.name])) for f in fields(cls)]
     return "\n".join([f"## {RECORDS[cls]}\n", _table(("name", "type", "meaning"), rows)])
+
+
+def _meaning(field: Any, comment: str) -> str:
+    if (metric := field.metadata.get("metric")) is None:
+        return comment
+    return metric.text if metric.label is None else f"{metric.text}, by {metric.label}"
 
 
 def _http_statistics() -> Iterator[str]:
@@ -220,27 +227,22 @@ def _http_statistics() -> Iterator[str]:
 
 
 def _metrics() -> Iterator[str]:
-    head = ("name", "labels", "meaning")
-    yield "## Of an engine\n"
-    for kind, metrics in (("Gauges", GAUGES), ("Counters", COUNTERS)):
-        yield f"{kind}:\n"
-        yield _table(head, [(f"`{m.name}`", ", ".join(f"`{label}`" for label in m.labels), m.text) for m in metrics])
-    yield "## Of requests\n\nCounters:\n"
-    (outcomes, about), (finished, ended) = exposition.OUTCOMES, exposition.FINISHED
-    rows = [(f"`{outcomes}`", "`outcome`", about), (f"`{finished}`", "`reason`", ended)]
-    yield _table(head, [*rows, *((f"`{name}`", "", text) for name, (_, text) in exposition.TOTALS.items())])
-    yield "Histograms:\n"
-    yield _table(("name", "meaning"), [(f"`{name}`", text) for name, (_, text) in exposition.HISTOGRAMS.items()])
+    for title, cls in (("an engine", EngineStats), ("requests", ModelRequests)):
+        yield f"## Of {title}\n"
+        for kind in ("gauge", "counter", "histogram"):
+            rows = [
+                (f"`{metric.name}`", ", ".join(f"`{label}`" for label in labels), metric.help)
+                for metric, labels in declared(cls)
+                if metric.kind == kind
+            ]
+            if rows:
+                yield f"{kind.capitalize()}s:\n"
+                yield _table(("name", "labels", "meaning"), rows)
     yield "## Of the server\n\nGauges, without the label `model_name` but for the last:\n"
-    server = [*exposition.SERVER.items(), exposition.STALE]
-    yield _table(("name", "meaning"), [(f"`{name}`", text) for name, text in server])
+    yield _table(("name", "meaning"), [(f"`{one.name}`", one.help) for one in (*exposition.SERVER, exposition.STALE)])
     yield "`kvcellar_build_info` has the label `version`.\n"
     yield "## Names of vLLM\n\nWith `metrics_compat`, beside `vllm:kv_cache_usage_perc` and `vllm:request_success`:\n"
-    ours = {**vllm.GAUGES, **vllm.COUNTERS}
-    tables = exposition.HISTOGRAMS, exposition.TOTALS
-    attributes = {attribute: name for table in tables for name, (attribute, _) in table.items()}
-    ours |= {name: attributes[attribute] for name, attribute in {**vllm.TOTALS, **vllm.HISTOGRAMS}.items()}
-    yield _table(("name", "the same as"), [(f"`{name}`", f"`{own}`") for name, own in ours.items()])
+    yield _table(("name", "the same as"), [(f"`{name}`", f"`{own}`") for name, own in exposition.VLLM.items()])
 
 
 def _type(cls: type, name: str) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvcellar import messages
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_replies import StoreDisk, VariantText
-from kvcellar.engine.count_stats import stats
 from kvcellar.engine.open_model import as_created
 from kvcellar.engine.pinning import check_pinned
 from kvcellar.engine.prefixes import SLICE
+from kvcellar.engine.stats import stats
 from kvcellar.engine.survey import Survey
 from kvcellar.snapshot import with_adapter
 from kvcellar.tiers.upkeep import Readable

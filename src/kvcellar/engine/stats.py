@@ -1,47 +1,130 @@
-"""stats: how an engine is doing, as records. `count_stats.py` makes them. No torch."""
+"""stats: how an engine is doing between two steps, as records. No torch.
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+A field says once what it is: `gauge` and `counter` have its name and meaning for Prometheus, from which samples
+(`serve/metrics/exposition.py`), docs/reference/statistics.md and docs/reference/metrics.md are made. The meaning of a
+field that is no metric is its comment.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_type_hints
+
+if TYPE_CHECKING:
+    from kvcellar.engine.build import Built
+    from kvcellar.engine.prefixes import Prefixes
+    from kvcellar.engine.store import Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class Metric:
+    """What a field is for Prometheus. `label`: that of the keys of a mapping, which are names of tiers and reasons, of
+    which there are few; never what a client has sent."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    text: str
+    label: str | None = None
+
+    @property
+    def help(self) -> str:
+        return f"{self.text[0].upper()}{self.text[1:]}."
+
+
+def gauge(name: str, text: str) -> Any:
+    return field(metadata={"metric": Metric("gauge", name, text)})
+
+
+def counter(name: str, text: str, *, by: str | None = None) -> Any:
+    """It never falls while an engine lives."""
+    return field(metadata={"metric": Metric("counter", name, text, by)})
+
+
+@dataclass_transform(field_specifiers=(gauge, counter))
+def statistics(*, frozen: bool) -> Callable[[type[T]], type[T]]:
+    """A record, some fields of which are metrics. Where it has a `LABEL`, they have a label of that name, with the
+    `name` of the record."""
+    return dataclass(frozen=frozen, slots=True)
+
+
+def declared(cls: type) -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """The metrics of a record and of those in it, with the names of their labels."""
+    above = (cls.LABEL,) if hasattr(cls, "LABEL") else ()
+    for one in fields(cls):
+        if (metric := one.metadata.get("metric")) is not None:
+            yield metric, (*above, metric.label) if metric.label is not None else above
+            continue
+        kind = get_type_hints(cls)[one.name]
+        for part in (kind, *get_args(kind)):
+            if isinstance(part, type) and is_dataclass(part):
+                yield from ((metric, (*above, *labels)) for metric, labels in declared(part))
+
+
+def samples(record: Any) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
+    """The metrics of a record and of those in it, with the values of their labels, and their own."""
+    above = (record.name,) if hasattr(record, "LABEL") else ()
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if (metric := one.metadata.get("metric")) is None:
+            for part in value if isinstance(value, tuple) else (value,):
+                if is_dataclass(part):
+                    yield from ((metric, (*above, *labels), number) for metric, labels, number in samples(part))
+        elif metric.label is not None:
+            yield from ((metric, (*above, label), number) for label, number in value.items())
+        else:
+            yield metric, above, value
+
+
+@statistics(frozen=True)
 class GroupStats:
-    """The cells of one group. docs/reference/statistics.md is generated from the comments."""
+    """The cells of one group."""
+
+    LABEL: ClassVar = "group"
 
     name: str  # name of the group
     layers: int  # layers of the group
-    cells: int  # all cells, without the null cell
-    used: int  # cells of running sequences
-    cached: int  # cells in use that belong to no running sequence: the prefix cache; they are evicted when needed
+    cells: int = gauge("kvcellar_cells", "all cells of a group of layers, without the null cell")
+    used: int = gauge("kvcellar_cells_used", "cells of running sequences")
+    cached: int = gauge(
+        "kvcellar_cells_cached", "cells of the prefix cache alone, in use by no running sequence; evicted when needed"
+    )
     bytes: int  # bytes of all cells, used or not
     backend: str | None  # attention backend; None: the attention of the model
 
 
-@dataclass(frozen=True, slots=True)
+@statistics(frozen=True)
 class TierStats:
-    """One place for what leaves the device. docs/reference/statistics.md is generated from the comments."""
+    """One place for what leaves the device."""
+
+    LABEL: ClassVar = "tier"
 
     name: str  # host, disk or remote
-    bytes: int  # of all that is there
-    limit_bytes: int  # cap on these
-    written_bytes: int  # since the start
-    read_bytes: int  # since the start
-    down: bool  # whether it is not used now, because it has failed or was too slow
-    failures: Mapping[str, int]  # operations that failed, by kind: each is a miss, or not stored
+    bytes: int = gauge("kvcellar_tier_bytes", "bytes of all that is in a tier")
+    limit_bytes: int = gauge("kvcellar_tier_limit_bytes", "cap on the bytes of a tier")
+    written_bytes: int = counter("kvcellar_tier_written_bytes", "bytes written to a tier")
+    read_bytes: int = counter("kvcellar_tier_read_bytes", "bytes read from a tier")
+    down: bool = gauge("kvcellar_tier_down", "whether a tier is not used now, as it has failed or was too slow")
+    failures: Mapping[str, int] = counter(
+        "kvcellar_tier_failures", "operations of a tier that failed: each is a miss, or not stored", by="kind"
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@statistics(frozen=True)
 class StoreStats:
-    """What has left the device. docs/reference/statistics.md is generated from the comments."""
+    """What has left the device."""
 
     tiers: tuple[TierStats, ...]  # described below, the fastest first
-    snapshots: int  # that this engine can read
-    staged_bytes: int  # of what is being written and read
+    snapshots: int = gauge("kvcellar_store_snapshots", "snapshots in all tiers that the engine can read")
+    staged_bytes: int = gauge("kvcellar_store_staged_bytes", "bytes that are being written or read")
     staging_bytes: int  # cap on these
     unwritten: bool  # whether something is left to be written
-    written: int  # tokens written since the start
-    restored: int  # tokens read back since the start
-    declined: int  # requests since the start of which tokens were cheaper to compute than to read back
+    written: int = counter("kvcellar_store_written_tokens", "tokens written to the store")
+    restored: int = counter("kvcellar_store_restored_tokens", "tokens read back from the store")
+    declined: int = counter(
+        "kvcellar_store_declined_requests", "requests of which tokens were cheaper to compute than to read back"
+    )
     failures: Mapping[str, int]  # snapshots that were not written, by kind
 
     def tier(self, name: str) -> TierStats:
@@ -49,81 +132,104 @@ class StoreStats:
         return {tier.name: tier for tier in self.tiers}[name]
 
 
-@dataclass(frozen=True, slots=True)
+@statistics(frozen=True)
 class SpeculationStats:
-    """What drafts do. docs/reference/statistics.md is generated from the comments."""
+    """What drafts do."""
 
     drafter: str  # name of what proposes them
     refused: str | None  # why it is not used any more; None: it is used
     deepest: int  # the most drafts of a completion in a step
-    rounds: int  # steps of completions in decode since the start, with drafts or without, counted for each completion
-    drafted: int  # drafts that were computed since the start
-    accepted: int  # of these, drafts that became tokens
+    rounds: int = counter("kvcellar_draft_rounds", "steps in decode of each completion, with drafts or without")
+    drafted: int = counter("kvcellar_draft_tokens", "drafts that were computed")
+    accepted: int = counter("kvcellar_accepted_tokens", "of these, drafts that became tokens")
     acceptance: tuple[float, ...]  # by position in the step: the rate of acceptance now, of about the last 20 drafts
     seconds_saved: float  # since the start, beside the expected seconds of plain steps; negative: lost
     cache_bytes: int  # bytes of the drafter's own K/V and recurrent state
 
 
-@dataclass(frozen=True, slots=True)
+@statistics(frozen=True)
 class RecordingStats:
-    """How steps run. docs/reference/statistics.md is generated from the comments."""
+    """How steps run."""
 
     refused: str | None  # why modules run all steps; None: a recording runs those that it can
     executor: str | None  # what runs the recording
     opaque: tuple[str, ...]  # classes of modules that run as they are within it, because they cannot be traced
-    steps: int  # forwards that it ran since the start
-    by_modules: Mapping[str, int]  # forwards that modules ran in its place, by reason
+    steps: int = counter("kvcellar_recorded_forwards", "forwards that a recorded step ran")
+    by_modules: Mapping[str, int] = counter(
+        "kvcellar_module_forwards", "forwards that modules ran in its place", by="reason"
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@statistics(frozen=True)
 class PrefixStats:
-    """What requests found in memory. docs/reference/statistics.md is generated from the comments."""
+    """What requests found in memory."""
 
-    asked: int  # tokens of prompts since the start that could have come from memory: all but the last of each
-    matched: int  # of these, tokens that were found
-    restored: int  # of these, tokens that were used
-    sources: Mapping[str, int]  # restored tokens, by the tier that had them: device, host, disk, remote
-    missed: Mapping[str, int]  # tokens that were asked for and computed, by the reason in the `recall` of the request
-    forks: int  # sequences that began as copies of others since the start
-    tokens: int  # tokens that the prefix tree has, those of running sequences included
-    checkpoints: int  # checkpoints that it has
-    lost: int  # tokens that it has lost since the start: evicted, removed, expired, or of no use any more
-    lost_checkpoints: int  # checkpoints that it has lost since the start
+    asked: int = counter(
+        "kvcellar_asked_tokens", "prompt tokens that could have come from memory: all but the last of each prompt"
+    )
+    matched: int = counter("kvcellar_matched_tokens", "of these, tokens that were found")
+    restored: int = counter("kvcellar_restored_tokens", "of these, tokens that were used")
+    sources: Mapping[str, int] = counter(
+        "kvcellar_tokens_by_source",
+        "restored tokens, by their tier: device, host, disk, remote; as a metric also `computed` ones",
+        by="source",
+    )
+    missed: Mapping[str, int] = counter(
+        "kvcellar_recomputed_tokens",
+        "tokens asked for and computed, by what the recall of the request says",
+        by="reason",
+    )
+    forks: int = counter("kvcellar_forks", "sequences that began as copies of others")
+    tokens: int = gauge("kvcellar_prefix_tokens", "tokens of the prefix tree, those of running sequences included")
+    checkpoints: int = gauge("kvcellar_checkpoints", "checkpoints of the prefix tree")
+    lost: int = counter("kvcellar_lost_tokens", "tokens evicted, removed, expired, or of no use any more")
+    lost_checkpoints: int = counter("kvcellar_lost_checkpoints", "checkpoints lost in the same ways")
 
 
-@dataclass(frozen=True, slots=True)
+@statistics(frozen=True)
 class EngineStats:
-    """The state of an engine between two steps. docs/reference/statistics.md is generated from the
-    comments."""
+    """The state of an engine between two steps. What is counted is counted since the start."""
 
     at: float  # when it was so: seconds of the wall clock
     started: float  # when the engine was started, or started again after its process died: seconds of the wall clock
-    running: int  # completions in prefill or decode
-    waiting: int  # completions waiting for admission
+    running: int = gauge("kvcellar_completions_running", "completions in prefill or decode")
+    waiting: int = gauge("kvcellar_completions_waiting", "completions waiting for admission")
     sequences: int  # sequences in memory: those of running completions
-    steps: int  # steps since the start
-    preemptions: int  # preemptions since the start
-    cache_bytes: int  # bytes of K/V and recurrent state
-    scratch_bytes: int  # bytes of the largest step
+    steps: int = counter("kvcellar_steps", "steps")
+    preemptions: int = counter("kvcellar_preemptions", "running completions that were preempted")
+    cache_bytes: int = gauge("kvcellar_cache_bytes", "bytes of K/V and recurrent state, used or not")
+    scratch_bytes: int = gauge("kvcellar_scratch_bytes", "bytes of the largest step")
     staging_bytes: int  # bytes of the largest edit
-    limit_bytes: int  # cap on the sum of these three, without what a draft model has
+    limit_bytes: int = gauge(
+        "kvcellar_limit_bytes", "cap on the cache, the largest step and edits, without a draft model"
+    )
     groups: tuple[GroupStats, ...]  # described below
     prefixes: PrefixStats  # described below
     store: StoreStats | None  # described below; None: no store
     speculation: SpeculationStats | None  # described below; None: nothing is drafted
     recording: RecordingStats  # described below
-    rows: int  # rows of recurrent state, without the null row
-    rows_used: int  # rows of running sequences
-    rows_cached: int  # rows in use that belong to no running sequence
+    rows: int = gauge("kvcellar_state_rows", "rows of recurrent state, without the null row")
+    rows_used: int = gauge("kvcellar_state_rows_used", "rows of running sequences")
+    rows_cached: int = gauge(
+        "kvcellar_state_rows_cached", "rows of the prefix cache alone, in use by no running sequence"
+    )
     state_bytes: int  # bytes of all rows
-    pinned: int  # tokens that are pinned
-    pins_refused: int  # prompts that were not pinned because too much was pinned already
-    pins_released: int  # pins that were released because a request that ran alone needed their memory
-    shifts: int  # context shifts that rotated keys
-    recomputes: Mapping[str, int]  # context shifts that recomputed text instead, by reason
-    compacted: int  # cells moved by compaction
-    adapter_bytes: int  # bytes of adapters, those included that only running requests use
-    kv_events_lost: int  # how often subscribers of KV events were told to forget all blocks, as changes were lost
+    pinned: int = gauge("kvcellar_pinned_tokens", "tokens that are pinned")
+    pins_refused: int = counter("kvcellar_pins_refused", "prompts that were not pinned, as too much was pinned already")
+    pins_released: int = counter(
+        "kvcellar_pins_released", "pins that were released, as a request that ran alone needed their memory"
+    )
+    shifts: int = counter("kvcellar_shifts", "context shifts that rotated keys")
+    recomputes: Mapping[str, int] = counter(
+        "kvcellar_shift_recomputes", "context shifts that computed the text again", by="reason"
+    )
+    compacted: int = counter("kvcellar_compacted_cells", "cells moved by compaction")
+    adapter_bytes: int = gauge(
+        "kvcellar_adapter_bytes", "bytes of adapters, also of those that only running requests use"
+    )
+    kv_events_lost: int = counter(
+        "kvcellar_kv_events_lost", "times that subscribers of KV events had to forget all blocks, as changes were lost"
+    )
 
     @property
     def cells_used(self) -> int:
@@ -132,3 +238,125 @@ class EngineStats:
     @property
     def cells_cached(self) -> int:
         return sum(group.cached for group in self.groups)
+
+
+def stats(built: "Built") -> EngineStats:
+    """To be called on the engine's thread, between two steps."""
+    loop, memory, scheduler = built.loop, built.memory, built.loop.scheduler
+    rows_used = memory.rows.used
+    return EngineStats(
+        at=time.time(),
+        started=loop.started,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        sequences=len(memory.sequences),
+        steps=loop.steps,
+        preemptions=scheduler.preemptions,
+        cache_bytes=memory.storage.bytes,
+        scratch_bytes=memory.storage.scratch,
+        staging_bytes=memory.storage.staging,
+        limit_bytes=built.capacity.budget,
+        groups=_groups(built),
+        prefixes=_prefix_stats(loop.manager.prefixes),
+        store=_store_stats(loop.manager.store),
+        speculation=_speculation_stats(built),
+        recording=_recording_stats(built),
+        rows=(rows := memory.rows.capacity or 0),
+        rows_used=rows_used,
+        rows_cached=rows - (memory.rows.free or 0) - rows_used,
+        state_bytes=built.capacity.states.bytes,
+        pinned=loop.manager.prefixes.tree.pins.tokens,
+        pins_refused=loop.manager.pins_refused,
+        pins_released=loop.manager.pins_released,
+        shifts=loop.manager.shifts,
+        recomputes=dict(loop.manager.recomputes),
+        compacted=loop.compaction.moved,
+        adapter_bytes=built.adapters.bytes,
+        kv_events_lost=loop.manager.events.lost_changes if loop.manager.events is not None else 0,
+    )
+
+
+def _groups(built: "Built") -> tuple[GroupStats, ...]:
+    memory, guest = built.memory, built.guest
+    free, capacity, used = memory.free(), memory.storage.capacity(), memory.storage.used()
+    return tuple(
+        GroupStats(
+            group.name,
+            len(group.layers),
+            capacity[group.name],
+            used[group.name],
+            capacity[group.name] - free[group.name] - used[group.name],
+            group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
+            guest.backends[group.name].name if guest.mode == "flat" else None,
+        )
+        for group in memory.storage.groups
+    )
+
+
+def _prefix_stats(prefixes: "Prefixes") -> PrefixStats:
+    found, tree = prefixes.totals, prefixes.tree.total()
+    return PrefixStats(
+        asked=found.asked,
+        matched=found.matched,
+        restored=found.restored,
+        sources=dict(found.sources),
+        missed=dict(found.missed),
+        forks=found.forks,
+        tokens=tree.tokens,
+        checkpoints=tree.checkpoints,
+        lost=found.lost + tree.lost,
+        lost_checkpoints=found.lost_checkpoints + tree.lost_checkpoints,
+    )
+
+
+def _speculation_stats(built: "Built") -> SpeculationStats | None:
+    if (found := built.loop.manager.drafting.speculator) is None:
+        return None
+    own = built.draft_capacity
+    return SpeculationStats(
+        drafter=found.drafter.name,
+        refused=found.refused,
+        deepest=found.deepest,
+        rounds=found.totals.rounds,
+        drafted=found.totals.drafted,
+        accepted=found.totals.accepted,
+        acceptance=found.depth.acceptance(),
+        seconds_saved=found.totals.saved,
+        cache_bytes=own.bytes if own is not None else 0,
+    )
+
+
+def _recording_stats(built: "Built") -> RecordingStats:
+    recording = built.guest.recording
+    if recording is None:
+        return RecordingStats(built.guest.not_recorded, None, (), 0, {})
+    opaque = tuple(recording.captured.opaque)
+    return RecordingStats(None, recording.executor.name, opaque, recording.steps, dict(recording.by_modules))
+
+
+def _store_stats(store: "Store | None") -> StoreStats | None:
+    if store is None:
+        return None
+    transfers, restores = store.transfers, store.restores
+    return StoreStats(
+        tiers=tuple(
+            TierStats(
+                tier.name,
+                tier.size(),
+                tier.cap,
+                transfers.traffic[tier.name, "written"],
+                transfers.traffic[tier.name, "read"],
+                transfers.down(number),
+                dict(tier.failures),
+            )
+            for number, tier in enumerate(transfers.tiers)
+        ),
+        snapshots=len(store.catalogue),
+        staged_bytes=transfers.staged(),
+        staging_bytes=transfers.staging,
+        unwritten=store.unwritten,
+        written=store.written,
+        restored=restores.restored,
+        declined=restores.declined,
+        failures=dict(store.failures),
+    )

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvcellar.engine.count_stats import stats
 from kvcellar.engine.picture import (
     BEGINNING,
     RECENT_SECONDS,
@@ -35,6 +34,7 @@ from kvcellar.engine.picture import (
     Way,
 )
 from kvcellar.engine.request import Completion, Request, Status
+from kvcellar.engine.stats import stats
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run

@@ -12,8 +12,8 @@ from kvcellar.serve.api_errors import api_error
 from kvcellar.serve.conversations import conversation_routes
 from kvcellar.serve.embeddings import embedding_routes
 from kvcellar.serve.health import health_routes
+from kvcellar.serve.metrics.exposition import metrics_routes
 from kvcellar.serve.metrics.requests import RequestCounts
-from kvcellar.serve.metrics.routes import metrics_routes
 from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.ollama import ollama_routes

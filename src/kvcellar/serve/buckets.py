@@ -47,7 +47,7 @@ class Buckets:
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
         self.total += other.total
 
-    def copy(self) -> "Buckets":
+    def __copy__(self) -> "Buckets":
         made = Buckets(self.bounds)
         made.merge(self)
         return made

@@ -16,14 +16,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from kvcellar.engine.stats import EngineStats
+from kvcellar.engine.stats import EngineStats, samples
 from kvcellar.serve.host import Host
-from kvcellar.serve.metrics.samples import COUNTERS, GAUGES, Key, add
 from kvcellar.serve.resident import Resident
 
 log = logging.getLogger("kvcellar.serve")
 
 LATE = 1.0  # seconds
+Key = tuple[str, tuple[str, ...]]  # name of a metric, values of its labels but the model
+
+
+def add(sums: Counter[Key], stats: EngineStats, *, gauges: bool = False) -> None:
+    """Add the counters of an engine, and its gauges, too: several engines may have one name."""
+    for metric, labels, value in samples(stats):
+        if gauges or metric.kind == "counter":
+            sums[metric.name, labels] += value
+    found = stats.prefixes
+    sums["kvcellar_tokens_by_source", ("computed",)] += found.asked - found.restored
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +54,7 @@ class _Live:
 
     def take(self, found: EngineStats) -> None:
         if self.stats is not None and self.stats.started != found.started:
-            add(self.died, self.stats, COUNTERS)
+            add(self.died, self.stats)
         self.stats = found
 
 
@@ -70,7 +79,7 @@ class EngineCounts:
                 if one.stats is not None:
                     into = values.setdefault(one.model, Counter())
                     into.update(one.died)
-                    add(into, one.stats, GAUGES + COUNTERS)
+                    add(into, one.stats, gauges=True)
             return Totals(values, stale)
 
     def _look(self, resident: Resident) -> None:
@@ -97,4 +106,4 @@ class EngineCounts:
             if live.stats is not None:
                 into = self._ended.setdefault(live.model, Counter())
                 into.update(live.died)
-                add(into, live.stats, COUNTERS)
+                add(into, live.stats)

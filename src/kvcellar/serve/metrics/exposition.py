@@ -1,11 +1,12 @@
-"""exposition: the page of a scrape, in the text formats of Prometheus and of OpenMetrics.
+"""exposition: /metrics, in the text formats of Prometheus and of OpenMetrics: see docs/howto/metrics.md.
 
 One registry for each scrape of one server, never the global one of the library.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -13,42 +14,55 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
-from kvcellar.serve.buckets import Buckets
-from kvcellar.serve.metrics.engines import Totals
-from kvcellar.serve.metrics.requests import ModelRequests
-from kvcellar.serve.metrics.samples import COUNTERS, GAUGES, Metric
+from kvcellar.engine.stats import EngineStats, Metric, declared, samples
+from kvcellar.serve.key_ring import METRICS as PATH
+from kvcellar.serve.metrics.engines import Key, Totals
+from kvcellar.serve.metrics.requests import ModelRequests, RequestCounts
+from kvcellar.serve.shared import Shared
 from kvcellar.version import __version__
 
 MODEL = "model_name"
-HISTOGRAMS: Mapping[str, tuple[str, str]] = {  # name: attribute of `ModelRequests`, meaning
-    "kvcellar_request_seconds": ("seconds", "Seconds from a request to the end of its response."),
-    "kvcellar_queue_seconds": ("queued", "Seconds from submission to admission, of each prompt."),
-    "kvcellar_time_to_first_token_seconds": ("first_token", "Seconds from submission to the first token."),
-    "kvcellar_prefill_seconds": ("prefill", "Seconds from admission to the first token."),
-    "kvcellar_decode_seconds": ("decode", "Seconds from the first token to the last."),
-    "kvcellar_time_per_output_token_seconds": (
-        "per_token",
-        "Mean seconds for a token after the first, of each prompt.",
+SERVER = (
+    Metric("gauge", "kvcellar_models_loaded", "models that are loaded"),
+    Metric("gauge", "kvcellar_memory_bytes", "bytes of all models that are loaded or being loaded, with their caches"),
+    Metric(
+        "gauge",
+        "kvcellar_memory_limit_bytes",
+        "cap on these; 0 for a server of one model that the caller has made",
     ),
-    "kvcellar_inter_token_seconds": ("gaps", "Seconds between two deliveries of tokens of one completion."),
-    "kvcellar_request_prompt_tokens": ("prompt_tokens", "Tokens of a prompt."),
-    "kvcellar_request_cached_tokens": ("cached_tokens", "Tokens of a prompt that came from memory."),
-    "kvcellar_request_generation_tokens": ("generation_tokens", "Tokens generated for a prompt."),
+)
+STALE = Metric(
+    "gauge", "kvcellar_stats_stale", "1 if an engine has failed, or is at work and has told no numbers for a second"
+)
+# The same numbers under the names that dashboards for vLLM read, for `metrics_compat`: only what means the same here,
+# as a dashboard would lie else. docs/howto/metrics.md says which names are missing, and why.
+VLLM: Mapping[str, str] = {
+    "vllm:num_requests_running": "kvcellar_completions_running",
+    "vllm:num_requests_waiting": "kvcellar_completions_waiting",
+    "vllm:prefix_cache_queries": "kvcellar_asked_tokens",
+    "vllm:prefix_cache_hits": "kvcellar_restored_tokens",
+    "vllm:num_preemptions": "kvcellar_preemptions",
+    "vllm:spec_decode_num_draft_tokens": "kvcellar_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "kvcellar_accepted_tokens",
+    "vllm:prompt_tokens": "kvcellar_prompt_tokens",
+    "vllm:prompt_tokens_cached": "kvcellar_cached_tokens",
+    "vllm:generation_tokens": "kvcellar_generated_tokens",
+    "vllm:e2e_request_latency_seconds": "kvcellar_request_seconds",
+    "vllm:time_to_first_token_seconds": "kvcellar_time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds": "kvcellar_inter_token_seconds",
+    "vllm:request_time_per_output_token_seconds": "kvcellar_time_per_output_token_seconds",
+    "vllm:request_queue_time_seconds": "kvcellar_queue_seconds",
+    "vllm:request_prefill_time_seconds": "kvcellar_prefill_seconds",
+    "vllm:request_decode_time_seconds": "kvcellar_decode_seconds",
+    "vllm:request_prompt_tokens": "kvcellar_request_prompt_tokens",
+    "vllm:request_generation_tokens": "kvcellar_request_generation_tokens",
 }
-TOTALS: Mapping[str, tuple[str, str]] = {
-    "kvcellar_prompt_tokens": ("prompt", "Tokens of prompts of requests that have ended."),
-    "kvcellar_cached_tokens": ("cached", "Of these, tokens that came from memory."),
-    "kvcellar_generated_tokens": ("generated", "Tokens generated for requests that have ended."),
-}
-OUTCOMES = "kvcellar_requests", "Requests by outcome: ok, the code of an error, or client_gone."
-FINISHED = "kvcellar_completions_finished", "Completions that have ended, by reason."
-STALE = "kvcellar_stats_stale", "1 if an engine has failed, or is at work and has told no numbers for a second."
-SERVER: Mapping[str, str] = {
-    "kvcellar_models_loaded": "Models that are loaded.",
-    "kvcellar_memory_bytes": "Bytes of all models that are loaded or being loaded, with their caches.",
-    "kvcellar_memory_limit_bytes": "Cap on these; 0 for a server of one model that the caller has made.",
-}
+SUCCESS = ("stop", "length")  # a completion that was cancelled is no success
+FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +71,28 @@ class Scrape:
 
     engines: Totals
     requests: Mapping[str, ModelRequests]  # by model
-    server: Mapping[str, float]
+    server: tuple[float, ...]
+
+    def values(self) -> dict[str, dict[Key, Any]]:
+        """Of all metrics but those of the server, by model. A model that has run no request has no numbers of tokens
+        and times."""
+        found: defaultdict[str, dict[Key, Any]] = defaultdict(dict)
+        for model, stale in self.engines.stale.items():
+            found[model][STALE.name, ()] = float(stale)
+        for model, values in self.engines.values.items():
+            found[model].update(values)
+        for model, requests in self.requests.items():
+            ran = any(requests.seconds.counts)
+            for metric, labels, value in samples(requests):
+                if labels or ran:
+                    found[model][metric.name, labels] = value
+        return found
 
 
-def page(scrape: Scrape, accept: str, more: "Sequence[Collector]" = ()) -> tuple[bytes, str]:
-    """The page in the format that `accept` wants, and its content type."""
+def page(scrape: Scrape, accept: str, *, vllm: bool = False) -> tuple[bytes, str]:
+    """The page in the format that `accept` wants, and its content type. With `vllm`, also under that server's names."""
     registry = CollectorRegistry(auto_describe=False)
-    for collector in (_Collected(scrape), *more):
-        registry.register(collector)
+    registry.register(_Collected(scrape, vllm=vllm))
     if _wants_openmetrics(accept):
         text = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8, version="1.0.0")
         return text, "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -79,57 +107,75 @@ def _wants_openmetrics(accept: str) -> bool:
 
 
 class _Collected(Collector):
-    def __init__(self, scrape: Scrape) -> None:
-        self._scrape = scrape
+    def __init__(self, scrape: Scrape, *, vllm: bool) -> None:
+        self._scrape, self._vllm = scrape, vllm
 
     def collect(self) -> Iterator[Family]:
-        scrape = self._scrape
         yield InfoMetricFamily("kvcellar_build", "The version of the server.", {"version": __version__})
-        for name, text in SERVER.items():
-            yield GaugeMetricFamily(name, text, scrape.server[name])
-        stale = GaugeMetricFamily(*STALE, labels=[MODEL])
-        for model, one in scrape.engines.stale.items():
-            stale.add_metric([model], float(one))
-        yield stale
-        yield from map(partial(_engine_family, scrape.engines, GaugeMetricFamily), GAUGES)
-        yield from map(partial(_engine_family, scrape.engines, CounterMetricFamily), COUNTERS)
-        yield from _request_families(scrape.requests)
+        for metric, value in zip(SERVER, self._scrape.server, strict=True):
+            yield GaugeMetricFamily(metric.name, metric.help, value)
+        values = self._scrape.values()
+        every = {metric.name: (metric, labels) for metric, labels in all_metrics()}
+        for name in every:
+            yield _family(*every[name], values)
+        if self._vllm:
+            yield from (_family(*every[ours], values, name) for name, ours in VLLM.items())
+            yield from _only_vllm(values)
 
 
-def _engine_family(
-    engines: Totals, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], metric: Metric
+def all_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """Of models, with the names of their labels."""
+    yield STALE, ()
+    yield from declared(EngineStats)
+    yield from declared(ModelRequests)
+
+
+def _family(
+    metric: Metric, labels: tuple[str, ...], values: Mapping[str, Mapping[Key, Any]], name: str | None = None
 ) -> Family:
-    family = kind(metric.name, metric.text, labels=[MODEL, *metric.labels])
-    for model, values in engines.values.items():
-        for (name, labels), value in values.items():
-            if name == metric.name:
-                family.add_metric([model, *labels], value)
+    text = metric.help if name is None else f"The same as {metric.name}."
+    family: Any = FAMILIES[metric.kind](name or metric.name, text, labels=[MODEL, *labels])
+    for model, found in values.items():
+        for (of, where), value in found.items():
+            if of == metric.name:
+                shown = (value.cumulative(), value.total) if metric.kind == "histogram" else (value,)
+                family.add_metric([model, *where], *shown)
     return family
 
 
-def _request_families(requests: Mapping[str, ModelRequests]) -> Iterator[Family]:
-    outcomes = CounterMetricFamily(*OUTCOMES, labels=[MODEL, "outcome"])
-    finished = CounterMetricFamily(*FINISHED, labels=[MODEL, "reason"])
-    for model, one in requests.items():
-        for outcome, count in one.outcomes.items():
-            outcomes.add_metric([model, outcome], count)
-        for reason, count in one.finished.items():
-            finished.add_metric([model, reason], count)
-    yield outcomes
-    yield finished
-    ran = {model: one for model, one in requests.items() if any(one.seconds.counts)}
-    for name, (attribute, text) in TOTALS.items():
-        family = CounterMetricFamily(name, text, labels=[MODEL])
-        for model, one in ran.items():
-            family.add_metric([model], getattr(one, attribute))
-        yield family
-    for name, (attribute, text) in HISTOGRAMS.items():
-        yield histogram(name, text, {model: getattr(one, attribute) for model, one in ran.items()})
+def _only_vllm(values: Mapping[str, Mapping[Key, Any]]) -> Iterator[Family]:
+    """The fullest group decides when a request has to wait. Cells of the prefix cache alone are free, as in vLLM."""
+    text = "Used part of the cells of the fullest group, from 0 to 1."
+    usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", text, labels=[MODEL])
+    success = CounterMetricFamily(
+        "vllm:request_success", "Completions that have ended.", labels=[MODEL, "finished_reason"]
+    )
+    for model, found in values.items():
+        cells = {labels: value for (name, labels), value in found.items() if name == "kvcellar_cells" and value}
+        if cells:
+            usage.add_metric(
+                [model], max(found["kvcellar_cells_used", labels] / value for labels, value in cells.items())
+            )
+        if ("kvcellar_request_seconds", ()) in found:
+            for reason in SUCCESS:
+                success.add_metric([model, reason], found.get(("kvcellar_completions_finished", (reason,)), 0))
+    yield usage
+    yield success
 
 
-def histogram(name: str, text: str, values: Mapping[str, Buckets]) -> Family:
-    """A histogram of each model."""
-    family = HistogramMetricFamily(name, text, labels=[MODEL])
-    for model, buckets in values.items():
-        family.add_metric([model], buckets.cumulative(), buckets.total)
-    return family
+def metrics_routes(server: Shared, requests: RequestCounts) -> list[Route]:
+    """`requests` belong to the middleware, which also asks for the key."""
+    host = server.host
+
+    async def scrape(request: Request) -> Response:
+        counts, accept = requests.copy(), request.headers.get("accept", "")
+
+        def work() -> tuple[bytes, str]:
+            values = len(host.residents.members()), host.residents.bytes, host.limits.max_bytes
+            found = Scrape(server.engines.read(), counts, tuple(map(float, values)))
+            return page(found, accept, vllm=server.settings.metrics_compat == "vllm")
+
+        body, content_type = await server.threads.run("files", work)
+        return Response(body, media_type=content_type)
+
+    return [Route(PATH, scrape, methods=["GET"])]

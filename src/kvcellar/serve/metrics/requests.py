@@ -7,41 +7,61 @@ Always true:
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import field, fields
+from functools import partial
+from typing import Any
 
+from kvcellar.engine.stats import Metric, statistics
 from kvcellar.events import Done
 from kvcellar.serve.buckets import SECONDS, TOKENS, Buckets
 from kvcellar.serve.request_log import RequestLog
 
 
-def _seconds() -> Buckets:
-    return Buckets(SECONDS)
+def _counts(name: str, text: str, label: str) -> Any:
+    return field(default_factory=Counter[str], metadata={"metric": Metric("counter", name, text, label)})
 
 
-def _tokens() -> Buckets:
-    return Buckets(TOKENS)
+def _total(name: str, text: str) -> Any:
+    return field(default=0, metadata={"metric": Metric("counter", name, text)})
 
 
-@dataclass(eq=False, slots=True)
+def _histogram(name: str, text: str, bounds: Sequence[float] = SECONDS) -> Any:
+    return field(default_factory=partial(Buckets, bounds), metadata={"metric": Metric("histogram", name, text)})
+
+
+@statistics(frozen=False)
 class ModelRequests:
-    """Requests of one model. The histograms of a prompt are of those that have ended with `Done`."""
+    """Requests of one model, as metrics. The histograms of a prompt are of those that have ended with `Done`."""
 
-    outcomes: Counter[str] = field(default_factory=Counter[str])
-    finished: Counter[str] = field(default_factory=Counter[str])  # completions, by reason
-    prompt: int = 0  # tokens
-    cached: int = 0  # tokens of prompts
-    generated: int = 0  # tokens
-    seconds: Buckets = field(default_factory=_seconds)  # from the request to the end of its response
-    queued: Buckets = field(default_factory=_seconds)
-    first_token: Buckets = field(default_factory=_seconds)
-    prefill: Buckets = field(default_factory=_seconds)
-    decode: Buckets = field(default_factory=_seconds)
-    per_token: Buckets = field(default_factory=_seconds)  # of a prompt's decoding, the mean
-    gaps: Buckets = field(default_factory=_seconds)  # between two deliveries of tokens of one completion
-    prompt_tokens: Buckets = field(default_factory=_tokens)
-    cached_tokens: Buckets = field(default_factory=_tokens)
-    generation_tokens: Buckets = field(default_factory=_tokens)
+    outcomes: Counter[str] = _counts(
+        "kvcellar_requests", "requests by outcome: ok, the code of an error, or client_gone", "outcome"
+    )
+    finished: Counter[str] = _counts("kvcellar_completions_finished", "completions that have ended", "reason")
+    prompt: int = _total("kvcellar_prompt_tokens", "tokens of prompts of requests that have ended")
+    cached: int = _total("kvcellar_cached_tokens", "of these, tokens that came from memory")
+    generated: int = _total("kvcellar_generated_tokens", "tokens generated for requests that have ended")
+    seconds: Buckets = _histogram("kvcellar_request_seconds", "seconds from a request to the end of its response")
+    queued: Buckets = _histogram("kvcellar_queue_seconds", "seconds from submission to admission, of each prompt")
+    first_token: Buckets = _histogram(
+        "kvcellar_time_to_first_token_seconds", "seconds from submission to the first token"
+    )
+    prefill: Buckets = _histogram("kvcellar_prefill_seconds", "seconds from admission to the first token")
+    decode: Buckets = _histogram("kvcellar_decode_seconds", "seconds from the first token to the last")
+    per_token: Buckets = _histogram(
+        "kvcellar_time_per_output_token_seconds", "mean seconds for a token after the first, of each prompt"
+    )
+    gaps: Buckets = _histogram(
+        "kvcellar_inter_token_seconds", "seconds between two deliveries of tokens of one completion"
+    )
+    prompt_tokens: Buckets = _histogram("kvcellar_request_prompt_tokens", "tokens of a prompt", TOKENS)
+    cached_tokens: Buckets = _histogram(
+        "kvcellar_request_cached_tokens", "tokens of a prompt that came from memory", TOKENS
+    )
+    generation_tokens: Buckets = _histogram(
+        "kvcellar_request_generation_tokens", "tokens generated for a prompt", TOKENS
+    )
 
     def count(self, log: RequestLog) -> None:
         """A request has ended."""
@@ -71,12 +91,8 @@ class ModelRequests:
         if usage.completion_tokens > 1:
             self.per_token.add(timings.decoding / (usage.completion_tokens - 1))
 
-    def copy(self) -> "ModelRequests":
-        made = ModelRequests()
-        for name in self.__slots__:
-            value = getattr(self, name)
-            setattr(made, name, value if isinstance(value, int) else value.copy())
-        return made
+    def __copy__(self) -> "ModelRequests":
+        return ModelRequests(**{one.name: copy(getattr(self, one.name)) for one in fields(self)})
 
 
 class RequestCounts:
@@ -90,4 +106,4 @@ class RequestCounts:
         self._models.setdefault(name, ModelRequests()).count(log)
 
     def copy(self) -> Mapping[str, ModelRequests]:
-        return {name: one.copy() for name, one in self._models.items()}
+        return {name: copy(one) for name, one in self._models.items()}

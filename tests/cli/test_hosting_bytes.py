@@ -10,7 +10,7 @@ import pytest
 from kvcellar.cli import hosting
 from kvcellar.library.library import Library
 from kvcellar.models.weights_bytes import bytes_in_memory
-from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
+from kvcellar.serve.model_spec import Caches, LibraryModels, engine_key
 from tests.library.made import made
 from tests.serve.fake_library import source_in
 
@@ -38,9 +38,9 @@ def test_a_draft_and_adapters_count_for_the_first_model_of_files(source: Path, a
     plain = bytes_in_memory(source, dtype="float32")
     adapters = {"a": [str(adapter)], "b": [str(adapter), str(adapter)]}
     given = options(draft=str(source), adapters=adapters)
-    servable = hosting._of_files(str(source), given, CACHES)
-    assert servable.weights == 2 * plain + 3 * 2 * 1000
-    assert (servable.least_cache, servable.cache) == CACHES.of(servable.weights)
+    spec = hosting._of_files(str(source), given, CACHES)
+    assert spec.weights == 2 * plain + 3 * 2 * 1000
+    assert (spec.least_cache, spec.cache) == CACHES.of(spec.weights)
     given.of_command.append("the first")
     assert hosting._of_files(str(source), given, CACHES).weights == 2 * plain
     assert hosting._of_files(str(source), options(draft="ngram"), CACHES).weights == plain
@@ -55,10 +55,10 @@ def test_they_count_for_a_model_of_the_library(
     catalogue: Any = LibraryModels(library, lambda *_: None, lambda *_: None, CACHES, dtype="float32")  # type: ignore[arg-type,return-value]
     plain = catalogue.find("one").weights
     given = options(draft=str(source), adapters={"a": [str(adapter)]})
-    servable = hosting._of_library("one", catalogue, given, CACHES)
-    assert servable is not None
-    assert servable.weights == plain + bytes_in_memory(source, dtype="float32") + 2 * 1000
-    assert (servable.least_cache, servable.cache) == CACHES.of(servable.weights)
+    spec = hosting._of_library("one", catalogue, given, CACHES)
+    assert spec is not None
+    assert spec.weights == plain + bytes_in_memory(source, dtype="float32") + 2 * 1000
+    assert (spec.least_cache, spec.cache) == CACHES.of(spec.weights)
 
 
 def test_models_share_an_engine_if_weights_draft_and_its_settings_are_the_same(tmp_path: Path, source: Path) -> None:

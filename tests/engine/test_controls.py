@@ -3,6 +3,7 @@
 import io
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -16,8 +17,8 @@ from kvcellar.engine.cache_client import CacheClient, SurveyClient
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.controls import Controls
+from kvcellar.engine.named_engine import open_variant
 from kvcellar.engine.survey import Survey
-from kvcellar.engine.variants import Variants
 from kvcellar.library.create import create
 from kvcellar.library.library import Library
 from kvcellar.library.modelfile import parse
@@ -170,13 +171,12 @@ def test_a_variant_of_an_engine_behind_bytes_is_as_it_was_created(engine: Engine
     own = f"ADAPTER {model / 'adapter'}\nPARAMETER top_k 7\nTEMPLATE {TEMPLATE}\nSYSTEM Rhyme."
     for name, more in (("base", ""), ("poet", own)):
         create(library, name, parse(f"FROM {model}\n{more}"), tools=CreateTools(), folders=[model.parent])
-    variants = Variants(wire, engine._codec)
 
-    base, poet = (variants.open(library.resolve(name)) for name in ("base", "poet"))
-    assert (base.default_sampling, base.template) == (engine.model.default_sampling, engine.model.chat_template)
+    base, poet = (open_variant(engine, wire, engine._codec, library.resolve(name)) for name in ("base", "poet"))
+    assert replace(base.model, name=engine.model.name) == engine.model
     assert engine.decode(base.render(CHAT)) == engine.decode(engine.render(CHAT)) == "user: Hi "
     assert (base.adapter, poet.adapter) == ("", engine.adapters.list()[0].name)
-    assert (poet.default_sampling, poet.template) == (engine.params(top_k=7), TEMPLATE)
+    assert (poet.model.default_sampling, poet.model.chat_template) == (engine.params(top_k=7), TEMPLATE)
     assert engine.decode(poet.render(CHAT)) == "<Rhyme.><Hi>"
     poet.close()
     assert engine.adapters.list() == []

@@ -24,7 +24,7 @@ from click.testing import CliRunner
 
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.main import cli
-from kvcellar.serve import Host, Server, ServeSettings
+from kvcellar.serve import ModelManager, Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
 EMBEDDED = ROOT / "src/kvcellar/models/embedded"
@@ -99,7 +99,7 @@ class Page:
 
     def serve(
         self,
-        models: Host,
+        models: ModelManager,
         settings: ServeSettings,
         *,
         library: Any,

@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.variants import Variant
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.errors import ModelNotFound
-from kvcellar.serve.host import Host
-from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.model_manager import Limits, ModelManager
+from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.tiers.archive import Archive
 from tests.serve.fake_engine import FakeModel, FakeReplies
 
@@ -56,11 +55,11 @@ class World:
 
     def __post_init__(self) -> None:
         engines: Any = self.close
-        self.host = Host(
+        self.host = ModelManager(
             self, self.limits, unload=engines, free=lambda: self.free(), clock=lambda: self.now, spawn=self.jobs.append
         )
 
-    def find(self, name: str) -> Servable:
+    def find(self, name: str) -> ModelSpec:
         base, own = self.adapters.get(name, (name, 0))
         if base not in self.sizes:
             raise ModelNotFound(f"there is no model {name!r}")
@@ -78,7 +77,7 @@ class World:
             assert self.bytes <= self.limits.max_bytes, "the cap was exceeded"
             return engine
 
-        def join(engine: Any) -> Variant:
+        def join(engine: Any) -> NamedEngine:
             if name in self.errors:
                 raise self.errors[name]
             assert not engine.closed
@@ -90,15 +89,15 @@ class World:
                 assert not engine.used.get(adapter), "an adapter was removed under a request"
                 del engine.adapters[adapter]
 
-            return Variant(engine.model.default_sampling, engine.render, engine.replies, adapter, close)
+            return NamedEngine(engine, adapter, close)
 
         about: dict[str, Any] = {"id": str(self.versions.get(name, 0)), "own": own, "join": join}
-        return Servable(name, f"key of {base}", weights, self.most_cache, least, load, **about)
+        return ModelSpec(name, f"key of {base}", weights, self.most_cache, least, load, **about)
 
     def known(self, name: str) -> bool:
         return True
 
-    def all(self) -> Sequence[Servable]:
+    def all(self) -> Sequence[ModelSpec]:
         return [self.find(name) for name in sorted({*self.sizes, *self.adapters})]
 
     def close(self, engine: SizedEngine) -> None:
@@ -120,7 +119,7 @@ class World:
     def check(self) -> None:
         self.host.check()
         assert self.bytes <= self.limits.max_bytes
-        assert self.bytes <= self.host.residents.bytes
+        assert self.bytes <= self.host.bytes
 
 
 def engine_of(lease: Any) -> SizedEngine:

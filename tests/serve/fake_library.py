@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.engine.variants import Variant
 from kvcellar.library.library import Library, LibraryModel
-from kvcellar.serve import Host, Server, ServeSettings
-from kvcellar.serve.library_models import Caches, LibraryModels
-from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Servable, as_it_is
+from kvcellar.serve import ModelManager, Server, ServeSettings
+from kvcellar.serve.model_manager import Limits
+from kvcellar.serve.model_spec import Caches, LibraryModels, ModelSpec
 from tests.library.made import FakeTools, model
 from tests.serve.fake_engine import CONTEXT, FakeEngine, FakeModel
 
@@ -27,17 +26,17 @@ class World:
         self.library, self.loaded, self.tools = Library(root), list[str](), tools or FakeTools()
         self.limits = Limits(10**9, max_models=3)
         self.catalogue = LibraryModels(self.library, self.make, self.variant, Caches(10**9, 0.3, 1000))
-        self.host = Host(self.catalogue, self.limits, unload=FakeEngine.close, free=lambda: None)
+        self.host = ModelManager(self.catalogue, self.limits, unload=FakeEngine.close, free=lambda: None)
         fake = FakeModel("fake", context=context)
-        self.host.open(Servable("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(fake)))
+        self.host.open(ModelSpec("fake", "fake", 0, 0, 0, lambda cache, going_on: FakeEngine(fake)))
         self.settings = ServeSettings(port=0, **settings)
 
     def make(self, name: str, cache: int, going_on: Callable[[], None]) -> FakeEngine:
         self.loaded.append(name)
         return FakeEngine(FakeModel(name))
 
-    def variant(self, engine: ServedEngine, model: LibraryModel) -> Variant:
-        return as_it_is(engine)
+    def variant(self, engine: ServedEngine, model: LibraryModel) -> NamedEngine:
+        return NamedEngine(engine)
 
     @contextmanager
     def serving(self, listener: socket.socket | None = None) -> Iterator[Server]:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.lease import Lease
-from kvcellar.serve.resident import Limits, Load, Member, Stage
+from kvcellar.serve.loaded_model import LoadedModel, Stage
+from kvcellar.serve.model_manager import Lease, Limits
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}
@@ -147,7 +147,7 @@ def test_the_cap_holds_and_every_request_ends(seed: int, models: int, failures: 
         refused = [error.code for error in chance.requests.errors if isinstance(error, ApiError)]
         assert refused == ["model_refused"] * len(chance.requests.errors)
         made.host.close()
-        assert made.bytes == 0 == made.host.residents.bytes
+        assert made.bytes == 0 == made.host.bytes
 
     run(play)
 
@@ -185,7 +185,7 @@ def test_models_of_one_key_share_an_engine_and_leave_one_by_one() -> None:
         made.host.step()
         await all_jobs(made)
         assert loaded(made) == {}
-        assert made.bytes == 0 == made.host.residents.bytes
+        assert made.bytes == 0 == made.host.bytes
 
     run(play)
 
@@ -242,7 +242,7 @@ def test_an_engine_counts_with_what_it_can_use_of_its_cache_and_the_rest_is_for_
         for number, name in enumerate("abc", 1):
             await used(made, requests, name)
             made.check()
-            assert made.host.residents.bytes == made.bytes == sum([*weights.values()][:number]) + number
+            assert made.host.bytes == made.bytes == sum([*weights.values()][:number]) + number
         assert loaded(made) == {name: [name] for name in "abc"}
 
     run(play)
@@ -254,12 +254,12 @@ def test_an_adapter_that_is_refused_leaves_nothing_and_its_name_is_replaced() ->
         requests = Requests(made)
         await used(made, requests, "a")
         made.errors["a1"] = ModelRefused("it does not fit")
-        before = made.host.residents.bytes
+        before = made.host.bytes
         requests.begin("a1")
         await settle()
         await all_jobs(made)
         assert [str(error) for error in requests.errors] == ["the model a1 cannot be loaded: it does not fit"]
-        assert (made.host.residents.bytes, loaded(made)) == (before, {"a": ["a"]})
+        assert (made.host.bytes, loaded(made)) == (before, {"a": ["a"]})
         made.errors = {}
         await used(made, requests, "a1")
         made.versions["a1"] = 1
@@ -501,13 +501,13 @@ def test_the_bytes_of_a_failed_load_are_given_back_when_its_half_of_an_engine_is
                 raise ModelRefused("its weights are not numbers") from error
 
         alive: list[int] = []
-        failed = made.host.residents.failed
+        drop = made.host._drop
 
-        def noted(load: Load) -> None:
+        def noted(model: LoadedModel) -> None:
             alive.append(sum(half() is not None for half in halves))
-            failed(load)
+            drop(model)
 
-        made.host.residents.failed = noted  # type: ignore[method-assign]
+        made.host._drop = noted  # type: ignore[method-assign]
         waiting = asyncio.create_task(made.host.lease(replace(made.find("a"), load=load)))
         await settle()
         await all_jobs(made)
@@ -515,7 +515,7 @@ def test_the_bytes_of_a_failed_load_are_given_back_when_its_half_of_an_engine_is
             await waiting
         assert len(halves) == 2
         assert alive == [0]
-        assert made.host.residents.bytes == 0
+        assert made.host.bytes == 0
 
     gc.freeze()  # what other tests have left is not collected here
     try:
@@ -538,36 +538,31 @@ def test_a_model_that_is_unloaded_while_it_is_loaded_leaves_after_its_requests()
         requests.end(lease)
         await settle()
         await all_jobs(made)
-        assert made.bytes == 0 == made.host.residents.bytes
+        assert made.bytes == 0 == made.host.bytes
 
     run(play)
 
 
-@pytest.mark.parametrize("look", ["healthy", "fixed", "leases", "used", "bytes", "kept", "parting"])
+@pytest.mark.parametrize("look", ["fixed", "leases", "used", "bytes", "kept"])
 def test_a_model_may_leave_an_engine_while_another_thread_looks_at_its_models(look: str) -> None:
-    """`/health` and a load look without the lock of the residents."""
+    """A list of the models of an engine looks without the lock of the manager."""
     made = world()
 
-    class Watched(Member):
+    class Watched(LoadedModel):
         """Another one leaves when it is looked at."""
 
         def __getattribute__(self, name: str) -> Any:
             if name in ("fixed", "leases", "used", "size", "expires") and leaving:
-                made.host.residents.parted(leaving.pop())
+                engine.remove(leaving.pop())
             return super().__getattribute__(name)
 
-    leaving = list[Member]()
-    fixed = made.host.residents.reserved(made.find("a"))
-    resident = fixed.resident
-    made.host.residents.add(fixed, made.host._joined(fixed, lambda: None))
-    others = {one.key: one for one in (Watched(made.find(name), resident, 1.0) for name in ("a1", "a2", "a3"))}
-    resident.members = {**others, **resident.members}
-    leaving.append(others[made.find("a2").member])
+    leaving = list[LoadedModel]()
+    made.host.open(made.find("a"))
+    (engine,) = made.host.engines()
+    others = {one.key: one for one in (Watched(made.find(name), engine, 1.0) for name in ("a1", "a2", "a3"))}
+    engine.models = {**others, **engine.models}
+    leaving.append(others[made.find("a2").model_key])
     leaving[0].stage = Stage.CLOSING
-    if look == "healthy":
-        assert made.host.healthy
-    else:
-        found = getattr(resident, look)
-        found(0.0) if callable(found) else None
+    getattr(engine, look)
     assert not leaving, "nothing was looked at"
-    assert len(resident.members) == 3
+    assert len(engine.models) == 3

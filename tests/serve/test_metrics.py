@@ -1,5 +1,6 @@
 """/metrics: what Prometheus reads of it is what requests reported and `stats()` has, and its counters never fall."""
 
+import asyncio
 import itertools
 import random
 import shutil
@@ -22,7 +23,7 @@ from kvcellar.sample.params import SamplingParams
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.buckets import Buckets
 from kvcellar.serve.metrics.engines import LATE, EngineCounts
-from kvcellar.serve.resident import Limits
+from kvcellar.serve.model_manager import Lease, Limits
 from tests.serve.fake_engine import PATIENCE, FakeEngine, engine_stats
 from tests.serve.fake_host import World
 from tests.serve.wire import COMPLETIONS, MODEL, completion, connected, request
@@ -266,23 +267,24 @@ class Turns:
         self.rng, self.world = random.Random(seed), World(limits, dict.fromkeys("abc", (20, 10)))
         self.wanted = dict.fromkeys("abc", 0)
         self._stats: dict[int, EngineStats] = {}
+        self.loop, self.waiters = asyncio.new_event_loop(), list[asyncio.Future[Lease]]()
 
     def stats(self, engine: Any) -> EngineStats:
         assert not engine.closed
         return self._stats.setdefault(id(engine), engine_stats())
 
     def load(self) -> None:
-        host, servable = self.world.host, self.world.find(self.rng.choice("abc"))
-        if (lease := host.take(servable)) is not None:
+        host, spec = self.world.host, self.world.find(self.rng.choice("abc"))
+        if (lease := host.take(spec)) is not None:
             lease.release()
-        elif not host.residents._loads:
-            host.residents.enter(servable, None)
+        elif not host._wanted:
+            self.waiters.append(self.loop.create_future())
+            host._enter(spec, None, self.waiters[-1])
             host.step()
 
     def wait(self) -> None:
-        for member in self.world.host.residents.members():
-            while member.leases:
-                self.world.host.residents.give_back(member, self.world.now)
+        for waiter in [one for one in self.waiters if one.done()]:
+            waiter.result().release()
         self.world.now += self.rng.choice((1.0, 6.0))
         self.world.host.step()
 
@@ -292,11 +294,11 @@ class Turns:
             self.world.host.step()
 
     def count(self) -> None:
-        for resident in self.world.host.residents.all():
-            if resident.engine is not None:
-                more, now = self.rng.randrange(5), self.stats(resident.engine)
-                self.wanted[resident.servable.name] += more
-                self._stats[id(resident.engine)] = replace(now, steps=now.steps + more)
+        for loaded in self.world.host.engines():
+            if loaded.engine is not None:
+                more, now = self.rng.randrange(5), self.stats(loaded.engine)
+                self.wanted[loaded.spec.name] += more
+                self._stats[id(loaded.engine)] = replace(now, steps=now.steps + more)
 
 
 def test_counters_never_fall_while_models_are_loaded_and_unloaded(monkeypatch):
@@ -312,6 +314,7 @@ def test_counters_never_fall_while_models_are_loaded_and_unloaded(monkeypatch):
             assert {model: found.get(model, {}).get(("kvcellar_steps", ()), 0) for model in "abc"} == turns.wanted
         assert turns.world.loads > 20
         turns.world.host.close()
+    turns.loop.close()
 
 
 def test_a_failed_engine_keeps_its_counters(counting):

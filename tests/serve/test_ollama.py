@@ -22,8 +22,8 @@ from kvcellar import __version__
 from kvcellar.errors import ModelRefused
 from kvcellar.progress import Progress, report
 from kvcellar.serve import Server, ServeSettings, generation, key_digest
+from kvcellar.serve.failed_loads import without_paths
 from kvcellar.serve.ollama_details import Details
-from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.server import bind
 from tests.library.made import FakeTools, made
 from tests.serve.declared import DeclaredClient
@@ -433,12 +433,12 @@ def test_a_response_that_is_sent_refers_to_no_engine(
     http: httpx.Client, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[weakref.ref[Any]] = []
-    make, send = world.host._leased, generation.send_json
+    make, send = world.catalogue._make, generation.send_json
 
-    def leased(*args: Any) -> Any:
-        lease = make(*args)
-        engines.append(weakref.ref(lease.engine))
-        return lease
+    def noted(*args: Any) -> Any:
+        engine = make(*args)
+        engines.append(weakref.ref(engine))
+        return engine
 
     left: list[bool] = []
 
@@ -447,10 +447,11 @@ def test_a_response_that_is_sent_refers_to_no_engine(
             gc.collect()
             return all(engine() is None for engine in engines)
 
+        assert world.host.unload("one")
         left.append(await asyncio.to_thread(comes, gone))
         await send(*args)
 
-    monkeypatch.setattr(world.host, "_leased", leased)
+    monkeypatch.setattr(world.catalogue, "_make", noted)
     monkeypatch.setattr(generation, "send_json", sent)
     body = {"model": "one", "prompt": "a", "max_tokens": 2}
     assert http.post("/v1/completions", json=body).status_code == 200
@@ -477,8 +478,8 @@ def test_a_client_that_leaves_does_not_wait_for_a_load(tmp_path: Path, source: P
                 b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
             )
             assert begun.wait(PATIENCE)
-        (load,) = world.host._waiting
-        assert comes(lambda: load.waiting == 0)
+        (wanted,) = world.host._wanted.values()
+        assert comes(lambda: not wanted.waiters)
         go_on.set()
 
 

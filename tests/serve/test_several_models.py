@@ -20,7 +20,7 @@ from kvcellar.engine.process_client import ProcessClient
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library
 from kvcellar.models.load import load
-from kvcellar.serve import Host, Server, ServeSettings, key_digest
+from kvcellar.serve import ModelManager, Server, ServeSettings, key_digest
 from tests.engine.fork_server import children, parent_of, there
 from tests.library.made import made
 from tests.models.lora import layers_of, merged, saved
@@ -58,7 +58,7 @@ def library(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Libr
 
 
 @contextmanager
-def serving(tiny: Path, **options: Any) -> Iterator[tuple[Host, Server]]:
+def serving(tiny: Path, **options: Any) -> Iterator[tuple[ModelManager, Server]]:
     settings = ServeSettings(port=0, admin_digests=(key_digest("operator-1"),))
     with settled(), hosted((str(tiny),), **(OPTIONS | options)) as (host, *_), Server(host, settings) as server:
         yield host, server
@@ -88,14 +88,14 @@ def test_models_are_used_in_turn_and_leave_for_each_other(tiny: Path, library: L
         engines: list[weakref.ref[Any]] = []
         for model in ("one", "two:latest", "owner/three:small", "one"):
             texts.add(completed(server, model))
-            for resident in host.residents.all():
-                if (engine := resident.engine) is not None:
-                    can_use = resident.servable.weights + engine._built.capacity.total  # type: ignore[attr-defined]
-                    assert taken(engine) <= resident.size == can_use  # type: ignore[arg-type]
-                engines.append(weakref.ref(resident.engine))
+            for loaded in host.engines():
+                if (engine := loaded.engine) is not None:
+                    can_use = loaded.spec.weights + engine._built.capacity.total  # type: ignore[attr-defined]
+                    assert taken(engine) <= loaded.size == can_use  # type: ignore[arg-type]
+                engines.append(weakref.ref(loaded.engine))
             host.check()
         assert len(texts) == 1, "the weights are the same"
-        assert len(host.residents.all()) == 2
+        assert len(host.engines()) == 2
         gc.collect()
         alive = {id(engine) for reference in engines if (engine := reference()) is not None}
         assert len(alive) == 2, "the memory of what was unloaded is not free"
@@ -206,7 +206,7 @@ def test_adapters_are_models_of_their_names_in_one_batch_with_the_model_without(
     with serving(tiny, adapters=paths) as (host, server):
         listed = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
         assert listed[:3] == ["tiny", "poet", "pirate"]
-        assert len(host.residents.all()) == 1
+        assert len(host.engines()) == 1
         with ThreadPoolExecutor(6) as pool:
             asked = [name for _ in range(4) for name in wanted]
             found = list(pool.map(lambda name: completed(server, name), asked))

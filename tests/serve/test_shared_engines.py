@@ -18,7 +18,7 @@ from kvcellar.engine.request import Request
 from kvcellar.library.library import Library
 from kvcellar.models.adapters import check_adapter
 from kvcellar.models.load import load
-from kvcellar.serve import Host, Server, ServeSettings
+from kvcellar.serve import ModelManager, Server, ServeSettings
 from tests.library.made import FakeTools, made
 from tests.models.lora import saved
 from tests.serve.fake_engine import PATIENCE
@@ -112,9 +112,9 @@ def loaded(server: Server) -> dict[str, dict[str, Any]]:
     return {one["name"].removesuffix(":latest"): one for one in found if ":" in one["name"]}
 
 
-def engine_of(host: Host) -> Any:
+def engine_of(host: ModelManager) -> Any:
     """The engine of the models of the library."""
-    (found,) = [one for one in host.residents.all() if not one.fixed]
+    (found,) = [one for one in host.engines() if not one.fixed]
     return found.engine
 
 
@@ -206,7 +206,7 @@ def test_each_name_is_unloaded_by_itself_and_the_engine_with_the_last_one(tiny: 
         own = {name: library_bytes(library, name) for name in NAMES}
         assert {name: one["size"] - whole for name, one in found.items()} == own
         assert {one["shared_size"] for one in found.values()} == {whole}
-        assert host.residents.bytes == sum(one.size for one in host.residents.all()) + sum(own.values())
+        assert host.bytes == sum(one.size for one in host.engines()) + sum(own.values())
         for name, left in (("poet", {"base", "pirate"}), ("base", {"pirate"})):
             assert post(server, "/api/generate", model=name, keep_alive=0).json()["done_reason"] == "unload"
             assert comes(lambda left=left: set(loaded(server)) == left)
@@ -218,7 +218,7 @@ def test_each_name_is_unloaded_by_itself_and_the_engine_with_the_last_one(tiny: 
         assert engine_of(host) is engine
         for name in ("poet", "pirate"):
             post(server, "/api/generate", model=name, keep_alive=0)
-        assert comes(lambda: len(host.residents.all()) == 1)
+        assert comes(lambda: len(host.engines()) == 1)
         assert not engine.healthy
         host.check()
 
@@ -279,12 +279,12 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name_and_others_run(
     made(library, "bad", f"FROM base\nADAPTER {other}", tiny.parent, tools=FakeAdapters())
     with serving(tiny) as (host, server):
         text = completed(server, "poet")
-        bytes_before = host.residents.bytes
+        bytes_before = host.bytes
         found = post(server, "/v1/completions", model="bad", prompt=PROMPT)
         assert (found.status_code, found.json()["error"]["code"]) == (400, "model_refused")
         assert "the model bad cannot be loaded" in found.json()["error"]["message"]
         assert str(library.root) not in found.text
-        assert host.residents.bytes == bytes_before
+        assert host.bytes == bytes_before
         assert completed(server, "poet") == text
         assert len(engine_of(host).adapters.list()) == 1
 
@@ -303,8 +303,8 @@ def test_models_of_the_command_line_share_an_engine_with_those_of_the_library(
     with hosted(("poet", "base"), **OPTIONS) as (host, *_), Server(host, ServeSettings(port=0)) as server:
         assert host.names == ["poet", "base"]
         assert {name: completed(server, name) for name in NAMES} == texts
-        assert len(host.residents.all()) == 1
-        assert {one.key[0]: one.fixed for one in host.residents.members()} == {
+        assert len(host.engines()) == 1
+        assert {one.key[0]: one.fixed for one in host.models()} == {
             "poet": True, "base": True, "pirate": False,
         }  # fmt: skip
         assert host.default.adapter == host.loaded("poet").engine.adapter != ""
@@ -313,7 +313,7 @@ def test_models_of_the_command_line_share_an_engine_with_those_of_the_library(
         Server(host, ServeSettings(port=0)) as server,
     ):
         assert completed(server, "pirate") == texts["pirate"]
-        assert len(host.residents.all()) == 2, "its engine has other settings"
+        assert len(host.engines()) == 2, "its engine has other settings"
 
 
 def test_the_adapters_of_models_that_wait_are_added_when_the_engine_is_there(
@@ -333,7 +333,7 @@ def test_the_adapters_of_models_that_wait_are_added_when_the_engine_is_there(
         first = pool.submit(completed, server, "poet")
         assert begun.wait(PATIENCE)
         others = [pool.submit(completed, server, name) for name in ("pirate", "base")]
-        assert comes(lambda: len(host._waiting) == 3)
+        assert comes(lambda: len(host._wanted) == 3)
         go_on.set()
         assert len({one.result() for one in (first, *others)}) == 3
         assert names == ["poet:latest"]

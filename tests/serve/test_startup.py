@@ -12,9 +12,9 @@ import pytest
 
 from kvcellar.errors import EngineClosed, ModelRefused
 from kvcellar.progress import Progress
-from kvcellar.serve import Host, ServeSettings, key_digest
-from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Servable
+from kvcellar.serve import ModelManager, ServeSettings, key_digest
+from kvcellar.serve.model_manager import Limits
+from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.server import NoModels, Server, bind, run
 from kvcellar.serve.startup import Startup
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
@@ -28,7 +28,9 @@ class Starting:
 
     def __init__(self, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines = [FakeEngine(FakeModel(name)) for name in ("first", "second")]
-        self.host = Host(NoModels(), Limits(0, 2), unload=lambda engine: None, startup=Startup(("first", "second")))
+        self.host = ModelManager(
+            NoModels(), Limits(0, 2), unload=lambda engine: None, startup=Startup(("first", "second"))
+        )
         self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
         self.failure: Exception | None = None
         self.raised: BaseException | None = None
@@ -64,7 +66,7 @@ class Starting:
             if self.failure is not None:
                 raise self.failure
             name = engine.model.name
-            self.host.open(Servable(name, name, 0, 0, 0, lambda cache, going_on, one=engine: one))
+            self.host.open(ModelSpec(name, name, 0, 0, 0, lambda cache, going_on, one=engine: one))
 
     def wait(self) -> None:
         self.entered.release()
@@ -195,7 +197,7 @@ def test_a_load_that_ends_by_itself_as_if_closed_is_an_error(starting):
 
 
 def test_signals_are_heard_until_a_load_that_was_stopped_has_ended(monkeypatch):
-    host = Host(NoModels(), Limits(0, 1), unload=lambda engine: None)
+    host = ModelManager(NoModels(), Limits(0, 1), unload=lambda engine: None)
     heard: list[int] = []
     missed: list[int] = []
     stopped, second = threading.Event(), threading.Event()

@@ -19,9 +19,9 @@ from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.fork_server import starter_for
 from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.settings import SHARE_OF_FREE
-from kvcellar.engine.variants import Variant
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.models import embedded
@@ -30,10 +30,8 @@ from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
-from kvcellar.serve.host import Host
-from kvcellar.serve.library_models import Caches, LibraryModels, engine_key
-from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.model_manager import Limits, ModelManager
+from kvcellar.serve.model_spec import Caches, LibraryModels, ModelSpec, engine_key
 from kvcellar.serve.startup import Startup
 from kvcellar.worker import own_python
 
@@ -60,14 +58,14 @@ class Hosting:
 
     `load` loads them, and ends with `EngineClosed` when the startup of the host is stopped."""
 
-    host: Host
+    host: ModelManager
     library: Library | None
     engines: Sequence[Engine]
     load: Callable[[], None]
 
 
 @contextmanager
-def hosted(models: Sequence[str], **options: Any) -> Iterator[tuple[Host, Library | None, Sequence[Engine]]]:
+def hosted(models: Sequence[str], **options: Any) -> Iterator[tuple[ModelManager, Library | None, Sequence[Engine]]]:
     """`hosting`, with all models loaded."""
     with hosting(models, **options) as found:
         found.load()
@@ -101,7 +99,7 @@ def hosting(
     made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process, heard=startup.heard)
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
-    host = Host(catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup)
+    host = ModelManager(catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup)
     with closing(made), closing(host):
 
         def load() -> None:
@@ -136,9 +134,9 @@ class Engines:
         own = given(**settings, cache_bytes=cache, **self._adapters(None))
         return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._starter or False, **own)
 
-    def variant(self, engine: ServedEngine, model: LibraryModel) -> Variant:
+    def variant(self, engine: ServedEngine, model: LibraryModel) -> NamedEngine:
         assert isinstance(engine, Engine)
-        return engine.variants.open(model)
+        return engine.variant(model)
 
     def _adapters(self, paths: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
         """Settings of an engine to which models add adapters. The cap of the host is that of their bytes, too."""
@@ -167,23 +165,23 @@ def _shown(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> Servable | None:
+def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> ModelSpec | None:
     """The model of the library of this name, unless there is a file of the name. Its engine is that of models on demand
     which are equal, where the command line sets nothing for it."""
     if (found := in_library(model)) is None:
         return None
-    servable = catalogue.find(found.name)
+    spec = catalogue.find(found.name)
     key = engine_key(found, **{name: made.options.get(name) for name in OF_ONE_MODEL})
-    weights = servable.weights + _beside(made)
+    weights = spec.weights + _beside(made)
     least, most = caches.of(weights)
 
     def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
         return made.stays(model, cache)
 
-    return replace(servable, key=key, weights=weights, cache=most, least_cache=least, load=load)
+    return replace(spec, key=key, weights=weights, cache=most, least_cache=least, load=load)
 
 
-def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
+def _of_files(model: str | None, made: Engines, caches: Caches) -> ModelSpec:
     """A directory, a name in the local Hugging Face cache, or the embedded model."""
     name, path = _place(model)
     weights = bytes_in_memory(path, dtype=made.options["dtype"]) + _beside(made)
@@ -192,7 +190,7 @@ def _of_files(model: str | None, made: Engines, caches: Caches) -> Servable:
     def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
         return made.stays(model, cache)
 
-    return Servable(name, str(path), weights, most, least, load, directory=path)
+    return ModelSpec(name, str(path), weights, most, least, load, directory=path)
 
 
 def _place(model: str | None) -> tuple[str, Path]:

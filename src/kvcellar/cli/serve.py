@@ -32,9 +32,9 @@ from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.inspector.page import PAGE
 from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
-from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import Keys, Names
 from kvcellar.serve.keys import permission_warning, read_keys
+from kvcellar.serve.model_manager import ModelManager
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import MetricsCompat, ServeSettings
 from kvcellar.serve.text_file import text_of
@@ -108,13 +108,13 @@ APIS = {
 SHOWN = 8  # names of keys of one kind
 
 
-def banner(url: str, host: Host, settings: ServeSettings, keys: Keys) -> Iterator[str]:
+def banner(url: str, host: ModelManager, settings: ServeSettings, keys: Keys) -> Iterator[str]:
     """Lines of text. `url` is that of the server, without a path."""
     yield f"Serving {', '.join(host.names)} at {url}/v1"
     yield "; ".join(f"{name}: {url}{path}" for name, path in APIS.items())
     if settings.inspects:
         yield f"See inside at {url}{PAGE}"
-    used, limit = host.residents.bytes, host.limits.max_bytes
+    used, limit = host.bytes, host.limits.max_bytes
     yield f"Memory: {rounded(used)} of {rounded(limit)}, for at most {host.limits.max_models} models at once"
     yield f"Keys: {_keys(settings, keys)}"
 

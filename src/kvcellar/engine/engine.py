@@ -25,6 +25,7 @@ from kvcellar.engine.card import ModelCard
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.embeddings import Embeddings
+from kvcellar.engine.named_engine import NamedEngine, open_variant
 from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
@@ -37,7 +38,6 @@ from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.engine.transcript import Transcript
-from kvcellar.engine.variants import Variants
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
 from kvcellar.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from kvcellar.engine.device import DeviceThread
     from kvcellar.engine.fork_server import Starter
     from kvcellar.engine.loop import Loop
+    from kvcellar.library.library import LibraryModel
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -139,7 +140,6 @@ class Engine:
             self.cache = CacheClient(client)  # what the prefix cache and the store have
             self.adapters = AdaptersClient(client)  # those that requests can name
             self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts
-            self.variants = Variants(client, self._codec)  # models of the library on this engine
             self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
             # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
             # It is not closed while a session or a batch needs it.
@@ -323,6 +323,11 @@ class Engine:
         None is ignored for a field that cannot be None.
         """
         return self._requests.params(sampling)
+
+    def variant(self, model: "LibraryModel") -> NamedEngine:
+        """A model of the library whose weights and drafts are those of this engine, on it. Blocks while its adapter is
+        read and tested. Raises `ModelRefused` and `AdapterRefused`."""
+        return open_variant(self, self._client, self._codec, model)
 
     # -- inspection ---------------------------------------------------------------------------------------------
 

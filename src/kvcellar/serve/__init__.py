@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kvcellar.engine.served_engine import ServedEngine
     from kvcellar.serve.app import build_app
-    from kvcellar.serve.host import Host
+    from kvcellar.serve.model_manager import ModelManager
     from kvcellar.serve.server import Server, run
     from kvcellar.serve.settings import ServeSettings, key_digest
 
-__all__ = ["Host", "ServeSettings", "ServedEngine", "Server", "build_app", "key_digest", "run"]
+__all__ = ["ModelManager", "ServeSettings", "ServedEngine", "Server", "build_app", "key_digest", "run"]
 
 _NAMES = {
     "kvcellar.serve.app": ("build_app",),
-    "kvcellar.serve.host": ("Host",),
+    "kvcellar.serve.model_manager": ("ModelManager",),
     "kvcellar.engine.served_engine": ("ServedEngine",),
     "kvcellar.serve.server": ("Server", "run"),
     "kvcellar.serve.settings": ("ServeSettings", "key_digest"),

@@ -63,7 +63,7 @@ class RequestsHandler:
         if (record := self._records.find(name)) is None:
             message = f"no request {printable(name, 100)!r} is recorded; /admin/requests lists the last ones"
             raise ApiError(404, message, code="not_found")
-        lease = self._host.take(record.log.servable) if record.log.servable is not None else None
+        lease = self._host.take(record.log.spec) if record.log.spec is not None else None
         try:
             return answer(record.whole(lease.engine if lease is not None else None))
         finally:

@@ -24,8 +24,8 @@ from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.body_parts import next_part
 from kvcellar.serve.json_text import json_chunks, printable
-from kvcellar.serve.lease import Lease
 from kvcellar.serve.messages import StrictModel
+from kvcellar.serve.model_manager import Lease
 from kvcellar.serve.parsing import Limits, parse_object, validated
 from kvcellar.serve.shared import Shared
 from kvcellar.tiers.upkeep import check_named

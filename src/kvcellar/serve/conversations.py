@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.conversations import ConversationInfo
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.engine.transcript import Transcript
 from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
@@ -22,7 +23,6 @@ from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import json_chunks
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
-from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import owner
 from kvcellar.serve.openai.completions import one_prompt
 from kvcellar.serve.parsing import Limits, parse_object, validated

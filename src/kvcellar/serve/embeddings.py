@@ -15,6 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.embeddings import PARAMS
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.events import Embedded as Pooled
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
@@ -32,7 +33,6 @@ from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import HttpRequest
 from kvcellar.serve.model_route import answered
 from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive, sent_keep_alive
-from kvcellar.serve.named_engine import NamedEngine
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.request_log import RequestLog
@@ -82,7 +82,7 @@ class EmbeddingHandler:
             use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
 
             def prepare(engine: NamedEngine, sent: Fields) -> Prepared:
-                log.servable, request, embeddings = use.servable, self._parse(sent), engine.embeddings
+                log.spec, request, embeddings = use.spec, self._parse(sent), engine.embeddings
                 embeddings.check(request.dimensions)
                 with naming_fields({"prompt": request.field}):
                     prompts = [embeddings.tokens(one, truncate=request.truncate) for one in request.inputs]

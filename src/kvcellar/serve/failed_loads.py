@@ -1,35 +1,44 @@
-"""failed_loads: the error of a load that has failed, for the log and for the clients that wait for it."""
+"""failed_loads: the error of a load that has failed, for the log, and for the clients that wait for it: without the
+paths of the server."""
 
 import logging
+import re
 import traceback
 
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError, api_error
 from kvcellar.serve.json_text import printable
-from kvcellar.serve.own_paths import without_paths
-from kvcellar.serve.servable import Servable, not_served
+from kvcellar.serve.model_spec import ModelSpec, not_served
 
 log = logging.getLogger("kvcellar.serve")
 
+# Not those of routes, of URLs, or of names like owner/name.
+_PATH = re.compile(r"(?<![\w./:~-])(?:~|(?=/(?!v1/|api/)))/(?:[^\s/:;,'\"]+/)+(?=[^\s/:;,'\"])")
 
-def refused(servable: Servable, error: BaseException) -> Exception:
+
+def without_paths(message: str) -> str:
+    """The message with the last name of each absolute path only: the reason why a model is refused may name a file."""
+    return _PATH.sub("", message)
+
+
+def refused(spec: ModelSpec, error: BaseException) -> Exception:
     """The error of a load, as a client gets it."""
     if isinstance(error, ModelNotFound):  # removed meanwhile
-        return not_served(servable.name)
+        return not_served(spec.name)
     if isinstance(error, MemoryError | OSError):
-        message = f"the model {servable.name} cannot be loaded now; the log of the server has the reason"
+        message = f"the model {spec.name} cannot be loaded now; the log of the server has the reason"
         return ApiError(503, message, "model", "model_not_loaded", {"retry-after": "10"})
     if isinstance(error, KvcellarError) and not isinstance(error, EngineClosed):
-        message = printable(f"the model {servable.name} cannot be loaded: {without_paths(str(error))}", 2000)
+        message = printable(f"the model {spec.name} cannot be loaded: {without_paths(str(error))}", 2000)
         return ApiError(400, message, "model", "model_refused")
     return error if isinstance(error, Exception) else api_error(error)
 
 
-def log_failure(servable: Servable, error: BaseException) -> None:
+def log_failure(spec: ModelSpec, error: BaseException) -> None:
     if isinstance(error, KvcellarError):
-        log.error("%s cannot be loaded: %s", servable.name, error)
+        log.error("%s cannot be loaded: %s", spec.name, error)
     else:
-        log.error("%s cannot be loaded", servable.name, exc_info=error)
+        log.error("%s cannot be loaded", spec.name, exc_info=error)
 
 
 def forget(error: BaseException) -> None:

@@ -90,7 +90,7 @@ class GenerationHandler:
             turn = stack.enter_context(ConversationTurn(caller.owner))
 
             def submit(engine: ServedEngine, sent: Fields) -> tuple[MakeWriter, Prepared, int]:
-                log.servable = use.servable
+                log.spec = use.spec
                 read = self._parse(engine, sent, caller)
                 with naming_fields(read.request.names, read.request.places):
                     prepared, prompts = prepare(engine, read.request, naming, turn)

@@ -36,7 +36,7 @@ class ModelRoute:
         with ModelUse(server.host, server.threads, body) as use:
 
             def work(engine: ServedEngine, sent: Fields) -> Json:
-                RequestLog.of(scope).servable = use.servable
+                RequestLog.of(scope).spec = use.spec
                 return self._answer(engine, sent, caller)
 
             _, found = await server.drain.run_before(use.run(work))

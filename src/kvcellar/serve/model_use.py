@@ -15,14 +15,13 @@ from types import TracebackType
 from typing import TypeVar
 
 from kvcellar.durations import seconds_of
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.errors import EngineClosed
 from kvcellar.serve.body import RequestBody
-from kvcellar.serve.host import Host
-from kvcellar.serve.lease import Lease
-from kvcellar.serve.named_engine import NamedEngine
+from kvcellar.serve.model_manager import Lease, ModelManager
+from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.parsing import Fields, Limits, parse_object
 from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.servable import Servable
 
 T = TypeVar("T")
 
@@ -44,10 +43,10 @@ class ModelUse:
     """A context manager on the event loop."""
 
     def __init__(
-        self, host: Host, threads: ReaderThreads, body: RequestBody, keep_alive: KeepAlive = no_keep_alive
+        self, host: ModelManager, threads: ReaderThreads, body: RequestBody, keep_alive: KeepAlive = no_keep_alive
     ) -> None:
         self._host, self._threads, self._body, self._keep_alive = host, threads, body, keep_alive
-        self.servable: Servable | None = None
+        self.spec: ModelSpec | None = None
         self._named = False  # whether the body was read for the next two
         self.name: str | None = None  # of the model, as the client has sent it
         self._keep: float | None = None
@@ -58,9 +57,9 @@ class ModelUse:
         """The result of `submit`, which is called in a thread with the engine and the body, and the engine."""
         if (done := await self._threads.read(self._body, lambda: self._submit(submit))) is not None:
             return done
-        if (servable := self.servable) is None:
-            servable = self.servable = await self._threads.run("library", lambda: self._host.find(self.name))
-        self._hold(await self._host.lease(servable, self._keep))
+        if (spec := self.spec) is None:
+            spec = self.spec = await self._threads.run("library", lambda: self._host.find(self.name))
+        self._hold(await self._host.lease(spec, self._keep))
         done = await self._threads.read(self._body, lambda: self._submit(submit))
         assert done is not None
         return done
@@ -73,8 +72,8 @@ class ModelUse:
             self.name = name if isinstance(name, str) else None
             if not self._host.known(self.name):
                 return None
-            self.servable = self._host.find(self.name)
-            self._hold(self._host.take(self.servable, self._keep))
+            self.spec = self._host.find(self.name)
+            self._hold(self._host.take(self.spec, self._keep))
         if (lease := self._lease) is None:
             return None
         return lease.engine, submit(lease.engine, sent)

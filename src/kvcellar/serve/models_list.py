@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import to_json
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.shared import Shared
 
 
@@ -32,11 +32,11 @@ class ModelsHandler:
         name = request.path_params["name"]
         return self._json(self._model(await self._server.threads.run("models", lambda: self._server.host.find(name))))
 
-    def _model(self, servable: Servable) -> Json:
+    def _model(self, spec: ModelSpec) -> Json:
         created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        fields: Json = {"id": servable.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
-        fields |= {"type": "model", "display_name": servable.name, "created_at": created}
-        return fields if servable.context is None else fields | {"max_model_len": servable.context}
+        fields: Json = {"id": spec.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
+        fields |= {"type": "model", "display_name": spec.name, "created_at": created}
+        return fields if spec.context is None else fields | {"max_model_len": spec.context}
 
     def _json(self, value: object) -> Response:
         return Response(to_json(value), media_type="application/json")

@@ -26,6 +26,8 @@ from kvcellar.serve.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.field_names import Place
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_text import to_json
+from kvcellar.serve.loaded_model import FOREVER, LoadedModel
+from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.model_use import sent_keep_alive
 from kvcellar.serve.ollama_details import Details
 from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage, ShowBody
@@ -33,9 +35,7 @@ from kvcellar.serve.ollama_options import NAMES, sampling_of
 from kvcellar.serve.ollama_writer import OllamaWriter, Shape, chat_shape, generate_shape
 from kvcellar.serve.parsing import Fields, Limits, parse_object, validated
 from kvcellar.serve.replies import Replies
-from kvcellar.serve.resident import FOREVER, Member
 from kvcellar.serve.sending import until_disconnected
-from kvcellar.serve.servable import Servable
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller, Generation, Parse
 from kvcellar.version import __version__
@@ -191,11 +191,11 @@ class OllamaHandler:
         body = await read(self._server, request, ShowBody)
 
         def work() -> Json:
-            servable = self._host.find(body.named)
-            with_engine = self._host.take(servable)
+            spec = self._host.find(body.named)
+            with_engine = self._host.take(spec)
             try:
                 engine = with_engine.engine if with_engine is not None else None
-                return self._details.shown(servable, engine, verbose=bool(body.verbose))
+                return self._details.shown(spec, engine, verbose=bool(body.verbose))
             finally:
                 if with_engine is not None:
                     with_engine.release()
@@ -204,19 +204,19 @@ class OllamaHandler:
 
     async def running(self, request: Request) -> Response:
         def work() -> Json:
-            return {"models": [self._running(one) for one in self._host.residents.members()]}
+            return {"models": [self._running(one) for one in self._host.models()]}
 
         return answer(await self._server.threads.run("models", work))
 
-    def _running(self, one: Member) -> Json:
+    def _running(self, one: LoadedModel) -> Json:
         """`shared_size`: of `size`, the bytes that other models that are loaded use, too."""
-        resident, limits = one.resident, self._host.limits
-        engine, size = resident.engine, resident.size + one.size
+        on, limits = one.on, self._host.limits
+        engine, size = on.engine, on.size + one.size
         seconds = NEVER if one.fixed or one.keep_alive == FOREVER else self._host.seconds_left(one)
-        return self._details.named(one.servable) | {
+        return self._details.named(one.spec) | {
             "size": size,
             "size_vram": size if limits.device == "cuda" else 0,
-            "shared_size": resident.size if len(resident.members) > 1 else 0,
+            "shared_size": on.size if len(on.models) > 1 else 0,
             "expires_at": datetime.fromtimestamp(time.time() + seconds, UTC).isoformat(),
             "context_length": engine.model.context if engine is not None else 0,
         }
@@ -224,16 +224,16 @@ class OllamaHandler:
     async def load(self, receive: Receive, body: LoadBody) -> Json:
         """Load a model, or with `keep_alive` 0 unload it."""
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
-        servable: Servable = await self._server.threads.run("library", lambda: self._host.find(body.named))
+        spec: ModelSpec = await self._server.threads.run("library", lambda: self._host.find(body.named))
         if keep_alive == 0:
-            if self._host.stays(servable):
-                message = f"the model {servable.name} was named when the server was started, and stays loaded"
+            if self._host.stays(spec):
+                message = f"the model {spec.name} was named when the server was started, and stays loaded"
                 raise ApiError(409, message, "model", "model_stays")
-            self._host.unload(servable.name)
+            self._host.unload(spec.name)
         else:
 
             async def load() -> None:
-                (await self._host.lease(servable, keep_alive)).release()
+                (await self._host.lease(spec, keep_alive)).release()
 
             await self._server.drain.run_before(until_disconnected(receive, load()))
         return {

@@ -22,7 +22,7 @@ from kvcellar.library.names import LATEST
 from kvcellar.library.parameters import listed
 from kvcellar.models.weights_bytes import Weights, weights_of
 from kvcellar.serve.api_errors import model_refused
-from kvcellar.serve.servable import Servable, not_served
+from kvcellar.serve.model_spec import ModelSpec, not_served
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -31,9 +31,9 @@ KEPT = 1024  # models whose details are remembered
 FORMAT, WHOLE = "safetensors", "unknown"
 
 
-def whole_name(servable: Servable) -> str:
+def whole_name(spec: ModelSpec) -> str:
     """With its tag, as Ollama's clients show it. What is not in the library has none."""
-    return servable.name if not servable.id or ":" in servable.name else f"{servable.name}:{LATEST}"
+    return spec.name if not spec.id or ":" in spec.name else f"{spec.name}:{LATEST}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,58 +62,58 @@ class Details:
         self._described: dict[str, Json] = {}  # by digest: `details` and `model_info`
         self._capable: dict[str, Sequence[str]] = {}  # by digest
 
-    def named(self, servable: Servable) -> Json:
-        return self._named(servable, self._files(servable))
+    def named(self, spec: ModelSpec) -> Json:
+        return self._named(spec, self._files(spec))
 
-    def listed(self, servable: Servable) -> Json:
-        files = self._files(servable)
-        return self._named(servable, files) | {"modified_at": _time(files.modified), "size": files.size}
+    def listed(self, spec: ModelSpec) -> Json:
+        files = self._files(spec)
+        return self._named(spec, files) | {"modified_at": _time(files.modified), "size": files.size}
 
-    def shown(self, servable: Servable, engine: ServedEngine | None, *, verbose: bool) -> Json:
+    def shown(self, spec: ModelSpec, engine: ServedEngine | None, *, verbose: bool) -> Json:
         """Raises `ApiError` for a model that is damaged, and `ModelNotFound` for one that was removed."""
-        files = self._files(servable) if self._library is None else self._checked(self._library, servable)
+        files = self._files(spec) if self._library is None else self._checked(self._library, spec)
         report = None if files.model is None else files.model.manifest.report
         about = self._of(files)
         info = about["model_info"]
         if verbose:
             info = info | {"kvcellar.report": None if report is None else dict(report)}
-        return _texts(servable, files) | {
+        return _texts(spec, files) | {
             "details": about["details"],
             "capabilities": self._capabilities(files, engine),
             "model_info": info,
             "modified_at": _time(files.modified),
         }
 
-    def _checked(self, library: Library, servable: Servable) -> Files:
+    def _checked(self, library: Library, spec: ModelSpec) -> Files:
         """Of a model of the library as it is now, whatever was known of it."""
-        if not servable.id:
-            return self._files(servable)
+        if not spec.id:
+            return self._files(spec)
         try:
-            return _in_library(library, servable.name, library.resolve(servable.name))
+            return _in_library(library, spec.name, library.resolve(spec.name))
         except ModelRefused as error:
-            log.error("%s cannot be shown: %s", servable.name, error)
-            raise model_refused(servable.name) from error
+            log.error("%s cannot be shown: %s", spec.name, error)
+            raise model_refused(spec.name) from error
         except (ModelNotFound, FileNotFoundError) as error:
-            raise not_served(servable.name) from error
+            raise not_served(spec.name) from error
 
-    def _named(self, servable: Servable, files: Files) -> Json:
-        name = whole_name(servable)
+    def _named(self, spec: ModelSpec, files: Files) -> Json:
+        name = whole_name(spec)
         return {"name": name, "model": name, "digest": files.digest, "details": self._of(files)["details"]}
 
-    def _files(self, servable: Servable) -> Files:
+    def _files(self, spec: ModelSpec) -> Files:
         try:
-            if servable.id and self._library is not None:
-                if servable.id not in self._models:
-                    found = self._library.resolve(servable.name)
+            if spec.id and self._library is not None:
+                if spec.id not in self._models:
+                    found = self._library.resolve(spec.name)
                     _keep(self._models, found.id, found)
-                if servable.id in self._models:  # else the name has another model since this one was loaded
-                    return _in_library(self._library, servable.name, self._models[servable.id])
-            elif not servable.id and servable.directory is not None:
-                return _listing(servable.name, servable.directory)
+                if spec.id in self._models:  # else the name has another model since this one was loaded
+                    return _in_library(self._library, spec.name, self._models[spec.id])
+            elif not spec.id and spec.directory is not None:
+                return _listing(spec.name, spec.directory)
         except (KvcellarError, OSError):
             pass  # it was removed or damaged while it is loaded
-        digest = servable.id or sha256(f"{servable.key}\n{servable.name}".encode()).hexdigest()
-        return Files(digest, self._began, servable.weights + servable.own)
+        digest = spec.id or sha256(f"{spec.key}\n{spec.name}".encode()).hexdigest()
+        return Files(digest, self._began, spec.weights + spec.own)
 
     def _of(self, files: Files) -> Json:
         """`details` and `model_info`."""
@@ -155,13 +155,13 @@ def _listing(name: str, directory: Path) -> Files:
     return Files(digest.hexdigest(), modified, size, directory)
 
 
-def _texts(servable: Servable, files: Files) -> Json:
+def _texts(spec: ModelSpec, files: Files) -> Json:
     if files.model is None:
         template = "" if files.directory is None else template_in(files.directory) or ""
         return {"modelfile": "", "parameters": "", "template": template, "license": ""}
     manifest = files.model.manifest
     texts: Json = {
-        "modelfile": str(modelfile_of(whole_name(servable), manifest)),
+        "modelfile": str(modelfile_of(whole_name(spec), manifest)),
         "parameters": listed(manifest.parameters),
         "template": template_of(files.model) or "",
         "license": "\n".join(manifest.licenses),

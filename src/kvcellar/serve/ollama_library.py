@@ -35,13 +35,12 @@ from kvcellar.library.uploads import Upload, Uploads, UploadsFull, check_names
 from kvcellar.progress import Listener, Progress, listening
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error
 from kvcellar.serve.body_parts import next_part
+from kvcellar.serve.failed_loads import without_paths
 from kvcellar.serve.json_text import to_json
-from kvcellar.serve.library_models import listed
+from kvcellar.serve.model_spec import ModelSpec, listed, not_served
 from kvcellar.serve.ollama import answer, read
 from kvcellar.serve.ollama_fields import CopyBody, CreateModelBody, NamedBody, PullBody
-from kvcellar.serve.own_paths import without_paths
 from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.servable import Servable, not_served
 from kvcellar.serve.shared import Shared
 
 SECONDS = 0.1  # between two lines of one stage
@@ -229,18 +228,18 @@ class LibraryHandler:
 
     def _removed(self, library: Library, name: str) -> str:
         """Remove a model, which may be damaged. Returns its name as it is listed."""
-        if self._server.host.fixed(name) is not None:
+        if self._server.host.fixed(name):
             self._owned(name)
         try:
             return listed(library.remove(name))
         except (ModelNotFound, BadRequest, FileNotFoundError) as error:
             raise not_served(name) from error
 
-    def _owned(self, name: str) -> Servable:
+    def _owned(self, name: str) -> ModelSpec:
         """A model of the library. Raises `ModelNotFound` and `ApiError`."""
-        if not (servable := self._server.host.find(name)).id:
-            raise ApiError(400, f"the model {servable.name} is not in the library of this server", "model")
-        return servable
+        if not (spec := self._server.host.find(name)).id:
+            raise ApiError(400, f"the model {spec.name} is not in the library of this server", "model")
+        return spec
 
     async def create(self, request: Request) -> Response:
         body, library = await read(self._server, request, CreateModelBody), self._library

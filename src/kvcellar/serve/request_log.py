@@ -26,7 +26,7 @@ from kvcellar.serve.buckets import SECONDS, Buckets
 from kvcellar.serve.speculations import draft_counts
 
 if TYPE_CHECKING:  # commands that only send requests need no engine
-    from kvcellar.serve.servable import Servable
+    from kvcellar.serve.model_spec import ModelSpec
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -76,7 +76,7 @@ class RequestLog:
     conversation: str | None = None  # that it continues
     trace: Mapping[str, str] = field(default_factory=dict[str, str])  # `traceparent` and `tracestate` as sent
     prompts: int = 0
-    servable: "Servable | None" = None  # the model, once it is known
+    spec: "ModelSpec | None" = None  # the model, once it is known
     recorded: bool = False  # see `records`
     done: dict[int, Done] = field(default_factory=dict[int, Done])  # by number of the prompt
     finished: Counter[str] = field(default_factory=Counter[str])  # completions, by reason
@@ -165,7 +165,7 @@ class RequestLog:
             *(self.request_id, self.method, self.route, self.status),
             self.result,
             self.key,
-            self.servable.name if self.servable is not None else None,
+            self.spec.name if self.spec is not None else None,
             *(self.prompt_tokens, self.cached_tokens, self.recall),
             self.generated if self.prompt_tokens is not None else None,
             *(draft_counts(self.done) or (None, None)),

@@ -31,13 +31,12 @@ from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.event_loop import new_event_loop
-from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
+from kvcellar.serve.model_manager import Limits, ModelManager
+from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.resident import Limits
-from kvcellar.serve.servable import Servable
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.startup import LoadThread
@@ -49,21 +48,21 @@ class NoModels:
 
     longest = 0
 
-    def find(self, name: str) -> Servable:
+    def find(self, name: str) -> ModelSpec:
         raise ModelNotFound(f"there is no model {name!r}")
 
     def known(self, name: str) -> bool:
         return True
 
-    def all(self) -> list[Servable]:
+    def all(self) -> list[ModelSpec]:
         return []
 
 
-def hosting(engine: ServedEngine) -> Host:
+def hosting(engine: ServedEngine) -> ModelManager:
     """A host of one engine, which the caller closes."""
-    host = Host(NoModels(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    host = ModelManager(NoModels(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
     name, path = engine.model.name, engine.model.path
-    host.open(Servable(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
+    host.open(ModelSpec(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
     return host
 
 
@@ -73,7 +72,7 @@ SHUTDOWN_SECONDS = 1.5  # NOTIFY_SECONDS, and the time until uvicorn notices a s
 
 
 def run(
-    models: ServedEngine | Host,
+    models: ServedEngine | ModelManager,
     settings: ServeSettings,
     *,
     library: Library | None = None,
@@ -109,7 +108,7 @@ def run(
     if load is None:
         server.serve(ready)
         return
-    assert isinstance(models, Host), "an engine is loaded already"
+    assert isinstance(models, ModelManager), "an engine is loaded already"
     models.startup.begin()
     loading = LoadThread(models.startup, load, server.stop)
     with server.signals():  # until the load has ended, too
@@ -131,7 +130,7 @@ class Server:
 
     def __init__(
         self,
-        models: ServedEngine | Host,
+        models: ServedEngine | ModelManager,
         settings: ServeSettings,
         *,
         library: Library | None = None,
@@ -142,7 +141,7 @@ class Server:
         traces: Traces | None = None,
         signalled: Callable[[int], None] = lambda number: None,
     ) -> None:
-        host = models if isinstance(models, Host) else hosting(models)
+        host = models if isinstance(models, ModelManager) else hosting(models)
         self._socket = listener or bind(settings)
         _listen(self._socket, settings)
         address = f"[{settings.host}]" if ":" in settings.host else settings.host

@@ -8,9 +8,9 @@ from kvcellar.library.tools import Tools
 from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.drain import Drain
-from kvcellar.serve.host import Host
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
+from kvcellar.serve.model_manager import ModelManager
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.traces import Traces
@@ -18,7 +18,7 @@ from kvcellar.serve.traces import Traces
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    host: Host
+    host: ModelManager
     settings: ServeSettings
     threads: ReaderThreads
     bodies: BodyBudget

@@ -130,8 +130,8 @@ class TokenizerInfo:
 
     async def get(self, request: Request) -> Response:
         server, name = self._server, request.query_params.get("model")
-        servable = await server.threads.run("library", lambda: server.host.find(name))
-        lease = await server.drain.run_before(server.host.lease(servable))
+        spec = await server.threads.run("library", lambda: server.host.find(name))
+        lease = await server.drain.run_before(server.host.lease(spec))
         with lease:
             model = lease.engine.model
             info: Json = {

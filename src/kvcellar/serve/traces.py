@@ -85,7 +85,7 @@ class Traces:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        now, model = time.time_ns(), request.servable.name if request.servable is not None else None
+        now, model = time.time_ns(), request.spec.name if request.spec is not None else None
         span = self._tracer.start_span(
             f"{operation} {model}" if model is not None else operation,
             context=self._propagator.extract(dict(request.trace)),
@@ -109,7 +109,7 @@ class Traces:
 
 def attributes(request: RequestLog, operation: str) -> dict[str, Any]:
     """Of the span of a request; None: it has no such attribute."""
-    model = request.servable.name if request.servable is not None else None
+    model = request.spec.name if request.spec is not None else None
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "kvcellar",

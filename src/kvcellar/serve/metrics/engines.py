@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from kvcellar.engine.stats import EngineStats, samples
-from kvcellar.serve.host import Host
-from kvcellar.serve.resident import Resident
+from kvcellar.serve.loaded_model import LoadedEngine
+from kvcellar.serve.model_manager import ModelManager
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -59,19 +59,19 @@ class _Live:
 
 
 class EngineCounts:
-    """All methods may be called from any thread. `unload` is for `Host.on_unload`."""
+    """All methods may be called from any thread. `unload` is for `ModelManager.on_unload`."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ModelManager) -> None:
         self._host = host
         self._lock = threading.Lock()  # held for all that follows
-        self._live: dict[Resident, _Live] = {}
+        self._live: dict[LoadedEngine, _Live] = {}
         self._ended: dict[str, Counter[Key]] = {}  # counters of engines that were unloaded, by model
-        self._unloaded: WeakSet[Resident] = WeakSet()
+        self._unloaded: WeakSet[LoadedEngine] = WeakSet()
 
     def read(self) -> Totals:
         with self._lock:
-            for resident in self._host.residents.all():
-                self._look(resident)
+            for loaded in self._host.engines():
+                self._look(loaded)
             stale: dict[str, bool] = {}
             values: dict[str, Counter[Key]] = {model: Counter(counters) for model, counters in self._ended.items()}
             for one in self._live.values():
@@ -82,25 +82,25 @@ class EngineCounts:
                     add(into, one.stats, gauges=True)
             return Totals(values, stale)
 
-    def _look(self, resident: Resident) -> None:
-        engine = resident.engine
-        if engine is None or resident in self._unloaded:
+    def _look(self, loaded: LoadedEngine) -> None:
+        engine = loaded.engine
+        if engine is None or loaded in self._unloaded:
             return
-        live = self._live.setdefault(resident, _Live(resident.servable.name))
+        live = self._live.setdefault(loaded, _Live(loaded.spec.name))
         live.take(stats := engine.last_stats)
         at_work = engine.starting or bool(stats.running or stats.waiting)
         live.stale = not engine.healthy or (at_work and time.time() - stats.at > LATE)
 
-    def unload(self, resident: Resident) -> None:
+    def unload(self, loaded: LoadedEngine) -> None:
         """An engine is about to be closed: its counters are kept."""
-        engine, stats = resident.engine, None
+        engine, stats = loaded.engine, None
         try:
             stats = engine.stats() if engine is not None else None
         except Exception as error:  # noqa: BLE001 - it is closed in any case; what the last scrape has read is kept
-            log.warning("the statistics of %s could not be read: %s", resident.servable.name, type(error).__name__)
+            log.warning("the statistics of %s could not be read: %s", loaded.spec.name, type(error).__name__)
         with self._lock:
-            live = self._live.pop(resident, None) or _Live(resident.servable.name)
-            self._unloaded.add(resident)
+            live = self._live.pop(loaded, None) or _Live(loaded.spec.name)
+            self._unloaded.add(loaded)
             if stats is not None:
                 live.take(stats)
             if live.stats is not None:

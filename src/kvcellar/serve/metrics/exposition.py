@@ -171,7 +171,7 @@ def metrics_routes(server: Shared, requests: RequestCounts) -> list[Route]:
         counts, accept = requests.copy(), request.headers.get("accept", "")
 
         def work() -> tuple[bytes, str]:
-            values = len(host.residents.members()), host.residents.bytes, host.limits.max_bytes
+            values = len(host.models()), host.bytes, host.limits.max_bytes
             found = Scrape(server.engines.read(), counts, tuple(map(float, values)))
             return page(found, accept, vllm=server.settings.metrics_compat == "vllm")
 

@@ -102,7 +102,7 @@ class RequestCounts:
         self._models: dict[str, ModelRequests] = {}
 
     def ended(self, log: RequestLog) -> None:
-        name = log.servable.name if log.servable is not None else ""
+        name = log.spec.name if log.spec is not None else ""
         self._models.setdefault(name, ModelRequests()).count(log)
 
     def copy(self) -> Mapping[str, ModelRequests]:

@@ -1,25 +1,91 @@
-"""library_models: the models of the library as what a server can load, with the bytes that each takes."""
+"""model_spec: a model that a server can load, under a name, and the models of the library as that."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from kvcellar.engine.engine import Engine
+from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.engine.variants import Variant
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST, ModelName
 from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
-from kvcellar.serve.servable import Servable
+from kvcellar.serve.json_text import printable
 
 LONGEST = 2**20  # tokens of a prompt that a body may have, before the model is known
 KEPT = 1024  # names whose models are remembered
 LEAST_SHARE = 8  # of the cache: with less, a model waits until others are unloaded
 
+# Loads an engine with a cache of so many bytes. Blocks; calls the second argument often, which may raise to end it.
+Loader = Callable[[int, Callable[[], None]], ServedEngine]
+Join = Callable[[ServedEngine], NamedEngine]  # adds a model to its engine. Blocks; if it raises, nothing has changed
+ModelKey = tuple[str, str]  # a name, and the id of its files
 
-Make = Callable[[str, int, Callable[[], None]], Engine]  # an engine of a name, as `servable.Loader`
-OpenVariant = Callable[[ServedEngine, LibraryModel], Variant]  # as `Variants.open`
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model that can be served. Those of one `key` share an engine; it is a digest of what that is made of. `id` is
+    the digest of all files of the model, so a name that gets another model is another model of an engine.
+
+    An engine takes `weights` bytes, and a cache of `least_cache` to `cache` bytes; the model adds `own` to it.
+    """
+
+    name: str
+    key: str
+    weights: int  # bytes in memory, those of drafts included
+    cache: int
+    least_cache: int
+    load: Loader = field(compare=False, repr=False)
+    context: int | None = None  # most tokens of a sequence; None: not known before it is loaded
+    id: str = ""  # of the model in the library; "": it is in none
+    own: int = 0  # bytes of its adapter
+    directory: Path | None = None  # of its files; None: it was made from none
+    join: Join = field(default=NamedEngine, compare=False, repr=False)
+
+    @property
+    def model_key(self) -> ModelKey:
+        return self.name, self.id
+
+    @property
+    def least(self) -> int:
+        """Of the engine."""
+        return self.weights + self.least_cache
+
+    @property
+    def most(self) -> int:
+        """Of the engine."""
+        return self.weights + self.cache
+
+
+class Catalogue(Protocol):
+    """The models that can be served. Methods read files: not for the event loop."""
+
+    def find(self, name: str) -> ModelSpec:
+        """Raises `ModelNotFound`; and `BadRequest` for what cannot be a name."""
+        ...
+
+    def known(self, name: str) -> bool:
+        """Whether `find` reads no file, or raises. If not, it may compare all files of the model."""
+        ...
+
+    def all(self) -> Sequence[ModelSpec]:
+        """By name."""
+        ...
+
+    @property
+    def longest(self) -> int:
+        """No model has a longer context, in tokens."""
+        ...
+
+
+def not_served(name: str) -> ModelNotFound:
+    return ModelNotFound(f"model {printable(repr(name))} not found; /v1/models lists what is served here")
+
+
+Make = Callable[[str, int, Callable[[], None]], Engine]  # an engine of a name, as `Loader`
+OpenVariant = Callable[[ServedEngine, LibraryModel], NamedEngine]  # as `Engine.variant`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +119,9 @@ class LibraryModels:
     ) -> None:
         """`make` returns an engine without adapters."""
         self._library, self._make, self._variant, self._caches, self._dtype = library, make, variant, caches, dtype
-        self._known: dict[str, tuple[float, Servable]] = {}  # by name, with the time of its manifest
+        self._known: dict[str, tuple[float, ModelSpec]] = {}  # by name, with the time of its manifest
 
-    def find(self, name: str) -> Servable:
+    def find(self, name: str) -> ModelSpec:
         whole = str(ModelName.parse(name))
         if self._library is None:
             raise ModelNotFound(f"there is no model {name!r}, because there is no library")
@@ -65,7 +131,7 @@ class LibraryModels:
             raise ModelNotFound(f"the model {name!r} was removed at this moment") from error
         if (known := self._known.get(whole)) is not None and known[0] == modified:
             return known[1]
-        made = self._servable(self._library, self._library.resolve(whole))
+        made = self._spec(self._library, self._library.resolve(whole))
         if len(self._known) >= KEPT:
             self._known.clear()
         self._known[whole] = modified, made
@@ -79,9 +145,9 @@ class LibraryModels:
         except (KvcellarError, OSError):
             return True
 
-    def all(self) -> list[Servable]:
+    def all(self) -> list[ModelSpec]:
         """Those that can be served."""
-        found: list[Servable] = []
+        found: list[ModelSpec] = []
         for name in self._library.names() if self._library is not None else ():
             try:
                 found.append(self.find(str(name)))
@@ -89,7 +155,7 @@ class LibraryModels:
                 continue  # removed meanwhile, or damaged: a request for it gets the reason
         return found
 
-    def _servable(self, library: Library, model: LibraryModel) -> Servable:
+    def _spec(self, library: Library, model: LibraryModel) -> ModelSpec:
         weights = sum(self._bytes(path) for path in (model.directory, model.draft) if path is not None)
         own = sum(adapter_bytes(file.size) for part in model.manifest.adapters for file in part.files)
         least, most = self._caches.of(weights)
@@ -103,7 +169,7 @@ class LibraryModels:
                 raise
             return engine
 
-        def join(engine: ServedEngine) -> Variant:
+        def join(engine: ServedEngine) -> NamedEngine:
             try:
                 return self._variant(engine, model)
             except BaseException:
@@ -111,7 +177,7 @@ class LibraryModels:
                 raise
 
         about = {"id": model.id, "own": own, "join": join, "directory": model.directory}
-        return Servable(listed(model.name), engine_key(model), weights, most, least, load, **about)
+        return ModelSpec(listed(model.name), engine_key(model), weights, most, least, load, **about)
 
     def _bytes(self, directory: Path) -> int:
         return bytes_in_memory(directory, dtype=self._dtype)

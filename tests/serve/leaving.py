@@ -21,8 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.mounted import Mounted
-from kvcellar.serve.shared import Shared
+from kvcellar.serve.shared import Mounted, Shared
 from tests.serve.every_api import CONVERSATIONS
 from tests.serve.fake_engine import PATIENCE
 from tests.serve.random_requests import Act, Leaves

@@ -17,7 +17,7 @@ from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
 from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.middleware import RequestMiddleware
-from kvcellar.serve.mounted import Mounted
+from kvcellar.serve.shared import Mounted
 from kvcellar.serve.startup import Startup
 from tests.serve.fake_engine import FakeEngine, FakeModel
 from tests.serve.wire import connected, read_until

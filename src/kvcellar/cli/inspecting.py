@@ -15,10 +15,9 @@ from kvcellar.inspector.routes import API, inspector_routes, open_paths
 from kvcellar.inspector.source import Viewer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
-from kvcellar.serve.mounted import Mounted
 from kvcellar.serve.namespaces import api_key, owner
 from kvcellar.serve.operation import SSE, Operation, Parameter
-from kvcellar.serve.shared import Shared
+from kvcellar.serve.shared import Mounted, Shared
 
 T = TypeVar("T")
 MODEL = Parameter(about="The name of a loaded model. Default: the first one.", schema={"type": "string"})

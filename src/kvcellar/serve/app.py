@@ -15,7 +15,6 @@ from kvcellar.serve.health import health_routes
 from kvcellar.serve.metrics.exposition import metrics_routes
 from kvcellar.serve.metrics.requests import RequestCounts
 from kvcellar.serve.middleware import RequestMiddleware
-from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.ollama import ollama_routes
 from kvcellar.serve.ollama_library import library_routes
 from kvcellar.serve.openai.routes import openai_routes
@@ -23,7 +22,7 @@ from kvcellar.serve.openapi.routes import openapi_routes
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.responses_api.routes import responses_routes
-from kvcellar.serve.shared import Shared
+from kvcellar.serve.shared import Mount, Shared, nothing
 from kvcellar.serve.tokenizing import tokenizing_routes
 
 

@@ -31,8 +31,7 @@ from kvcellar.serve.embedding_fields import (
 )
 from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import HttpRequest
-from kvcellar.serve.model_route import answered
-from kvcellar.serve.model_use import KeepAlive, ModelUse, no_keep_alive, sent_keep_alive
+from kvcellar.serve.model_use import KeepAlive, ModelUse, answered, no_keep_alive, sent_keep_alive
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.request_log import RequestLog

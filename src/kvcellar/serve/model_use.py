@@ -5,23 +5,36 @@ it is loaded: the request waits on the event loop with the bytes of its body, wh
 they were parsed to; a second call parses them again and submits the prompts. A model that is used for the
 first time is found on the thread of the library, because its files may have to be compared.
 
+Routes that a model answers at once, without generating, are `ModelRoute`s.
+
 Always true:
   * the lease of the request is released when the request has ended, also if a thread gets it later.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
 from kvcellar.durations import seconds_of
 from kvcellar.engine.named_engine import NamedEngine
+from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed
-from kvcellar.serve.body import RequestBody
+from kvcellar.serve.body import RequestBody, receive_json
+from kvcellar.serve.chat_request import Json
 from kvcellar.serve.model_manager import Lease, ModelManager
 from kvcellar.serve.model_spec import ModelSpec
+from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields, Limits, parse_object
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.sending import send_json, until_disconnected
+from kvcellar.serve.shared import Shared
+from kvcellar.serve.writer import Caller
 
 T = TypeVar("T")
 
@@ -97,3 +110,42 @@ class ModelUse:
         with self._lock:
             self._ended = True
         self._release()
+
+
+Answer = Callable[[ServedEngine, Fields, Caller], Json]  # slow, in a thread; raises `ApiError` and `BadRequest`
+
+
+class ModelRoute:
+    """An ASGI application."""
+
+    def __init__(self, server: Shared, answer: Answer) -> None:
+        self._server, self._answer = server, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        server = self._server
+        naming = partial(namespace, scope, server.settings.share_prefixes)
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
+        with ModelUse(server.host, server.threads, body) as use:
+
+            def work(engine: ServedEngine, sent: Fields) -> Json:
+                RequestLog.of(scope).spec = use.spec
+                return self._answer(engine, sent, caller)
+
+            _, found = await server.drain.run_before(use.run(work))
+        body.release()
+        await send_json(send, found)
+
+
+async def answered(
+    server: Shared, scope: Scope, receive: Receive, respond: Callable[[RequestBody], Coroutine[None, None, None]]
+) -> None:
+    """Receive the body of a request, and `respond` to it while the client is there. Then the body is released."""
+    body = RequestBody(server.bodies)
+    try:
+        await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+        await until_disconnected(receive, respond(body))
+    finally:
+        body.release()

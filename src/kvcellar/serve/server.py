@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType, TracebackType
+from typing import TypedDict, Unpack
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -35,10 +36,9 @@ from kvcellar.serve.key_ring import KeyRing, Keys
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.model_manager import Limits, ModelManager
 from kvcellar.serve.model_spec import ModelSpec
-from kvcellar.serve.mounted import Mount, nothing
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
-from kvcellar.serve.shared import Shared
+from kvcellar.serve.shared import Mount, Shared, nothing
 from kvcellar.serve.startup import LoadThread
 from kvcellar.serve.traces import Traces
 
@@ -71,40 +71,34 @@ NOTIFY_SECONDS = 1.0  # to send the error to clients whose requests were cancell
 SHUTDOWN_SECONDS = 1.5  # NOTIFY_SECONDS, and the time until uvicorn notices a signal
 
 
+class ServerOptions(TypedDict, total=False):
+    library: Library | None  # of the host's models
+    tools: Callable[[], Tools] | None  # that create models there
+    mount: Mount  # returns the routes of other packages
+    listener: socket.socket | None  # returned by `bind` for the settings; None: one is made
+    read_keys: (
+        Callable[[], Keys] | None
+    )  # now, and when they are to be read again; None: they are those of the settings
+    traces: Traces | None  # makes spans of requests
+    signalled: Callable[[int], None]  # called in the handler of each signal, with its number
+
+
 def run(
     models: ServedEngine | ModelManager,
     settings: ServeSettings,
     *,
-    library: Library | None = None,
-    tools: Callable[[], Tools] | None = None,
-    mount: Mount = nothing,
-    listener: socket.socket | None = None,
-    read_keys: Callable[[], Keys] | None = None,
-    traces: Traces | None = None,
     load: Callable[[], None] | None = None,
     ready: Callable[[str], None] | None = None,
-    signalled: Callable[[int], None] = lambda number: None,
+    **options: Unpack[ServerOptions],
 ) -> None:
-    """Serve until a signal arrives. `ready` is called with the address once requests are served, `signalled` in the
-    handler of each signal, with its number. With `read_keys`, SIGHUP reads the keys again.
+    """Serve until a signal arrives. `ready` is called with the address once requests are served. With `read_keys`,
+    SIGHUP reads the keys again.
 
     `load` opens the models of the host, on a thread of its own while the server listens; `startup` of the host says
-    what it loads. What it raises ends the server, and is raised here.
-
-    `mount` returns the routes of other packages. `listener` is a socket returned by `bind` for these settings; None:
-    one is made. Raises `BadRequest` if the server cannot listen on the address.
+    what it loads. What it raises ends the server, and is raised here. Raises `BadRequest` if the server cannot listen
+    on the address.
     """
-    server = Server(
-        models,
-        settings,
-        library=library,
-        tools=tools,
-        mount=mount,
-        listener=listener,
-        read_keys=read_keys,
-        traces=traces,
-        signalled=signalled,
-    )
+    server = Server(models, settings, **options)
     if load is None:
         server.serve(ready)
         return
@@ -121,40 +115,42 @@ def run(
 class Server:
     """One server. Either call `serve()` in the main thread, or use it as a context manager that runs it in a thread.
 
-    `models` is an engine, or a host of several, which has its models from `library`; `tools` create models there.
-    `read_keys` reads the keys, now and when they are to be reloaded; None: they are those of the settings. `traces`
-    makes spans of requests, and `signalled` is called in the handler of each signal. The caller closes models and
-    traces after the server. It listens from the constructor on: `url` has the actual port. Raises `BadRequest` if it
-    cannot listen.
+    `models` is an engine, or a manager of several. The caller closes models and traces after the server. It listens
+    from the constructor on: `url` has the actual port. Raises `BadRequest` if it cannot listen.
     """
 
     def __init__(
-        self,
-        models: ServedEngine | ModelManager,
-        settings: ServeSettings,
-        *,
-        library: Library | None = None,
-        tools: Callable[[], Tools] | None = None,
-        mount: Mount = nothing,
-        listener: socket.socket | None = None,
-        read_keys: Callable[[], Keys] | None = None,
-        traces: Traces | None = None,
-        signalled: Callable[[int], None] = lambda number: None,
+        self, models: ServedEngine | ModelManager, settings: ServeSettings, **options: Unpack[ServerOptions]
     ) -> None:
         host = models if isinstance(models, ModelManager) else hosting(models)
-        self._socket = listener or bind(settings)
+        self._socket = options.get("listener") or bind(settings)
         _listen(self._socket, settings)
         address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{address}:{self.port}"
-        drain, self._threads, engines = Drain(), ReaderThreads(), EngineCounts(host)
-        bodies, self.keys = BodyBudget(settings.bodies_bytes), KeyRing(settings, read_keys)
-        shared = Shared(host, settings, self._threads, bodies, drain, engines, self.keys, library, traces, tools)
-        app = _SuppressCancelled(build_app(shared, mount))
-        hung_up = self._reload_keys if self.keys.reloads else None
-        self._uvicorn = _Uvicorn(ServeConfig(app, settings), drain, lambda: self._ready(self.url), signalled, hung_up)
+        self._threads, self.keys = ReaderThreads(), KeyRing(settings, options.get("read_keys"))
+        shared = Shared(
+            host,
+            settings,
+            threads=self._threads,
+            bodies=BodyBudget(settings.bodies_bytes),
+            drain=Drain(),
+            engines=EngineCounts(host),
+            keys=self.keys,
+            library=options.get("library"),
+            traces=options.get("traces"),
+            tools=options.get("tools"),
+        )
+        app = _SuppressCancelled(build_app(shared, options.get("mount", nothing)))
+        self._uvicorn = _Uvicorn(
+            ServeConfig(app, settings),
+            shared.drain,
+            lambda: self._ready(self.url),
+            options.get("signalled", lambda number: None),
+            self._reload_keys if self.keys.reloads else None,
+        )
         self._ready: Callable[[str], None] = lambda url: None
-        self._counting = partial(host.on_unload, engines.unload)
+        self._counting = partial(host.on_unload, shared.engines.unload)
         self._thread: threading.Thread | None = None
 
     def serve(self, ready: Callable[[str], None] | None = None) -> None:

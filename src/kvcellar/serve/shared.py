@@ -1,7 +1,9 @@
-"""shared: what the handlers of one server share."""
+"""shared: what the handlers of one server share, and routes of other packages that are mounted on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from starlette.routing import BaseRoute
 
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
@@ -11,6 +13,7 @@ from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.model_manager import ModelManager
+from kvcellar.serve.operation import Operation
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.traces import Traces
@@ -29,3 +32,21 @@ class Shared:
     traces: Traces | None = None
     tools: Callable[[], Tools] | None = None  # that create models of the library
     arrivals: Arrivals = field(default_factory=Arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """`open`: paths that need no key, as they have nothing of requests. Below `operated` an admin key counts as an API
+    key. `operations`: what the OpenAPI document says of the routes that are in it, by method and path."""
+
+    routes: Sequence[BaseRoute]
+    open: frozenset[str] = frozenset()
+    operated: tuple[str, ...] = ()
+    operations: Mapping[tuple[str, str], Operation] = field(default_factory=dict[tuple[str, str], Operation])
+
+
+Mount = Callable[[Shared], Mounted]
+
+
+def nothing(shared: Shared) -> Mounted:
+    return Mounted(())

@@ -18,7 +18,7 @@ from kvcellar.serve.chat_request import ChatRequest, Json
 from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
-from kvcellar.serve.model_route import ModelRoute
+from kvcellar.serve.model_use import ModelRoute
 from kvcellar.serve.openai.chat import Effort, continued
 from kvcellar.serve.openai.fields import implemented
 from kvcellar.serve.openai.tools import tool_choice

@@ -19,7 +19,7 @@ from kvcellar.serve.anthropic.message_writer import MessageWriter
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import AUTO, ChatRequest, Json, ToolChoice
 from kvcellar.serve.generation import GenerationHandler
-from kvcellar.serve.model_route import ModelRoute
+from kvcellar.serve.model_use import ModelRoute
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.shared import Shared

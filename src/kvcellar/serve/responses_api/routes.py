@@ -9,7 +9,7 @@ from starlette.routing import Route
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.generation import GenerationHandler
 from kvcellar.serve.json_text import to_json
-from kvcellar.serve.model_route import ModelRoute
+from kvcellar.serve.model_use import ModelRoute
 from kvcellar.serve.namespaces import owner
 from kvcellar.serve.responses_api.fields import count_input, parse_response
 from kvcellar.serve.responses_api.input_items import page

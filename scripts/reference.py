@@ -14,7 +14,7 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
-from kvcellar.cli.inspecting import OPERATIONS
+from kvcellar.inspector.routes import OPERATIONS
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings

@@ -144,10 +144,6 @@ class ImportStore(Tagged, frozen=True):
     """Store the entries of an archive, which is sent beside this message."""
 
 
-class ReadPulse(Tagged, frozen=True):
-    """Counts that change when something does that a picture shows."""
-
-
 class TakePicture(Tagged, frozen=True):
     """A bounded picture of requests, the prefix tree and cells."""
 
@@ -227,7 +223,7 @@ CacheControl = (
     | VerifyStore
     | ImportStore
 )
-SurveyControl = ReadPulse | TakePicture | ShowEntry | ShowWay
+SurveyControl = TakePicture | ShowEntry | ShowWay
 EngineControl = (
     AddAdapter
     | RemoveAdapter

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from kvcellar import Engine
 from kvcellar.cli.client import AdminClient, ServerLoading
-from kvcellar.cli.inspecting import inspector
 from kvcellar.cli.top import FREE, Watched, view
 from kvcellar.errors import KvcellarError
+from kvcellar.inspector.routes import inspector
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.server import hosting
 from tests.cli.command import PATIENCE, Terminal, kvcellar

@@ -135,7 +135,6 @@ def lists(cache: CacheClient, contents: Contents) -> None:
 
 def pictures(client: SurveyClient, survey: Survey) -> None:
     picture, again = client.picture(), survey.picture()
-    assert client.pulse()[:2] == survey.pulse()[:2]
     assert picture.entries == again.entries != []
     assert picture.ended == again.ended != []
     assert picture.steps == again.steps != []

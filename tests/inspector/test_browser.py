@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from kvcellar import Engine
-from kvcellar.cli.inspecting import inspector
+from kvcellar.inspector.routes import inspector
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.settings import key_digest
 from tests.engine.mixes import PATIENCE

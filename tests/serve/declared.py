@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from jsonschema import Draft202012Validator
 
-from kvcellar.cli.inspecting import OPERATIONS
+from kvcellar.inspector.routes import OPERATIONS
 from kvcellar.serve.openapi.errors import error_type
 from kvcellar.serve.openapi.routes import document
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcellar import Engine
-from kvcellar.cli.inspecting import OPERATIONS, inspector
+from kvcellar.inspector.routes import OPERATIONS, inspector
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.admin_cache import ARCHIVE

@@ -293,7 +293,7 @@ def command(
                 for line in banner(url, hosted.host, settings, keys):
                     announce(line)
 
-            from kvcellar.cli.inspecting import inspector
+            from kvcellar.inspector.routes import inspector
 
             run(
                 hosted.host,

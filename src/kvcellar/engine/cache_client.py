@@ -21,10 +21,6 @@ class SurveyClient:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
-    def pulse(self) -> tuple[int, ...]:
-        """Counts that change when something does that a picture shows; steps first."""
-        return self._client.ask(messages.ReadPulse())
-
     def picture(self) -> Picture:
         """What runs and has ended, entries of the prefix tree, and the cells as runs."""
         return self._client.ask(messages.TakePicture())

@@ -77,7 +77,6 @@ REPLIES: Mapping[type, Any] = {
     messages.VerifyStore: Verified,
     messages.ExportStore: bytes,
     messages.ImportStore: Imported,
-    messages.ReadPulse: tuple[int, ...],
     messages.TakePicture: Picture,
     messages.ShowEntry: tuple[TreeEntry, tuple[int, ...]],
     messages.ShowWay: Way,

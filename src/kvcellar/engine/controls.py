@@ -76,8 +76,6 @@ class Controls:
 
     def _of_survey(self, control: messages.SurveyControl) -> Any:
         match control:
-            case messages.ReadPulse():
-                return self._survey.pulse()
             case messages.TakePicture():
                 return self._survey.picture()
             case messages.ShowEntry(name, most):

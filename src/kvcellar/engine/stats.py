@@ -194,6 +194,7 @@ class EngineStats:
     started: float  # when the engine was started, or started again after its process died: seconds of the wall clock
     running: int = gauge("kvcellar_completions_running", "completions in prefill or decode")
     waiting: int = gauge("kvcellar_completions_waiting", "completions waiting for admission")
+    ended: int  # requests that have ended since the start
     sequences: int  # sequences in memory: those of running completions
     steps: int = counter("kvcellar_steps", "steps")
     preemptions: int = counter("kvcellar_preemptions", "running completions that were preempted")
@@ -249,6 +250,7 @@ def stats(built: "Built") -> EngineStats:
         started=loop.started,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
+        ended=loop.last.count,
         sequences=len(memory.sequences),
         steps=loop.steps,
         preemptions=scheduler.preemptions,

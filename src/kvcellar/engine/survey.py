@@ -1,6 +1,5 @@
 """survey: a bounded picture of an engine, for a page: what runs and has ended, the prefix tree, the cells.
 
-    survey.pulse()              # differs where a new picture would
     survey.picture()            # at most `NODES` entries of the tree, `LIVE` requests, the cells as runs
     survey.entry(name, most), survey.way(number)
 
@@ -23,7 +22,6 @@ import numpy as np
 
 from kvcellar.engine.picture import (
     BEGINNING,
-    RECENT_SECONDS,
     RUNS,
     CellMap,
     Kind,
@@ -38,8 +36,8 @@ from kvcellar.engine.stats import stats
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run
-from kvcellar.prefix.node import TOKEN, Node, ids_of, key_of, path_digest, root_of, upwards
-from kvcellar.prefix.why import NAME, path_key
+from kvcellar.prefix.node import TOKEN, Node, ids_of, key_of, root_of, upwards
+from kvcellar.prefix.why import name_of, path_key
 from kvcellar.snapshot import requested
 
 if TYPE_CHECKING:
@@ -222,18 +220,6 @@ class Survey:
     def __init__(self, built: "Built") -> None:
         self._built, self._loop = built, built.loop
 
-    def pulse(self) -> tuple[int, ...]:
-        def look() -> tuple[int, ...]:
-            loop, memory = self._loop, self._built.memory
-            scheduler, store = loop.scheduler, loop.manager.store
-            since, (tokens, checkpoints, _, _) = time.time() - RECENT_SECONDS, loop.manager.prefixes.tree.total()
-            recent = sum(one.at >= since for one in self._built.runner.recent)
-            stored = (len(store.catalogue), sum(store.transfers.traffic.values())) if store is not None else ()
-            counts = len(scheduler.running), len(scheduler.waiting), recent, tokens, checkpoints
-            return loop.steps, loop.last.count, *counts, *memory.free().values(), *stored
-
-        return self._loop.call(look)
-
     def picture(self) -> Picture:
         walk = self._loop.call(lambda: _Walk(self._built, NODES))
         while self._loop.call(lambda: walk.go_on(time.perf_counter() + SECONDS)):
@@ -308,11 +294,6 @@ class Survey:
         if (found := self._loop.call(look)) is None:
             raise BadRequest("the text of this request is not kept any more", "number")
         return found
-
-
-def name_of(node: Node) -> str:
-    """As in `Recall.entry`."""
-    return path_digest(node, node.start + 1)[:NAME].hex()
 
 
 def _part(node: Node, end: int) -> tuple[str, int, int, tuple[int, ...]]:

@@ -14,50 +14,93 @@ Always true:
     the others.
 """
 
+import asyncio
 import json
 import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvcellar.engine.picture import Picture
+from kvcellar.engine.picture import RECENT_SECONDS, Picture
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.engine.stats import EngineStats
+from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
+from kvcellar.inspector.answers import EntryText, RequestWay, Snapshot
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
-from kvcellar.inspector.snapshot import Beginnings, Json, snapshot, way_fields
-from kvcellar.inspector.source import Source, Viewer
+from kvcellar.inspector.snapshot import Beginnings, Json, Viewer, snapshot, way_fields
+from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.namespaces import api_key, owner
+from kvcellar.serve.operation import SSE, Operation, Parameter
+from kvcellar.serve.shared import Mounted, Shared
 
+T = TypeVar("T")
 API = f"{PAGE}/api/"
 EVERY = 1.0  # seconds between two pictures
 PING = 15.0  # seconds after which a stream without data sends a comment
 STREAMS, STREAMS_OF_KEY = 32, 8
 TOKENS = 1024  # of the text of an entry
 MODELS = 64  # of which pictures and texts are remembered
+OFF = "the inspector of this server is off; start it with --inspector"
+MODEL = Parameter(about="The name of a loaded model. Default: the first one.", schema={"type": "string"})
+NAME = Parameter(about="The name of an entry.", schema={"type": "string"})
+NUMBER = Parameter(about="The number of a request.", schema={"type": "integer", "minimum": 0, "maximum": 10**18 - 1})
+MAY_FAIL = (400, 404, 409)  # there is no such entry or model, or the model is not loaded
+OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
+    {
+        ("GET", f"{API}snapshot"): Operation(
+            api="Inspector", about="What there is now.", query={"model": MODEL}, answer=Snapshot, errors=MAY_FAIL
+        ),
+        ("GET", f"{API}stream"): Operation(
+            api="Inspector",
+            about="The same as events, one when something has changed.",
+            query={"model": MODEL},
+            streams=SSE,
+            event=Snapshot,
+            errors=MAY_FAIL,
+        ),
+        ("GET", f"{API}entry"): Operation(
+            api="Inspector",
+            about="The text of an entry of the tree.",
+            query={"name": NAME, "model": MODEL},
+            answer=EntryText,
+            errors=MAY_FAIL,
+        ),
+        ("GET", f"{API}request"): Operation(
+            api="Inspector",
+            about="The way of a request through the tree.",
+            query={"number": NUMBER, "model": MODEL},
+            answer=RequestWay,
+            errors=MAY_FAIL,
+        ),
+    }
+)
 
 
-def inspector_routes(source: Source, *, page: bool) -> list[Route]:
-    """Without `page` only the data."""
-    data = DataHandler(source)
+def inspector(shared: Shared) -> Mounted:
+    """The page and its data. Without the page, only admin keys read the data; without these, there is nothing."""
+    page = shared.settings.inspects
+    if not page and not shared.keys.now.admin:
+        return Mounted(())
+    data, files = DataHandler(shared), _paths(read_files()) if page else {}
     routes = [
         Route(f"{API}snapshot", data.snapshot, methods=["GET"]),
         Route(f"{API}stream", data.stream, methods=["GET"]),
         Route(f"{API}entry", data.entry, methods=["GET"]),
         Route(f"{API}request", data.request, methods=["GET"]),
+        *(Route(path, file.response, methods=["GET"]) for path, file in files.items()),
     ]
-    return [*routes, *_page_routes(read_files())] if page else routes
-
-
-def open_paths() -> frozenset[str]:
-    """The paths of the page, which have nothing of any request."""
-    return frozenset(_paths(read_files()))
+    return Mounted(routes, frozenset(files), (API,), OPERATIONS)
 
 
 def _paths(files: Mapping[str, File]) -> dict[str, File]:
@@ -65,24 +108,19 @@ def _paths(files: Mapping[str, File]) -> dict[str, File]:
     return {PAGE: files["index.html"], ICON: files["icon.svg"], **found}
 
 
-def _page_routes(files: Mapping[str, File]) -> list[Route]:
-    return [Route(path, _endpoint(file), methods=["GET"]) for path, file in _paths(files).items()]
-
-
-def _endpoint(file: File) -> Callable[[Request], Response]:
-    def endpoint(request: Request) -> Response:
-        return file.response(request)
-
-    return endpoint
-
-
 class Seen(NamedTuple):
-    """A picture, and what it was taken of. Another one is taken only when the pulse differs, or while requests run."""
+    """A picture, and the statistics that the engine had told before it was taken. Another one is taken only when they
+    differ, while requests run, or when a step is too old to count for the rates."""
 
     number: int
     taken: float  # seconds of the monotonic clock
-    pulse: tuple[int, ...]
+    told: EngineStats
     picture: Picture
+
+    def holds(self, told: EngineStats) -> bool:
+        steps, since = self.picture.steps, time.time() - RECENT_SECONDS
+        fades = any(self.picture.at - RECENT_SECONDS <= one.at < since for one in steps)
+        return not self.picture.live and not fades and replace(told, at=0.0) == replace(self.told, at=0.0)
 
 
 @dataclass(slots=True)
@@ -113,18 +151,19 @@ class Stream(StreamingResponse):
 
 
 class DataHandler:
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, shared: Shared) -> None:
+        self._host, self._settings, self._threads = shared.host, shared.settings, shared.threads
+        self._drain, self._keys = shared.drain, shared.keys
         self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
-        self._models: dict[str, _Model] = {}  # changed in the source's thread only
+        self._models: dict[str, _Model] = {}  # changed in the one thread of `_look` only
         self._streams = Counter[str | None]()  # that are open, by tenant
 
     async def snapshot(self, request: Request) -> Response:
-        viewer, model = self._source.viewer(request), request.query_params.get("model")
+        viewer, model = self._viewer(request), request.query_params.get("model")
         return _json((await self._content(model, viewer, -1))[1])
 
     async def stream(self, request: Request) -> Response:
-        viewer, model = self._source.viewer(request), request.query_params.get("model")
+        viewer, model = self._viewer(request), request.query_params.get("model")
         if self._streams.total() >= STREAMS:
             raise Overloaded(f"{STREAMS} streams are open already; close a page")
         if viewer.tenant is not None and self._streams[viewer.tenant] >= STREAMS_OF_KEY:
@@ -140,7 +179,7 @@ class DataHandler:
     async def _events(self, model: str | None, viewer: Viewer, first: tuple[int, bytes]) -> AsyncIterator[bytes]:
         (number, content), sent = first, time.monotonic()
         yield _event(content)
-        while await self._source.pause(EVERY):
+        while await self._pause(EVERY):
             number, content = await self._content(model, viewer, number)
             if content or time.monotonic() - sent >= PING:
                 yield _event(content) if content else b": \n\n"
@@ -155,10 +194,10 @@ class DataHandler:
             if seen.number == known:
                 return known, b""
             shown = snapshot(seen.picture, viewer, found.text(engine))
-            about = {"name": engine.model.name, "context": engine.model.context, "all": list(self._source.models())}
+            about = {"name": engine.model.name, "context": engine.model.context, "all": list(self._host.names)}
             return seen.number, _encoded(shown | {"instance": self._instance, "model": about})
 
-        return await self._source.look(model, look)
+        return await self._look(model, look)
 
     def _model(self, engine: ServedEngine) -> _Model:
         name = engine.model.name
@@ -171,20 +210,20 @@ class DataHandler:
 
     def _seen(self, engine: ServedEngine, of: _Model) -> Seen:
         """The last picture, unless it is old and something has changed since."""
-        now, before, survey = time.monotonic(), of.seen, engine.cache.survey
+        now, before, told = time.monotonic(), of.seen, engine.last_stats
         if before is not None and now - before.taken < EVERY * 0.9:
             return before
-        pulse = survey.pulse()
-        if before is not None and pulse[0] < before.pulse[0]:  # the model was loaded again
+        if before is not None and before.told.started != told.started:  # the model was loaded again
             of.beginnings = Beginnings()
-        if before is not None and pulse == before.pulse and not before.picture.live:
+        if before is not None and before.holds(told):
             of.seen = before._replace(taken=now)
         else:
-            of.seen = Seen(before.number + 1 if before is not None else 0, now, pulse, survey.picture())
+            number = before.number + 1 if before is not None else 0
+            of.seen = Seen(number, now, told, engine.cache.survey.picture())
         return of.seen
 
     async def entry(self, request: Request) -> Response:
-        viewer, name = self._source.viewer(request), request.query_params.get("name", "")
+        viewer, name = self._viewer(request), request.query_params.get("name", "")
 
         def look(engine: ServedEngine) -> Json:
             entry, tokens = engine.cache.survey.entry(name, TOKENS)
@@ -199,7 +238,7 @@ class DataHandler:
         return await self._answer(request, look)
 
     async def request(self, request: Request) -> Response:
-        viewer, text = self._source.viewer(request), request.query_params.get("number", "")
+        viewer, text = self._viewer(request), request.query_params.get("number", "")
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise BadRequest("number must be the number of a request", "number")
 
@@ -213,7 +252,44 @@ class DataHandler:
 
     async def _answer(self, request: Request, look: Callable[[ServedEngine], Json]) -> Response:
         model = request.query_params.get("model")
-        return _json(await self._source.look(model, lambda engine: _encoded(look(engine))))
+        return _json(await self._look(model, lambda engine: _encoded(look(engine))))
+
+    def _viewer(self, request: Request) -> Viewer:
+        """An API key sees what its own requests have computed, an admin key sees all, without texts. A server with one
+        API key, or none, has one tenant. Raises `ApiError` 403 for an API key where the page is off."""
+        settings, keys, key = self._settings, self._keys.now, api_key(request.scope)
+        if not keys.api:
+            if not settings.inspects:
+                raise ApiError(403, OFF, code="not_allowed")
+            return Viewer(None, True, None)
+        if key in keys.admin:
+            return Viewer(None, False, None)
+        if not settings.inspects:
+            raise ApiError(403, OFF, code="not_allowed")
+        own = owner(request.scope)
+        return Viewer(own if len(keys.api) > 1 else None, not settings.share_prefixes, own)
+
+    async def _look(self, model: str | None, work: Callable[[ServedEngine], T]) -> T:
+        """The result of `work`, in a thread, with the engine of a loaded model; None: the default."""
+
+        def looked() -> T:
+            with self._host.loaded(model) as lease:
+                return work(lease.engine)
+
+        try:
+            return await self._threads.run("inspector", looked)
+        except (EngineClosed, ModelNotFound):
+            raise
+        except KvcellarError as error:
+            raise ApiError(400, printable(str(error), 500), code="not_possible") from error
+
+    async def _pause(self, seconds: float) -> bool:
+        """Wait so long. False, at once, when the server begins to shut down."""
+        ending = asyncio.Event()
+        with self._drain.on_start(ending.set), suppress(TimeoutError):
+            if not self._drain.started:
+                await asyncio.wait_for(ending.wait(), seconds)
+        return not self._drain.started
 
 
 def _encoded(value: Json) -> bytes:

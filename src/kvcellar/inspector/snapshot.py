@@ -9,13 +9,12 @@ Always true:
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 
 from kvcellar.engine.picture import RECENT_SECONDS, CellMap, LiveRequest, MapRun, Picture, StepRecord, TreeEntry, Way
 from kvcellar.engine.result import Ended
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Recall
-from kvcellar.inspector.source import Viewer
 
 Json = dict[str, object]
 Decode = Callable[[Sequence[int]], str]
@@ -23,6 +22,24 @@ Decode = Callable[[Sequence[int]], str]
 VERSION = 2  # of the object; a field that is added does not change it
 GROUPS = 16  # that are shown
 BEGINNINGS = 4096  # texts of beginnings that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Whose requests are shown. `tenant`: the owner of those; None: all of them. `texts`: with the texts of entries
+    that the owner `author` has computed; None: of all."""
+
+    tenant: str | None
+    texts: bool
+    author: str | None
+
+    def sees(self, owner: str) -> bool:
+        """Whether the requests and entries of an owner are shown one by one."""
+        return self.tenant is None or owner == self.tenant
+
+    def reads(self, owner: str) -> bool:
+        """Whether the texts of an owner are shown."""
+        return self.texts and (self.author is None or owner == self.author)
 
 
 class Beginnings:

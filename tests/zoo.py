@@ -27,7 +27,6 @@ __all__ = [
     "KINDS",
     "RECURRENT",
     "REFUSED_OR_UNUSUAL",
-    "TYPICAL",
     "WINDOW",
     "Arch",
     "auto_config",
@@ -313,26 +312,3 @@ ARCHS: dict[str, Arch] = {arch.name: arch for arch in (*_ATTENTION, *_RECURRENT,
 ATTENTION = tuple(arch.name for arch in _ATTENTION)
 RECURRENT = tuple(arch.name for arch in _RECURRENT)
 REFUSED_OR_UNUSUAL = tuple(arch.name for arch in _UNUSUAL)
-
-# Of every mechanism by which layers keep or read something, at least one. Laws of many architectures are played on them
-# by default (`conftest.py`), and on the others by `make test-long`.
-TYPICAL = frozenset(
-    (
-        *(
-            "llama",
-            "phi3-longrope",
-            "gemma2",
-            "gemma3n",
-            "gemma4-26b",
-            "gpt-oss",
-            "llama4",
-            "cohere2",
-            "opt",
-            "diffllama",
-        ),
-        *("ministral3", "deepseek-v3", "deepseek-v3.2", "starcoder2"),
-        *("lfm2", "lfm3", "qwen3-next", "kimi-linear", "mamba", "mamba2", "falcon-h1", "zamba2", "zaya"),
-        *("phi3-longrope-crossing", "gpt-neo", "bloom", "inkling2", "minimax-m3", "deepseek-v4", "minimax-01"),
-        *("recurrent-gemma", "rwkv"),
-    )
-)

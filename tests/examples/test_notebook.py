@@ -39,6 +39,7 @@ def test_its_links_to_documents_and_examples_have_targets(notebook) -> None:
     assert all((ROOT / name).exists() for name in named)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not held_out(), reason="this interpreter has none of the modules that the drafts are counted on")
 def test_it_runs_in_a_fresh_kernel_and_plots(notebook, tmp_path, monkeypatch) -> None:
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "MPLCONFIGDIR"):

@@ -37,6 +37,11 @@ NEEDS = {
     "a CUDA device": "cuda",
     "minutes": "make",
 }
+LONG = (  # pages whose models are loaded several times; the commands of the others are much the same
+    "conversations", "deploy", "embeddings", "inspector", "keys-and-exposure", "limit-memory", "metrics",
+    "other-clients", "quantize", "responses", "score-text", "serve-several", "serve-your-model", "speculate",
+    "structured-output", "support-a-model-kind", "traces", "why",
+)  # fmt: skip
 SHOWN = {"text", "json"}  # languages of what is neither a command nor a program
 FENCE = re.compile(r"(?:^\*Not run by the tests: it needs ([^\n]+)\.\*\n\n)?^```(\w*)\n(.*?)^```$", re.M | re.S)
 
@@ -146,7 +151,9 @@ def play(text: str, page: Page) -> int:
     return ran
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, id=p.stem, marks=pytest.mark.slow if p.stem in LONG else ()) for p in PAGES]
+)
 def test_the_commands_of_a_page_run(path, page):
     assert play(path.read_text(), page), "nothing on this page runs"
 
@@ -162,6 +169,10 @@ def test_a_fence_is_left_out_only_for_what_its_command_needs(page):
     assert play(f"{mark}```ini\n# in systemd/system\n```\n", page) == 0
     with pytest.raises(AssertionError, match="does not seem to need systemd"):
         play(f"{mark}```sh\nls\n```\n", page)
+
+
+def test_pages_that_are_left_to_the_long_run_exist():
+    assert {path.stem for path in PAGES} >= {*LONG}
 
 
 def test_every_page_is_in_the_index():

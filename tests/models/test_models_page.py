@@ -11,10 +11,11 @@ from tests.zoo_test_support.sweep import NO_MODEL
 
 TEXT = PAGE.read_text()
 ROWS = dict(re.findall(r"^\| (\S+) \| (flat|solo|refused|wrong|not tested) \|", TEXT, re.M))
-SAMPLE = ("bloom", "camembert", "gemma3n", "gpt2", "lfm2", "llama", "llama4_text", "recurrent_gemma")
+SAMPLE = ("bloom", "gemma3n", "llama", "recurrent_gemma")
+MORE = ("camembert", "gpt2", "lfm2", "llama4_text")
 
 
-@pytest.mark.parametrize("model_type", SAMPLE)
+@pytest.mark.parametrize("model_type", [*SAMPLE, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
 def test_a_sampled_type_is_served_as_on_the_page(model_type: str) -> None:
     need_own_layers(torch.bfloat16)
     assert f"\n{check(model_type)}\n" in TEXT, "run `make docs`"

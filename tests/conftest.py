@@ -1,8 +1,9 @@
 """The ground every test stands on: one thread, no network, the same random numbers each time.
 
-`pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50.
+`pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50. `--part
+3/12` runs the third of twelve parts of the slow tests, and nothing else.
 
-A test that is parametrized with more than `MANY` architectures of the zoo is slow with all but the typical ones.
+Parametrized tests are slow in all cells but a few that cover them (`selection.py`).
 
 Engines of the tests in the folders `RECORDED` run recorded steps, as those of users do, unless a test says `record=`
 itself; those of other tests run their modules. `pytest --record auto`, or `off`, says it for all.
@@ -11,6 +12,8 @@ itself; those of other tests run their modules. `pytest --record auto`, or `off`
 import os
 import random
 import sys
+import time
+import zlib
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
@@ -34,10 +37,10 @@ ROOT = str(Path(__file__).parents[1])
 os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 RECORD = ("auto", "off")
-MANY = 32  # as many as there are typical ones
 RECORDED = ("cli", "engine", "serve")  # what users run
 TESTS = Path(__file__).parent
 _SHARING = pytest.StashKey[Any]()
+_END = pytest.StashKey[float]()
 
 hypothesis.settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile(
@@ -51,6 +54,8 @@ hypothesis.settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the slow tests too, with many more examples")
+    parser.addoption("--part", type=_part, help="run only this part of the slow tests: 3/12 is the third of twelve")
+    parser.addoption("--seconds", type=float, help="skip what has not begun after so many seconds of tests")
     parser.addoption("--record", choices=RECORD, help="`record` of engines of which a test does not say it")
 
 
@@ -62,19 +67,25 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`record` of the engines of a test and of its fixtures."""
+    if (seconds := item.config.getoption("--seconds")) is not None:
+        end = item.config.stash.setdefault(_END, time.monotonic() + seconds)
+        if time.monotonic() > end:
+            pytest.skip(f"not begun after {seconds} seconds")
     from kvcellar.engine.settings import Settings
 
-    recorded = _in_recorded(item.path)
+    recorded = _folder(item.path) in RECORDED
     Settings.__init__.__kwdefaults__["record"] = item.config.getoption("--record") or ("auto" if recorded else "off")
     if recorded or "kvcellar.engine.build" in sys.modules:
-        from tests.recordings import Sharing  # imports torch
+        from tests.sharing import Sharing  # imports torch
 
         sharing = item.config.stash.setdefault(_SHARING, Sharing())
-        sharing.start(measures=item.get_closest_marker("measures") is None, recordings=recorded)
+        measures = item.get_closest_marker("measures") is None
+        sharing.start(measures=measures, passed=_folder(item.path) != "models", recordings=recorded)
 
 
-def _in_recorded(path: Path) -> bool:
-    return path.is_relative_to(TESTS) and path.relative_to(TESTS).parts[0] in RECORDED
+def _folder(path: Path) -> str:
+    """That of a test, below this one; "" for a test elsewhere."""
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -83,29 +94,35 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in _rare(items):
-        item.add_marker(pytest.mark.slow)
-    asked_for_slow = config.getoption("--long") or "slow" in config.getoption("markexpr")
+    if "tests.zoo" in sys.modules:  # it imports torch, which tests that do not use it run without
+        from tests.selection import left_out
+
+        for item in left_out(items):
+            item.add_marker(pytest.mark.slow)
+    if (part := config.getoption("--part")) is not None:
+        chosen = {id(item) for item in items if item.get_closest_marker("slow") and _is_in(item, *part)}
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
+    elif not (config.getoption("--long") or "slow" in config.getoption("markexpr")):
+        slow = pytest.mark.skip(reason="slow: `make test-long` runs it")
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(slow)
     for item in items:
-        if item.get_closest_marker("slow") and not asked_for_slow:
-            item.add_marker(pytest.mark.skip(reason="slow: `make test-long` runs it"))
         if item.get_closest_marker("gpu") and (why := _no_accelerator()):
             item.add_marker(pytest.mark.skip(reason=why))
 
 
-def _rare(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The tests of many architectures, but for the typical ones."""
-    zoo = sys.modules.get("tests.zoo")  # it imports torch, which tests that do not use it run without
-    if zoo is None:
-        return []
-    of: dict[str, list[tuple[str, pytest.Item]]] = {}
-    for item in items:
-        values = callspec.params.values() if (callspec := getattr(item, "callspec", None)) is not None else ()
-        names = [value.name if isinstance(value, zoo.Arch) else value for value in values]
-        for name in [name for name in names if isinstance(name, str) and name in zoo.ARCHS][:1]:
-            of.setdefault(item.nodeid.partition("[")[0], []).append((name, item))
-    many = [found for found in of.values() if len({name for name, _ in found}) > MANY]
-    return [item for found in many for name, item in found if name not in zoo.TYPICAL]
+def _part(text: str) -> tuple[int, int]:
+    number, _, of = text.partition("/")
+    if not 1 <= int(number) <= int(of):
+        raise ValueError(text)
+    return int(number), int(of)
+
+
+def _is_in(item: pytest.Item, number: int, of: int) -> bool:
+    """Whether a test is in this part: each is in one, whatever other tests there are."""
+    return zlib.crc32(item.nodeid.encode()) % of == number - 1
 
 
 def _no_accelerator() -> str | None:

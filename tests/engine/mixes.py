@@ -21,7 +21,7 @@ from kvcellar.engine.allocate import Needs
 from kvcellar.engine.capacity import resolve_capacity
 from kvcellar.engine.reserve import scratch
 from kvcellar.engine.result import Ticket
-from kvcellar.engine.settings import step_tokens_of
+from kvcellar.engine.settings import Settings, step_tokens_of
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
 from kvcellar.sample.params import SamplingParams
@@ -193,6 +193,17 @@ def bytes_for(model: str | PreTrainedModel, tokens: int, **settings: Any) -> int
     `settings` are those of the engine that will be given the bytes: they decide what a step takes.
     """
     network = ARCHS[model].build() if isinstance(model, str) else model
+    config = repr(sorted(network.config.to_dict().items()))
+    how = build.measures_of, Settings().record, network.dtype, config, tokens, repr(sorted(settings.items()))
+    if how not in _BYTES:
+        _BYTES[how] = _bytes_for(network, tokens, settings)
+    return _BYTES[how]
+
+
+_BYTES: dict[tuple[object, ...], int] = {}  # by what they depend on
+
+
+def _bytes_for(network: PreTrainedModel, tokens: int, settings: dict[str, Any]) -> int:
     with made(network, **{"cache_bytes": 2**29, **settings}) as engine:
         built, given = engine._built, engine._built.settings
         limits = {"context": built.intake.context, "step_tokens": step_tokens_of(given, "cpu")}

@@ -340,6 +340,7 @@ def test_the_model_is_described(engine):
     assert "cells" in engine.capacity()
 
 
+@pytest.mark.measures  # its bytes are enough for what its step takes, and for little more
 @pytest.mark.parametrize("name", ["mamba2", "lfm3"])
 def test_more_outputs_than_there_are_rows_of_state_for_are_written_one_after_the_other(name):
     with small_engine(name, cache_bytes=1_400_000, context=32, max_sequences=64, step_tokens=8) as engine:

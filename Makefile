@@ -14,7 +14,7 @@ TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-long lint format docs bench soak train-embedded clean
+.PHONY: help run check test test-long test-part lint format docs bench soak train-embedded clean
 
 help:
 	@sed -n 's/^\([a-z][a-z-]*\):.*## \(.*\)/  make \1 \2/p' Makefile | awk '{t = $$2; $$1 = $$2 = ""; printf "  make %-15s%s\n", t, $$0}'
@@ -29,10 +29,23 @@ else
 	else text=$$(cat); $(BIN)/kvcellar run embedded --max-tokens 100 "$${text:-$(SAMPLE)}"; fi
 endif
 
+check: $(VENV)/.dev ## what changed against main, in a minute: style, types, and the tests nearest to it
+	@$(BIN)/python scripts/check.py
+
 # A process for each core, up to eight: each takes about 1 GB. ARGS=-n0 runs them in one process, for a debugger.
 PARALLEL := -n auto --maxprocesses 8 --dist worksteal
+# Wall time, and CPU time of all processes.
+TIMED := TIMEFORMAT='%lR passed; all processes together took %lU and %lS of CPU time'; time
+test test-part: SHELL := bash
 test: $(VENV)/.dev ## all tests except the slow ones and, without an accelerator, those that need one
-	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	@$(TIMED) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+# Consecutive commits run all parts. A shallow clone does not know how many there are: the time of its commit chooses.
+PARTS := 12
+COMMITS = $$([ "$$(git rev-parse --is-shallow-repository)" = true ] && git log -1 --format=%ct || git rev-list --count HEAD)
+test-part: $(VENV)/.dev ## one of twelve parts of the slow tests, chosen by the number of commits
+	@part=$$((($(COMMITS)) % $(PARTS) + 1))/$(PARTS); echo "Part $$part of the slow tests"; \
+	$(TIMED) $(BIN)/python -m pytest $(PARALLEL) --part $$part $(ARGS)
 
 test-long: $(VENV)/.dev ## the slow tests too, with many more examples
 	$(BIN)/python -m pytest $(PARALLEL) --long -o faulthandler_timeout=3600 $(ARGS)

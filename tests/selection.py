@@ -5,10 +5,10 @@ cells are played that each value of each parameter occurs in one, and in the fol
 milliseconds, each pair of values. Of `seed` and `batch`, whose values only repeat a test, the first third is played.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import combinations
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, product
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,6 @@ ROWS = frozenset(("conv", "ssm", "linear"))  # recurrent states
 NETWORKS = ("attention", "models")  # folders whose tests are about networks too
 PAIRED = ("attention", "cache", "kernels", "prefix", "sample", "text")
 REPEATS = ("batch", "seed")
-Key = TypeVar("Key")
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -34,25 +33,37 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     found: list[pytest.Item] = []
     for name, cells in tests.items():
         folder = name.split("/")[1]
-        few = _of_few_architectures(_of_few_repeats(cells), networks=folder in NETWORKS)
-        kept = set(covering([_values(item) for item in few], pairs=folder in PAIRED))
-        played = {id(item) for at, item in enumerate(few) if at in kept}
+        few = _of_few_repeats(cells)
+        shown = [_shown(item, networks=folder in NETWORKS) for item in few]
+        kept = covering(shown, pairs=folder in PAIRED, first=[_kinds(item) for item in few])
+        played = {id(few[at]) for at in kept}
         found += [item for item in cells if id(item) not in played]
     return found
 
 
-def covering(cells: Sequence[Sequence[str]], *, pairs: bool) -> list[int]:
-    """Indices of cells that have, among them, all values of each place, or all pairs of values that are in a cell."""
-    size = min(2, len(cells[0])) if pairs else 1
-    shown = [frozenset(combinations(enumerate(cell), size)) for cell in cells]
-    return _cover(dict(enumerate(shown)), rank=lambda at: at)
+Shown = Mapping[object, frozenset[object]]  # by place in a cell: its value, or the mechanisms of an architecture
 
 
-def architectures(names: Iterable[str], *, networks: bool) -> list[str]:
-    """As few of these as have all mechanisms among them; simple ones first."""
-    order = list(ARCHS)
-    found = {name: mechanisms(ARCHS[name], networks=networks) for name in names}
-    return _cover(found, rank=lambda name: (len(ARCHS[name].kinds), order.index(name)))
+def covering(cells: Sequence[Shown], *, pairs: bool, first: Sequence[int] | None = None) -> list[int]:
+    """Indices of cells that show, among them, all values of each place, or all pairs of values that are in a cell: in
+    turn the cell that shows the most that is missing, of equal ones that with the least in `first`."""
+    shown = [frozenset(_combined(cell, pairs=pairs)) for cell in cells]
+    missing = frozenset[object]().union(*shown)
+    chosen: list[int] = []
+    while missing:
+        best = min(range(len(cells)), key=lambda at: (-len(shown[at] & missing), first[at] if first else 0, at))
+        chosen.append(best)
+        missing -= shown[best]
+    return chosen
+
+
+def _combined(cell: Shown, *, pairs: bool) -> Iterator[object]:
+    singles = [[(place, value) for value in values] for place, values in cell.items()]
+    if not pairs or len(singles) < 2:
+        yield from chain(*singles)
+    else:
+        for one, other in combinations(singles, 2):
+            yield from product(one, other)
 
 
 def mechanisms(arch: Arch, *, networks: bool) -> frozenset[str]:
@@ -70,35 +81,28 @@ def _of_few_repeats(cells: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     return cells
 
 
-def _of_few_architectures(cells: Sequence[pytest.Item], *, networks: bool) -> list[pytest.Item]:
-    names = [_architecture(item) for item in cells]
-    if any(len(_values(item)) < len(_parameters(item)) for item in cells):
-        return list(cells)  # an architecture and what belongs to it are one value
-    few = architectures({name for name in names if name is not None}, networks=networks)
-    return [item for item, name in zip(cells, names, strict=True) if name is None or name in few]
+def _shown(item: pytest.Item, *, networks: bool) -> Shown:
+    """Of a test of architectures, its arguments; of another, each parametrization, whose arguments are one value."""
+    arguments = _parameters(item)
+    if not any(_architecture(value) for value in arguments.values()):
+        return {place: frozenset((value,)) for place, value in enumerate(item.callspec._idlist)}
+    return {
+        name: mechanisms(arch, networks=networks) if (arch := _architecture(value)) else frozenset((_identity(value),))
+        for name, value in arguments.items()
+    }
 
 
-def _architecture(item: pytest.Item) -> str | None:
-    names = [value.name if isinstance(value, Arch) else value for value in _parameters(item).values()]
-    return next((name for name in names if isinstance(name, str) and name in ARCHS), None)
+def _kinds(item: pytest.Item) -> int:
+    return sum(len(arch.kinds) for value in _parameters(item).values() if (arch := _architecture(value)))
+
+
+def _architecture(value: object) -> Arch | None:
+    return value if isinstance(value, Arch) else ARCHS.get(value) if isinstance(value, str) else None
+
+
+def _identity(value: object) -> object:
+    return repr(value) if isinstance(value, str | bytes | int | float | None) else id(value)
 
 
 def _parameters(item: pytest.Item) -> Mapping[str, Any]:
     return item.callspec.params
-
-
-def _values(item: pytest.Item) -> Sequence[str]:
-    """What each parametrization contributes to the name of a cell."""
-    return item.callspec._idlist
-
-
-def _cover(sets: Mapping[Key, frozenset[object]], *, rank: Callable[[Key], object]) -> list[Key]:
-    """Keys whose sets have all elements together: always the one with the most that are missing, then the first by
-    `rank`."""
-    missing = frozenset[object]().union(*sets.values())
-    chosen: list[Key] = []
-    while missing:
-        best = min(sets, key=lambda key: (-len(sets[key] & missing), rank(key)))
-        chosen.append(best)
-        missing -= sets[best]
-    return chosen

@@ -19,7 +19,7 @@ from kvcellar.attention.cpu import Cpu
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.network import TINY, write
 from kvcellar.contracts import Backend
-from kvcellar.kernels import layers, linear, packed
+from kvcellar.kernels import layers, packed
 from kvcellar.models import seam
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.load import load
@@ -32,7 +32,7 @@ SEQUENCES = (1, 8, 32)
 SPEC = AttentionSpec(TINY.query_heads, TINY.kv_heads, TINY.head_size, TINY.head_size, dtype="bfloat16", device="cpu")
 PROMPT = 40  # tokens of the first sequence; each has one more than the one before
 OURS = str(Path(kvcellar.__file__).parent)
-LINEAR = (packed.__file__, linear.__file__, layers.__file__)  # calls of the network to packed linear layers
+LINEAR = (packed.__file__, layers.__file__)  # calls of the network to packed linear layers
 
 
 class Counts(NamedTuple):

@@ -19,7 +19,7 @@ from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.linear import Kernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import Kernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.packed import ROWS, PackedLinear
 
 Layer = PanelLinear | PackedLinear

@@ -15,7 +15,7 @@ import transformers
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from tests.models.served import expected
 from tests.models.timeline import BOUND, Timeline, seed_of
 from tests.zoo import ARCHS

@@ -25,7 +25,7 @@ from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.packing import pack_model
 from kvcellar.verify.bits import same_bits
 from kvcellar.verify.run import Report, verify

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.linear import FOREIGN, Kernel
+from kvcellar.kernels.layers import FOREIGN, Kernel
 
 
 def need_own_layers(dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from kvcellar.cache.group import Group
 from kvcellar.cache.history import StepTables
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
 from kvcellar.cache.memory import Memory
-from kvcellar.kernels.native import Native
+from kvcellar.kernels.compiled import Native
 from kvcellar.layout import Layout
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs

@@ -9,8 +9,8 @@ from safetensors import safe_open
 from kvcellar.library.library import Library
 from kvcellar.models import embedded
 from kvcellar.models.load import load
-from kvcellar.models.quantize import calibrate, harm
-from kvcellar.models.quantize.harm import measure_harm
+from kvcellar.models.quantize import measuring
+from kvcellar.models.quantize.measuring import measure_harm
 from tests.cli.test_models import run
 from tests.models.quantised import densified, saved
 from tests.models.test_quantize import same_network
@@ -19,9 +19,10 @@ from tests.models.test_quantize import same_network
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     """The library of the user; the working directory has a model `m`, a Modelfile, and a text."""
-    for module in (calibrate, harm):
-        monkeypatch.setattr(module, "WINDOWS", 2)
-        monkeypatch.setattr(module, "LENGTH", 32)
+    for name in ("WINDOWS", "CALIBRATED"):
+        monkeypatch.setattr(measuring, name, 2)
+    for name in ("LENGTH", "CALIBRATED_LENGTH"):
+        monkeypatch.setattr(measuring, name, 32)
     monkeypatch.setenv("KVCELLAR_MODELS", str(tmp_path / "models"))
     saved(tmp_path / "m", num_hidden_layers=2)
     (tmp_path / "Modelfile").write_text("FROM ./m\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvcellar.models import embedded
 from kvcellar.models.load import load
-from kvcellar.models.mtp_weights import load_mtp
+from kvcellar.models.mtp_head import load_mtp
 from scripts.embedded_trainer.corpus import Source
 from scripts.embedded_trainer.head import head_shapes
 from scripts.embedded_trainer.head_training import count_head_parameters

@@ -17,7 +17,7 @@ from kvcellar.engine.loop import Loop
 from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.result import Collector
 from kvcellar.errors import AdapterRefused, BadRequest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from tests.engine.tiered import acknowledged
 from tests.models.lora import ends_with, layers_of, merged, saved
 from tests.own_cache import own_cache

@@ -6,7 +6,7 @@ import pytest
 
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import DraftRefused
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.speculate.assistant import AssistantDrafter
 from tests.engine.speculating import speculates
 from tests.models.assistants import ORDERED, VOCAB, saved

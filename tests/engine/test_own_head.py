@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from kvcellar.engine.engine import Engine
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.speculate.head import HeadDrafter
 from tests.engine.speculating import speculates
 from tests.models.mtp import model_with_layers, new_layers, saved_beside

@@ -12,8 +12,8 @@ from torch import Tensor
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.experts import Kernel, OwnExperts, panel_experts
-from kvcellar.kernels.linear import Kernel as LinearKernel
-from kvcellar.kernels.linear import panel_bytes
+from kvcellar.kernels.layers import Kernel as LinearKernel
+from kvcellar.kernels.layers import panel_bytes
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from kvcellar.kernels import packed
 from kvcellar.kernels.arena import HUGE, SMAPS, Arena
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.kernels.layers import merged
-from kvcellar.kernels.linear import FOREIGN, PAIRS, Kernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import FOREIGN, PAIRS, Kernel, PanelLinear, merged, panel_bytes, panel_linear
 from kvcellar.kernels.packed import PackedLinear, pack
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)

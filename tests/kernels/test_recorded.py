@@ -19,12 +19,10 @@ from torch import Tensor
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.program import Number, Op, Program, Ref, Value
 from kvcellar.kernels.recorded import FIXED, KEPT, Recorded
-from kvcellar.kernels.recorded_calls import Handler
-from kvcellar.kernels.recorded_functions import CANDIDATES, Functions
-from kvcellar.kernels.recorded_kernel import REFERENCES, TYPES, StepKernel, same_bits
+from kvcellar.kernels.recorded_kernel import CANDIDATES, REFERENCES, TYPES, Functions, StepKernel, same_bits
 from kvcellar.kernels.recorded_lowering import operator
-from kvcellar.kernels.recorded_memory import Life, placed
-from kvcellar.kernels.recorded_outline import outlined
+from kvcellar.kernels.recorded_operators import Life, placed
+from kvcellar.kernels.recorded_outline import Handler, outlined
 from tests.kernels.traced import data_of, traced
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.kernels.compiled import COMPILERS, SOURCES, library
-from kvcellar.kernels.threads import Threads
+from kvcellar.kernels.compiled import COMPILERS, SOURCES, Threads, library
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
@@ -112,7 +111,7 @@ FORKED = """
 import ctypes, os, sys
 from pathlib import Path
 from kvcellar.kernels.compiled import library
-from kvcellar.kernels.threads import Threads
+from kvcellar.kernels.compiled import Threads
 found = library(Path(sys.argv[1]), os.environ)
 found.count.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 found.count.restype = ctypes.c_int64

@@ -11,7 +11,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.models.assistant_head import ASSISTANTS, AssistantHead, build_assistant, queries_only
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from tests.zoo import ARCHS, layers
 from tests.zoo_test_support.initialise import initialise
 

@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 from kvcellar.attention.choose import backends
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import sharing_weights
 from kvcellar.models.mtp_head import MtpHead, build_mtp_head
 from tests.zoo import ARCHS

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from kvcellar.attention.choose import named
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.packed import pack
-from kvcellar.models.adapter_test import check_adapted
 from kvcellar.models.adapters import read_adapter
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import sharing_weights
+from kvcellar.models.selftest import check_adapted
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.lora import ends_with, layers_of, merged, saved

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from kvcellar.errors import AdapterRefused
 from kvcellar.models.adapters import Adapter, check_adapter, linear_layers, read_adapter, sizes_of
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from tests.models.lora import ends_with, layers_of, saved
 from tests.zoo import ARCHS
 

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models import embedded
 from kvcellar.models.load import load
-from kvcellar.models.quantize import calibrate, harm
-from kvcellar.models.quantize.calibrate import Calibration
+from kvcellar.models.quantize import measuring
 from kvcellar.models.quantize.directory import int4_gptq, quantize_directory
-from kvcellar.models.quantize.harm import _compare, _Sums, measure_harm
-from kvcellar.models.quantize.report import report_lines
-from kvcellar.models.quantize.rules import int4_groups
-from kvcellar.models.quantize.windows import of_text, sampled
+from kvcellar.models.quantize.kinds import report_lines
+from kvcellar.models.quantize.measuring import Calibration, _compare, _Differences, measure_harm, of_text, sampled
+from kvcellar.models.quantize.rounding import int4_groups
 from tests.models.quantised import saved, types
 
 TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 40
@@ -29,9 +27,10 @@ TEXT = "def read(path):\n    with open(path) as file:\n        return file.read(
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer and shorter windows than for users."""
-    for module in (calibrate, harm):
-        monkeypatch.setattr(module, "WINDOWS", 4)
-        monkeypatch.setattr(module, "LENGTH", 40)
+    for name in ("WINDOWS", "CALIBRATED"):
+        monkeypatch.setattr(measuring, name, 4)
+    for name in ("LENGTH", "CALIBRATED_LENGTH"):
+        monkeypatch.setattr(measuring, name, 40)
 
 
 def correlated(seed: int, inputs: int, rows: int) -> Tensor:
@@ -138,7 +137,7 @@ def test_sums_are_over_what_each_layer_reads(tmp_path: Path) -> None:
 def test_rounds_of_less_memory_give_the_same_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(tmp_path / "m", num_hidden_layers=2)
     quantize_directory(source, tmp_path / "one", "int4", method="gptq", measure=False)
-    monkeypatch.setattr(calibrate, "_BYTES", 1)
+    monkeypatch.setattr(measuring, "_BYTES", 1)
     quantize_directory(source, tmp_path / "many", "int4", method="gptq", measure=False)
     one, many = (tmp_path / name / "model.safetensors" for name in ("one", "many"))
     assert one.read_bytes() == many.read_bytes()
@@ -156,7 +155,7 @@ def test_experts_are_rounded_by_the_rule_and_named(tmp_path: Path) -> None:
 
 
 def test_layers_that_read_too_little_are_rounded_by_the_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "FEWEST", 10_000)
+    monkeypatch.setattr(measuring, "FEWEST", 10_000)
     source = saved(tmp_path / "m", num_hidden_layers=2)
     report = quantize_directory(source, tmp_path / "q", "int4", method="gptq", measure=False)
     assert len(report["calibration"]["by_the_rule"]) == 14
@@ -262,7 +261,7 @@ def test_weights_that_compute_nan_are_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused_and_a_share_of_zero_is_not() -> None:
     ids, own = torch.tensor([0, 1]), torch.tensor([[0.0, -math.inf], [0.0, 1.0]])
-    sums = _Sums()
+    sums = _Differences()
     _compare(ids, own, own, sums)
     _compare(ids, own, torch.zeros(2, 2), sums)
     assert (sums.kl > 0, math.isfinite(sums.kl), sums.rows) == (True, True, 4)

@@ -13,7 +13,7 @@ from kvcellar.library.create import create
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.modelfile import parse
 from kvcellar.models.create_tools import CreateTools
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from tests.models import gguf_files as gguf
 from tests.models.assistants import ORDERED, VOCAB, saved
 from tests.models.lora import ends_with, layers_of

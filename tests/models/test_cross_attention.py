@@ -26,7 +26,7 @@ from transformers import (
 from kvcellar.cache import inputs as inputs_module
 from kvcellar.cache.history import write_planes
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, NotSupported
-from kvcellar.models.cross_attention import DecoderCache, cross_attention_cache
+from kvcellar.models.generation import DecoderCache, cross_attention_cache
 from tests.zoo import ARCHS
 from tests.zoo_test_support.initialise import initialise
 

@@ -11,9 +11,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.experts import pack_experts
-from kvcellar.models.packing import pack_model
-from kvcellar.models.routers import CHILDREN, wrap_routers
+from kvcellar.models.packing import CHILDREN, pack_experts, pack_model, wrap_routers
 from kvcellar.verify.bits import same_bits
 from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from kvcellar.engine.engine import Engine
 from kvcellar.errors import ModelNotFound, ModelRefused
 from kvcellar.models.find import find
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS, reference_logits

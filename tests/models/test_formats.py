@@ -20,10 +20,9 @@ from kvcellar.errors import ModelRefused
 from kvcellar.kernels.codes import Coded, Codes
 from kvcellar.models.load import load
 from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.formats.floats import as_floats, e2m1, looked_up
-from kvcellar.models.quantize.formats.part import Decoded, shown_part
-from kvcellar.models.quantize.formats.table import format_in
-from kvcellar.models.quantize.layouts import unpack
+from kvcellar.models.quantize.formats.part import Decoded, as_floats, e2m1, looked_up, shown_part
+from kvcellar.models.quantize.reading import format_in
+from kvcellar.models.quantize.rounding import unpack
 from kvcellar.models.weights_bytes import bytes_in_memory, weights_of
 from kvcellar.models.weights_files import Stored, WeightsFiles
 from tests.models import foreign

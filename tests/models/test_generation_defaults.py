@@ -13,7 +13,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models.generation_defaults import FIELDS, generation_defaults
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
 from kvcellar.verify.diagnosis import diagnose
 from tests.cli.command import kvcellar

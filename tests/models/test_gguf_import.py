@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.quantised import QuantisedLinear
-from kvcellar.models.gguf_codes import BITS
 from kvcellar.models.gguf_file import TYPES
-from kvcellar.models.gguf_import import decode, import_gguf
+from kvcellar.models.gguf_import import BITS, decode, import_gguf
 from kvcellar.models.gguf_models import ARCHITECTURES, llama3_parameters
 from kvcellar.models.load import load
 from kvcellar.models.quantize.served import kernels_for

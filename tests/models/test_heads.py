@@ -11,7 +11,7 @@ from kvcellar.errors import ModelNotFound, ModelRefused
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.heads import find_head
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.mtp_head import MtpHead
 from tests.models.mtp import saved_beside

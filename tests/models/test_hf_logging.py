@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvcellar.attention.choose import backends
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
 from tests.zoo import ARCHS
 

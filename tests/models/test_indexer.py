@@ -10,8 +10,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.generation import GenerationCache
-from kvcellar.models.own_layers import OwnLayer
-from kvcellar.models.seam import SoloDoor
+from kvcellar.models.seam import OwnLayer, SoloDoor
 from kvcellar.shapes import StoredAs
 from kvcellar.spans import Span
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, small_memory

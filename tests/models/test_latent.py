@@ -22,14 +22,14 @@ from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnLinear
 from kvcellar.models import build_guest as build
-from kvcellar.models.adapter_test import check_adapted
 from kvcellar.models.adapters import read_adapter
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.expansion import CHILD, NotLinear, with_latents
 from kvcellar.models.guest import Guest
-from kvcellar.models.latent import Latent
+from kvcellar.models.latent_attention import CHILD, NotLinear, with_latents
 from kvcellar.models.packing import pack_model
 from kvcellar.models.quantize import served
+from kvcellar.models.seam import Latent
+from kvcellar.models.selftest import check_adapted
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import AttentionSpec, StoredAs
 from kvcellar.spans import Span

@@ -31,7 +31,7 @@ from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.models import weights_files
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.config_file import MOST_JSON, config_fields
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import MAX_FILE_BYTES, load
 from kvcellar.sample.params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits

@@ -12,7 +12,7 @@ from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import FLAT, SERVED, SOLO

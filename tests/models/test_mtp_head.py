@@ -13,10 +13,9 @@ from transformers.modeling_layers import MtpModel
 from kvcellar.attention.choose import backends
 from kvcellar.errors import ModelRefused
 from kvcellar.models.build_guest import build_guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.mtp_head import MtpHead, build_mtp_head
-from kvcellar.models.mtp_weights import described, load_mtp
+from kvcellar.models.mtp_head import MtpHead, build_mtp_head, described, load_mtp
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.mtp import (

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
 from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.formats.table import FORMATS, format_in
+from kvcellar.models.quantize.reading import FORMATS, format_in
 from kvcellar.tiers.identity import FileDigests
 from tests.models.quantised import saved, stored, words_of
 from tests.zoo import reference_logits

@@ -16,14 +16,12 @@ from kvcellar.bench.network import SMALL, TINY, write
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.models import embedded
 from kvcellar.models.assistant_head import load_assistant
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
-from kvcellar.models.quantize.chosen import choose
 from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.kinds import canonical_kind
-from kvcellar.models.quantize.layouts import pack, unpack
-from kvcellar.models.quantize.report import report_lines
-from kvcellar.models.quantize.rules import int4_groups, int8_rows
+from kvcellar.models.quantize.kinds import canonical_kind, report_lines
+from kvcellar.models.quantize.rounding import int4_groups, int8_rows, pack, unpack
+from kvcellar.models.quantize.selection import choose
 from kvcellar.progress import Progress
 from tests.models.assistants import saved as assistant
 from tests.models.assistants import target as assistant_target

@@ -17,12 +17,11 @@ from kvcellar.kernels.program import Constant, Op, Program, Ref, Value
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.encoding import Damaged, decoded, encoded
 from kvcellar.models.recording.passes import simplified
 from kvcellar.models.recording.record import record
 from kvcellar.models.recording.recording import Captured
 from kvcellar.models.recording.replay import Replay
-from kvcellar.models.recording.saved import FORMAT, Programs, digest_of
+from kvcellar.models.recording.saved import FORMAT, Damaged, Programs, decoded, digest_of, encoded
 from tests.zoo import ARCHS
 
 

@@ -18,9 +18,8 @@ from kvcellar.models.input_limits import random_tokens
 from kvcellar.models.recording import record as recording_of
 from kvcellar.models.recording.capture import capture
 from kvcellar.models.recording.record import record
-from kvcellar.models.recording.recording import RecordedStep, Results
+from kvcellar.models.recording.recording import NotRecordable, RecordedStep, Results
 from kvcellar.models.recording.replay import Replay
-from kvcellar.models.recording.sizes import NotRecordable
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span
 from tests.models.served import SOLO

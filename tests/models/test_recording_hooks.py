@@ -13,8 +13,8 @@ from kvcellar.attention.choose import backends
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
 from kvcellar.models.mixers import wrap_mixers
-from kvcellar.models.recording.hooks import Hooks
 from kvcellar.models.recording.record import record
+from kvcellar.models.recording.recording import Hooks
 from kvcellar.models.recording.replay import Replay
 from kvcellar.plan import Batch, Feed
 from kvcellar.spans import Span

@@ -14,9 +14,9 @@ from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.quantised import Kernel, QuantisedLinear
 from kvcellar.models.load import Loaded, load
-from kvcellar.models.quantize import stacks
-from kvcellar.models.quantize.chosen import choose
+from kvcellar.models.quantize import served as served_module
 from kvcellar.models.quantize.directory import quantize_directory
+from kvcellar.models.quantize.selection import choose
 from kvcellar.models.selftest import judged_as
 from kvcellar.models.weights_files import opened
 from kvcellar.models.weights_loading import fill, stacked_targets, targets_of
@@ -152,7 +152,7 @@ def test_a_module_of_experts_one_of_which_has_no_codes_is_dense_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, values = gpt_oss_directory(tmp_path)
-    monkeypatch.setattr(stacks, "unfit", lambda codes: "for a test" if codes.values.shape[1] == 96 else None)
+    monkeypatch.setattr(served_module, "unfit", lambda codes: "for a test" if codes.values.shape[1] == 96 else None)
     loaded = load(path, weights="auto", dtype="float32")
     assert not experts_of(loaded.model)
     own = dict(loaded.model.named_parameters())

@@ -16,8 +16,8 @@ from kvcellar.cache.layouts import Causal, Sliding
 from kvcellar.errors import ModelRefused
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.load import sharing_weights
-from kvcellar.models.probe import recognise
 from kvcellar.models.seam import ATTENTION, scoring_of
+from kvcellar.models.shape import recognise
 from tests.models.timeline import BOUND, Timeline, guest_and_reference, read, relative, run, small_memory
 from tests.zoo import ARCHS, reference_logits
 

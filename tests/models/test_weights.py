@@ -19,7 +19,7 @@ from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import ModelRefused
 from kvcellar.models import weights_loading as reading
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import load
 from kvcellar.verify.diagnosis import diagnose
 from tests.zoo import ARCHS, reference_logits

@@ -21,9 +21,7 @@ from torch import Tensor
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import GroupStep, History, StepTables, Stored
 from kvcellar.errors import NoBackend
-from kvcellar.kernels.compiled import SOURCES, NotCompiled, check_shared, library
-from kvcellar.kernels.native import Native, address_of
-from kvcellar.kernels.threads import Threads
+from kvcellar.kernels.compiled import SOURCES, Native, NotCompiled, Threads, address_of, check_shared, library
 from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring

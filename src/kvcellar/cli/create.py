@@ -16,7 +16,7 @@ from kvcellar.library.create import Created, create
 from kvcellar.library.details import details
 from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
 from kvcellar.library.names import LATEST
-from kvcellar.models.quantize.report import report_lines
+from kvcellar.models.quantize.kinds import report_lines
 from kvcellar.progress import rounded
 
 DEFAULT = "Modelfile"

@@ -12,7 +12,7 @@ from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.capacity import sized
 from kvcellar.engine.engine import import_needed
 from kvcellar.engine.settings import Settings
-from kvcellar.models.quantize.report import harm_line
+from kvcellar.models.quantize.kinds import harm_line
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.diagnosis import Diagnosis, DraftDiagnosis, GroupDiagnosis

@@ -20,9 +20,9 @@ from kvcellar.engine.arguments import Places, adapter_directories, adapter_name
 from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.request import AdapterUse
 from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, shown
-from kvcellar.models.adapter_test import check_adapted
 from kvcellar.models.adapters import Adapter, read_adapter
 from kvcellar.models.guest import Guest
+from kvcellar.models.selftest import check_adapted
 
 PARAM = "adapter"  # of errors
 

@@ -41,11 +41,11 @@ from kvcellar.engine.shares import Shares
 from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest, forked_from
 from kvcellar.models.build_guest import build_guest
+from kvcellar.models.config_file import NONE, pooling_of
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
 from kvcellar.models.load import Loaded
 from kvcellar.models.packing import Packed, pack_model
-from kvcellar.models.pooling import NONE, pooling_of
 from kvcellar.progress import report
 from kvcellar.sample.grammars import Grammars
 from kvcellar.shapes import StoredAs

@@ -48,8 +48,8 @@ def capabilities_of(directory: Path, template: str | None = None) -> tuple[str, 
 def read(directory: Path, template: str | None) -> tuple[str, ...]:
     """As `capabilities_of`, in this process."""
     from kvcellar.engine.open_model import with_template  # import transformers
+    from kvcellar.models.config_file import pooling_of
     from kvcellar.models.load import text_of
-    from kvcellar.models.pooling import pooling_of
 
     try:
         text = text_of(directory)

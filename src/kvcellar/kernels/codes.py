@@ -93,8 +93,8 @@ def side_by_side(parts: Sequence[Codes]) -> Codes | str:
     return Codes(values, first.table, scales, torch.cat(mins) if mins else None)
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Slices of rows with about `_BLOCK` elements each."""
-    step = max(1, _BLOCK // max(1, columns))
+def row_blocks(rows: int, columns: int, *, step: int = 1) -> Iterator[slice]:
+    """Slices of rows with about `_BLOCK` elements each, which start at multiples of `step`."""
+    step *= max(1, _BLOCK // max(1, columns * step))
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))

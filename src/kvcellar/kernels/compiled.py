@@ -12,6 +12,13 @@ Always true:
     processes that compile the same source at the same time do not disturb each other.
 
 `kvcellar.places` names their directory, `$CXX` the compiler.
+
+Every kernel that a recorded step may call has one form, `int function(const void* call)`, which returns 0, or 1 if
+there is not enough memory. `call` is a structure of the kernel's own, filled in once: it has the addresses of tensors
+and of the step's tables, whose content changes from step to step. So a recorded step knows nothing of its kernels.
+
+Kernels divide their work among the threads of `threads.cpp`, one set per process. A kernel gets its address in its
+structure, with the number of threads that it may use; without an address it uses one.
 """
 
 import ctypes
@@ -28,9 +35,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 from kvcellar.errors import KvcellarError
 from kvcellar.places import NoPlace, cache, make_private
@@ -224,3 +233,37 @@ def _ended(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A call: the address of a compiled function, its structure, and what must live as long as the call may be made."""
+
+    function: int
+    call: ctypes.Structure
+    alive: tuple[Any, ...] = ()
+
+    @property
+    def address(self) -> int:
+        """Where the structure is."""
+        return ctypes.addressof(self.call)
+
+
+def address_of(function: Any) -> int:
+    """The address of a function of a compiled library."""
+    found = ctypes.cast(function, ctypes.c_void_p).value
+    assert found is not None
+    return found
+
+
+THREADS = SOURCES / "threads.cpp"
+
+
+class Threads:
+    """The threads of this process. Raises `NotCompiled` where they cannot be compiled, with the reason."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """`environment` names the compiler, and the directory of compiled libraries."""
+        found = library(THREADS, environment)
+        found.kvcellar_threads.argtypes, found.kvcellar_threads.restype = [], ctypes.c_void_p
+        self.address: int = found.kvcellar_threads()

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.compiled import SOURCES, check_shared, library
-from kvcellar.kernels.layers import Call, OwnLinear, threads_for
-from kvcellar.kernels.linear import Kernel as LinearKernel
-from kvcellar.kernels.linear import panel_linear
-from kvcellar.kernels.native import Native, address_of
+from kvcellar.kernels.compiled import SOURCES, Native, address_of, check_shared, library
+from kvcellar.kernels.layers import Call, OwnLinear, panel_linear, threads_for
+from kvcellar.kernels.layers import Kernel as LinearKernel
 
 SOURCE = SOURCES / "experts.cpp"
 

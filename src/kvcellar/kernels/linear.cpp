@@ -1,4 +1,4 @@
-// Linear layers whose weights, bfloat16 or float32, lie in panels of 64 outputs. `linear.py` calls it.
+// Linear layers whose weights, bfloat16 or float32, lie in panels of 64 outputs. `layers.py` calls it.
 //
 //     bfloat16   [out/64][in/2][64][2]   the last panel, and the last pair of an odd number of inputs, filled with zeros
 //     float32    [out/64][in][64]

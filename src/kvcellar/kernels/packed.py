@@ -1,6 +1,6 @@
 """packed: linear layers whose weights are reordered once, not on every call; convolutions of few lengths.
 
-On a CPU, torch's linear with few rows reorders the weights each time it is called. Layers of our own (`linear.py`)
+On a CPU, torch's linear with few rows reorders the weights each time it is called. Layers of our own (`layers.py`)
 replace it where there is a compiler, and where they are not slower by the kind of CPU: a choice by measured time could
 be another one at the next start, and with it the bits of what is stored. Elsewhere oneDNN's packed form does, whose
 operators are private to torch. The first packed layer of each shape is compared with the plain one before it is used,
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena, trim
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.layers import OwnLinear
-from kvcellar.kernels.linear import FOREIGN, Kernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import FOREIGN, Kernel, OwnLinear, PanelLinear, panel_bytes, panel_linear
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
 ROWS = 16  # passed to oneDNN; the order that it chooses for it is as good for one row and for thousands
@@ -113,7 +112,7 @@ LINEARS = (PackedLinear, OwnLinear)  # the classes that replace linear layers
 @dataclass(frozen=True, slots=True)
 class Packing:
     """The result of `pack`: the number of replaced layers, the bytes of their weights, how many of them are our own
-    (`linear.py`), why others in bfloat16 or float32 are oneDNN's, and why other layers stayed plain. `arena` has the
+    (`layers.py`), why others in bfloat16 or float32 are oneDNN's, and why other layers stayed plain. `arena` has the
     weights of our own.
     """
 

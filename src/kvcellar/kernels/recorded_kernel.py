@@ -2,19 +2,105 @@
 
 An operator is used natively only if its results were torch's, bit for bit, on a fixed set of inputs: both compute them
 when it is first wanted for some types. Where they differ on this CPU or with this compiler, torch's own operator is
-called instead. Operators on one bfloat16 tensor are tables of what torch computes for all 65536 values.
+called instead. Operators on one bfloat16 tensor are tables of what torch computes for all 65536 values. Functions of
+float32 (exponentials, sines, gates) are those that torch itself calls, of the libraries in its own shared library; each
+is compared for lengths of all kinds.
 """
 
 import ctypes
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvcellar.kernels.compiled import SOURCES, library
-from kvcellar.kernels.native import Native, address_of
-from kvcellar.kernels.recorded_functions import Addresses, Function, Functions
+from kvcellar.kernels.compiled import SOURCES, Native, address_of, library
+
+LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+PIECES = (1, 2, 5, 8, 15, 16, 31, 33, 64, 100)
+Candidate = tuple[str, ...]  # a line of the compiled loop, and the functions that it calls, with `{}` for their lanes
+
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "aten.exp.default": (("of lines", "VMSEXP_"), ("of vectors", "Sleef_expf{}_u10")),
+    "aten.sin.default": (("of lines", "VMSSIN_"), ("of vectors", "Sleef_sinf{}_u35")),
+    "aten.cos.default": (("of lines", "VMSCOS_"), ("of vectors", "Sleef_cosf{}_u35")),
+    "aten.tanh.default": (("of lines", "VMSTANH_"), ("of vectors", "Sleef_tanhf{}_u10")),
+    "aten.log.default": (("of lines", "VMSLN_"), ("of vectors", "Sleef_logf{}_u10")),
+    "aten.log1p.default": (("of vectors", "Sleef_log1pf{}_u10"), ("of lines", "VMSLOG1P_")),
+    "aten.erf.default": (("of lines", "VMSERF_"), ("of vectors", "Sleef_erff{}_u10")),
+    "aten.sigmoid.default": (("sigmoid", "Sleef_expf{}_u10"),),
+    "aten.silu.default": (("silu", "Sleef_expf{}_u10"),),
+    "aten.softplus.default": (("softplus", "Sleef_expf{}_u10", "Sleef_log1pf{}_u10"),),
+}
+
+
+class Addresses(ctypes.Structure):
+    """`Functions` in C++."""
+
+    _fields_ = (("at", ctypes.c_void_p * 2),)
+
+
+class Function(NamedTuple):
+    """`placed`: torch computes elements at the end of a tensor in another way."""
+
+    line: int
+    called: Addresses
+    placed: bool
+
+
+Compute = Callable[[int, Addresses, Tensor], Tensor]  # of a line and what it calls, on a contiguous tensor
+Lines = Callable[[str], int]  # the address of a line; 0 where the compiled loop has none of that name
+
+
+class Functions:
+    """The functions of one compiled loop. Each is compared with torch's when it is first wanted."""
+
+    def __init__(self, lines: Lines, lanes: int, compute: Compute, library: Path = LIBRARY) -> None:
+        """`lanes` of the loop's vectors; 0 where it has none."""
+        self._lines, self.lanes, self._compute = lines, lanes, compute
+        self._found: dict[str, Function | None] = {}
+        try:
+            self._library: ctypes.CDLL | None = ctypes.CDLL(str(library))
+        except OSError:
+            self._library = None
+
+    def of(self, name: str, torchs: Callable[[Tensor], Tensor], inputs: Callable[[], Tensor]) -> Function | None:
+        """The function that computes what the operator of that name does; None where none has its bits on what `inputs`
+        returns, whose number is a multiple of every vector's."""
+        if name not in self._found:
+            given = inputs()
+            made = (self._made(one, torchs, given) for one in CANDIDATES.get(name, ()))
+            self._found[name] = next((one for one in made if one is not None), None)
+        return self._found[name]
+
+    def _made(self, candidate: Candidate, torchs: Callable[[Tensor], Tensor], inputs: Tensor) -> Function | None:
+        name, *symbols = candidate
+        line = self._lines(name)
+        called = self._called(symbols) if line else None
+        if called is None or not _same(self._compute(line, called, inputs), torchs(inputs)):
+            return None
+        pieces = [inputs[length : 2 * length].clone() for length in PIECES]
+        return Function(line, called, not all(_same(self._compute(line, called, x), torchs(x)) for x in pieces))
+
+    def _called(self, symbols: list[str]) -> Addresses | None:
+        addresses = Addresses()
+        for place, symbol in enumerate(symbols):
+            if self._library is None or ("{}" in symbol and not self.lanes):
+                return None
+            try:
+                function = self._library[symbol.format(self.lanes)]
+            except AttributeError:
+                return None
+            addresses.at[place] = ctypes.cast(function, ctypes.c_void_p).value
+        return addresses
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal, except that all NaNs are the same."""
+    return bool(((one.view(torch.int32) == other.view(torch.int32)) | (one.isnan() & other.isnan())).all())
+
 
 SOURCE = SOURCES / "step.cpp"
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.kernels.recorded_kernel import TYPES, StepKernel, number_for
-from kvcellar.kernels.recorded_memory import View
-from kvcellar.kernels.recorded_small import Convolution, Lone, Small, Take
+from kvcellar.kernels.recorded_operators import Convolution, Lone, Small, Take, View
 
 Resolved = Any  # an argument: a view, a number, a type, a tuple of such, ...
 

@@ -23,7 +23,7 @@ from kvcellar.errors import AdapterRefused, ModelRefused
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.models.adapter_config import CONFIG, AdapterConfig, adapter_config
 from kvcellar.models.config_file import config_fields
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.load import config_of, skeleton_of
 from kvcellar.models.weights_files import WeightsFiles, first_few, opened, opened_file
 from kvcellar.models.weights_loading import FLOATS, is_finite

@@ -24,16 +24,14 @@ from transformers.models.gemma4_unified_assistant.modeling_gemma4_unified_assist
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.models.build_guest import MODEL_ERRORS
-from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields
 from kvcellar.models.draft_fit import Check, fit_of
 from kvcellar.models.guest import Guest, Ints, Verdict
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import building, silence_transformers
 from kvcellar.models.input_limits import random_tokens, vocabulary_of
-from kvcellar.models.latent import Binding
 from kvcellar.models.load import BUILD_ERRORS, check_memory, config_of
 from kvcellar.models.quantize.reading import decoded
-from kvcellar.models.seam import FlatDoor, Scorings, opened, our_attention, own_attention
+from kvcellar.models.seam import Binding, FlatDoor, Scorings, opened, our_attention, own_attention
 from kvcellar.models.selftest import TOLERANCE, judged_as
 from kvcellar.models.weights_files import WeightsFiles, check_shapes
 from kvcellar.models.weights_files import opened as opened_weights

@@ -16,17 +16,15 @@ from transformers import PreTrainedModel
 
 from kvcellar.contracts import Backend
 from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
-from kvcellar.models.expansion import with_latents, without_latents
 from kvcellar.models.guest import Guest, Verdict, backends_for
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.input_limits import context_of
+from kvcellar.models.latent_attention import with_latents, without_latents
 from kvcellar.models.mixers import wrap_mixers
-from kvcellar.models.own_layers import fresh_layers
-from kvcellar.models.probe import PROBE_TOKENS, ProbeDoor, differing, probe
 from kvcellar.models.rope import with_rotations
-from kvcellar.models.seam import current_door, our_attention, own_attention, register
+from kvcellar.models.seam import current_door, fresh_layers, our_attention, own_attention, register
 from kvcellar.models.selftest import TOLERANCE, Reference, partial_commit_test, reference_of, whole_step_test
-from kvcellar.models.shape import shape_of, stored_shape
+from kvcellar.models.shape import PROBE_TOKENS, ProbeDoor, differing, probe, shape_of, stored_shape
 from kvcellar.progress import report
 
 MIN_CONTEXT = 8  # positions that the self-test needs

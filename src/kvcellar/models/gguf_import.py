@@ -1,22 +1,22 @@
 """gguf_import: a GGUF file as a model directory: safetensors, config, tokenizer and chat template.
 
 The file is not trusted (`gguf_file.py`). Tensors are decoded to bfloat16 one at a time, and of each only a part in
-float32; weights of some types keep their codes (`gguf_codes.py`).
-
-Values of tensors are read and decoded in parts of bounded size.
+float32. Q4_0 and Q8_0 keep their codes: a block has 32 values that share a float16 scale, so a matrix is one of
+compressed-tensors with groups of 32: `X.weight_packed` of 4 bits or `X.weight` of 8, and `X.weight_scale`.
 
 transformers builds the tokenizer from the vocabulary and the merges of the file. How text is split before that is only
 named in it; a name that is not known here is refused, because another split gives other tokens.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from tokenizers import pre_tokenizers
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.gguf.dequant import dequantize
@@ -27,15 +27,58 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 from kvcellar.errors import ModelRefused, panics_of, shown
-from kvcellar.models.gguf_codes import bits_of, coded, modules_of
-from kvcellar.models.gguf_codes import entries as entries_of
 from kvcellar.models.gguf_file import MXFP4, Q5_0, Q5_1, TQ1_0, TQ2_0, TYPES, Header, Stored, read_header
-from kvcellar.models.gguf_models import imported, with_factors
-from kvcellar.models.hf_logging import silence_transformers
-from kvcellar.models.quantize.described import with_codes
-from kvcellar.models.quantize.formats.floats import E2M1, as_floats
-from kvcellar.models.quantize.tensor_file import Entry, tensor_file
+from kvcellar.models.gguf_models import Part, imported, with_factors
+from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.models.quantize.formats.part import E2M1, as_floats
+from kvcellar.models.quantize.rounding import pack
+from kvcellar.models.quantize.writing import Entry, tensor_file, with_codes
 from kvcellar.progress import report
+
+GROUP = 32
+BITS = {2: 4, 8: 8}  # by type: Q4_0 and Q8_0
+_EMBEDDING = "model.embed_tokens.weight"  # rows of it are looked up, as numbers
+
+
+def bits_of(part: Part) -> int | None:
+    """Of the codes of a tensor; None: it is decoded."""
+    plain = len(part.shape) != 2 or part.change is not None or not part.name.endswith(".weight")
+    return None if plain or part.name == _EMBEDDING else BITS.get(part.stored.type)
+
+
+def modules_of(parts: Sequence[Part]) -> dict[int, list[str]]:
+    """The modules that keep their codes, by bits."""
+    found: dict[int, list[str]] = {}
+    for part in parts:
+        if (bits := bits_of(part)) is not None:
+            found.setdefault(bits, []).append(part.name.removesuffix(".weight"))
+    return found
+
+
+def coded_entries(part: Part, bits: int) -> dict[str, Entry]:
+    """What is written of it."""
+    outputs, inputs = part.shape
+    codes = Entry("I32", (outputs, inputs // 8)) if bits == 4 else Entry("I8", part.shape)
+    return {_name(part, bits): codes, f"{part.name}_scale": Entry("F16", (outputs, inputs // GROUP))}
+
+
+def coded(part: Part, bits: int, raw: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Names and content of what is written. `raw` are the bytes of all blocks."""
+    outputs, inputs = part.shape
+    blocks = raw.view(outputs, inputs // GROUP, -1)
+    scales, rest = blocks[..., :2].contiguous().view(torch.float16).squeeze(-1), blocks[..., 2:]
+    if bits == 4:
+        rest = torch.cat((rest & 15, rest >> 4), -1) - 8  # modulo 256, as I8 is
+    codes = rest.contiguous().view(torch.int8).flatten(1)  # [o,i]
+    if part.order is not None:
+        codes, scales = part.order(codes), part.order(scales)
+    yield _name(part, bits), pack(codes, bits) if bits == 4 else codes
+    yield f"{part.name}_scale", scales
+
+
+def _name(part: Part, bits: int) -> str:
+    return f"{part.name}_packed" if bits == 4 else part.name
+
 
 _AS_GPT2 = frozenset({"gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "trillion", "granite-docling"})
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
@@ -286,7 +329,7 @@ def import_gguf(file: Path, into: Path, *, codes: bool = True) -> None:
     entries: dict[str, Entry] = {}
     for part in found.parts:
         own = {part.name: Entry("BF16", part.shape)}
-        entries |= entries_of(part, kept[part.name]) if part.name in kept else own
+        entries |= coded_entries(part, kept[part.name]) if part.name in kept else own
     with Tensors(file) as tensors, tensor_file(into / "model.safetensors", entries) as written:
         config = found.config
         if found.factors is not None:

@@ -28,9 +28,8 @@ from kvcellar.models.adapted import AdaptedNetwork
 from kvcellar.models.adapter_rows import AdapterRows
 from kvcellar.models.input_limits import first_position
 from kvcellar.models.mixers import StateView
-from kvcellar.models.own_layers import fresh_layers
 from kvcellar.models.recording.recording import RecordedStep, Recording, Results
-from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
+from kvcellar.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, fresh_layers, opened
 from kvcellar.models.shape import Shape
 from kvcellar.plan import Plan
 from kvcellar.shapes import StoredAs

@@ -15,8 +15,7 @@ from kvcellar.models.assistant_head import ASSISTANTS, AssistantHead, load_assis
 from kvcellar.models.config_file import read_object
 from kvcellar.models.guest import Guest
 from kvcellar.models.load import Loaded, locate
-from kvcellar.models.mtp_head import MtpHead, build_mtp_head
-from kvcellar.models.mtp_weights import load_mtp
+from kvcellar.models.mtp_head import MtpHead, build_mtp_head, load_mtp
 
 OWN = "mtp"  # names the model's own head
 INSTEAD = (

@@ -32,11 +32,10 @@ from transformers.tokenization_utils_base import get_fast_tokenizer_file
 
 from kvcellar.errors import BadRequest, ModelRefused, TokenizerFailed, panics_of, shown
 from kvcellar.models import embedded
-from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields, read_object
 from kvcellar.models.find import find
 from kvcellar.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import building, silence_transformers
 from kvcellar.models.input_limits import context_of
 from kvcellar.models.placement import check_placement
 from kvcellar.models.quantize.kinds import DENSE

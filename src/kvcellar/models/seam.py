@@ -9,31 +9,139 @@ its new keys and values to `FlatDoor.update`, which writes them, and then calls 
 A model whose attention cannot be flattened (its code depends on the order of keys, say) is run *solo*: one sequence per
 forward, its cells gathered in order, with the model's own attention and masks.
 
+Some models have their own class of cache layers, whose methods they call. DeepSeek-V4 keeps compressed entries there,
+MiniMax-M3 the keys of its indexer. The content of such a layer is computed from one value per token, in order of
+position. So these values are stored in cells, as planes beside keys and values, and in each forward an empty layer of
+the model's own class gets those of all tokens and computes its content again. A sequence can be forked, cut and resumed
+at any token, and no state is kept beside the cells. The cost is one more pass over the stored values per step.
+
+What layers store of a token may be a latent, and a part of the key behind it (MLA). Where keys and values of heads are
+linear in them, and the same matrices for all tokens, products with these can be moved, and nothing is expanded:
+
+    key of head h    = A_h c, t          # c the latent, t the part that all heads share
+    value of head h  = B_h c
+    score            = q . key = (A_h^T q) . c + q' . t      # a query is multiplied once, however many tokens it sees
+    result           = sum of w B_h c = B_h (sum of w c)     # so is its result
+
+`latent_attention.py` finds the matrices, and proves that they are all there is.
+
 The door of the running forward is in a context variable, since transformers calls registered functions only with the
 module and its tensors. One forward at a time per thread.
+
+Always true: between two forwards nothing is stored here; layers of a model's own class are used for one forward.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from kvcellar.cache.history import LayerHistory
 from kvcellar.cache.memory import Memory
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
+from kvcellar.kernels.heads import OwnHeads
 from kvcellar.models.adapter_rows import AdapterRows
-from kvcellar.models.latent import Binding
 from kvcellar.models.mixers import Forward, Mixing, StateView, conv
-from kvcellar.models.own_layers import INDEX, OWN, OwnLayer, OwnLayers
 from kvcellar.models.scan import Call, recurrent
 from kvcellar.plan import Plan
 from kvcellar.shapes import Scoring
+
+
+class Latent(nn.Module):
+    """How one attention module attends to latents. It is a child of the module, so that recorded steps can name it."""
+
+    def __init__(self, queries: OwnHeads, values: OwnHeads) -> None:
+        """`queries` have a layer A_h^T for each head, and the part of a query for t as their tail; `values` B_h."""
+        super().__init__()
+        self.queries, self.values = queries, values
+
+    def forward(self, q: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """q [1,T,H,D] -> [1,T,H,Dv]. `attend` is a backend's `attend_latent`."""
+        return self.values(attend(self.queries(q)))
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """The layer whose cells an attention module reads. `direct`: it attends to the stored keys themselves.
+
+    A module that is not direct (MLA) computes its keys from stored planes, so it gets all cells that its rows may see;
+    unless it has `latent`, with which it attends to these planes.
+    """
+
+    layer: int
+    direct: bool
+    latent: Latent | None = None
+
+    @property
+    def expands(self) -> bool:
+        """Whether keys are computed from stored planes in each step."""
+        return not self.direct and self.latent is None
+
+
+INDEX = "index"  # the plane of an indexer's keys
+OWN = "its layers use a cache layer of their own class, which needs one sequence in order"
+
+Keep = Callable[[str, Tensor, int], Tensor]  # plane, new [1,T,D], layer -> the values of all tokens [1,N,D]
+
+
+class OwnLayer:
+    """Wraps an empty cache layer of the model's own class (`fresh`): its methods get the values of all tokens."""
+
+    def __init__(self, fresh: Any, layer: int, keep: Keep) -> None:
+        self._fresh, self._layer, self._keep = fresh, layer, keep
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        """DeepSeek-V4: kv and gate [1,T,D] of new tokens -> those of all complete windows, and the start of these."""
+        kv, gate = (self._keep(f"{name} {what}", new, self._layer) for what, new in (("kv", kv), ("gate", gate)))
+        return self._fresh.store_compression_weights(name, kv, gate)
+
+    def update_overlap_state(self, *args: Any) -> tuple[Tensor | None, Tensor | None]:
+        """DeepSeek-V4: the overlap with the window before the first one, which is empty at position 0."""
+        return self._fresh.update_overlap_state(*args)
+
+    def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
+        """DeepSeek-V4: the entries [1,n,D] of all complete windows."""
+        return self._fresh.update_compressor_states(name, compressed)
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        """MiniMax-M3: keys [1,1,T,D] of its indexer -> those of all tokens [1,1,N,D]."""
+        return self._fresh.update_index(self._keep(INDEX, keys[:, 0], self._layer)[:, None])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ModelRefused(f"layer {self._layer} uses {name} of a cache layer of its own class, which is not supported")
+
+
+class OwnLayers:
+    """The own layers of one forward, made on first use. `fresh(layer)` makes an empty one."""
+
+    def __init__(self, fresh: Callable[[int], Any], keep: Keep) -> None:
+        self._fresh, self._keep = fresh, keep
+        self._made: dict[int, OwnLayer] = {}
+
+    def of(self, layer: int) -> OwnLayer:
+        if layer not in self._made:
+            self._made[layer] = OwnLayer(self._fresh(layer), layer, self._keep)
+        return self._made[layer]
+
+
+def fresh_layers(model: PreTrainedModel) -> Callable[[int], Any]:
+    """A function that makes empty cache layers, of the classes that transformers uses for `model`."""
+
+    def fresh(layer: int) -> Any:
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        if layer >= len(layers):
+            raise ModelRefused(f"layer {layer} uses a cache layer of its own class, and transformers has none for it")
+        return layers[layer]
+
+    return fresh
+
 
 ATTENTION = "kvcellar"  # our name in transformers' registries
 STATELESS = "it keeps a recurrent state, and kept none when it was probed"

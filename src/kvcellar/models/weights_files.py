@@ -7,7 +7,7 @@ checked, and after the block of `opened` nothing depends on the files.
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,7 +42,7 @@ class WeightsFiles:
 
     path: Path
     tensors: Mapping[str, Stored]
-    slices: Mapping[str, Any]  # the lazy safetensors slice of each tensor
+    slices: MutableMapping[str, Any]  # the lazy slice of each tensor, and perhaps of others
     stats: Mapping[str, tuple[int, ...]]  # of each file, when it was opened
     unlisted: tuple[str, ...] = ()  # weights files of the directory that are not read
     unused: tuple[str, ...] = ()  # tensors that are known, and not used

@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 from transformers.pytorch_utils import Conv1D
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.building import building
+from kvcellar.models.hf_globals import building
 from kvcellar.models.quantize.formats.part import Decoded
 from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
 
@@ -92,7 +92,7 @@ def fill(
     check_types(skeleton, weights, targets)
     sources = {
         name: StandIn(weights.tensors[name].shape, dtype) if name in later else Source(weights.slices, name, dtype)
-        for name in weights.slices
+        for name in weights.tensors
     }
     with sequential_reads(), _Joined():
         built: Any = type(skeleton).from_pretrained(
@@ -229,7 +229,7 @@ def _check_report(
     report: Mapping[str, Any], weights: WeightsFiles, targets: Mapping[str, str], network: str, mtp: re.Pattern[str]
 ) -> None:
     """Raise `ModelRefused` for the faults in transformers' report, which leaves out names in its ignore lists. Tensors
-    of MTP layers that the config describes belong to the model's head (`mtp_weights.py`)."""
+    of MTP layers that the config describes belong to the model's head (`mtp_head.py`)."""
     faults: list[str] = []
     unexpected = set(map(str, report["unexpected_keys"]))
     names = [name for name, target in targets.items() if target in unexpected] or sorted(unexpected)

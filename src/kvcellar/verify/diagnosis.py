@@ -26,8 +26,8 @@ from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_reason
 from kvcellar.models.packing import Packed
 from kvcellar.models.placement import ONE_DEVICE, why_not_on
-from kvcellar.models.quantize.harm import measure_harm
 from kvcellar.models.quantize.kinds import DENSE, QUANTISED
+from kvcellar.models.quantize.measuring import measure_harm
 from kvcellar.models.recording.graphs import Graphs
 from kvcellar.progress import report
 from kvcellar.sample.params import SamplingParams

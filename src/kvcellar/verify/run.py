@@ -19,7 +19,7 @@ from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
 from kvcellar.models.guest import Guest
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import silence_transformers
 from kvcellar.models.input_limits import context_of
 from kvcellar.models.load import load
 from kvcellar.models.packing import pack_model

@@ -4,10 +4,6 @@ Works on the files, tensor by tensor, under the names of the source: its peak me
 it is to calibrate or to measure, which runs the network. What is not quantised stays as it is stored. The same source
 gives the same bytes.
 
-GPTQ rounds the weights of a matrix one input after the other, and corrects later inputs for the error so far. The error
-that counts is that of the outputs: with H [i,i], the sum of x xᵀ over inputs x that the layer really reads,
-the squared error of an output is d H dᵀ, d being the error of its weights. (Frantar et al., 2022)
-
 Experts that a file has in one tensor are written as the tensors of single experts that other readers expect.
 transformers joins the experts of a layer when it loads them one by one; some files have them joined already. Where its
 table of conversions has the names of single experts, they are shown under these names, so that they are quantised as
@@ -16,13 +12,12 @@ matrices; other joined experts stay as they are.
 
 import json
 import shutil
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,19 +28,16 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from kvcellar.errors import BadRequest, ModelRefused, shown
 from kvcellar.models.assistant_head import ASSISTANTS, queries_only
-from kvcellar.models.building import building
 from kvcellar.models.config_file import config_fields, read_object
-from kvcellar.models.hf_logging import silence_transformers
+from kvcellar.models.hf_globals import building, silence_transformers
 from kvcellar.models.load import config_of, skeleton_of
-from kvcellar.models.quantize.calibrate import Calibration
-from kvcellar.models.quantize.chosen import Choice, choose
-from kvcellar.models.quantize.described import cast_config, quantised_config
-from kvcellar.models.quantize.formats.table import format_of
-from kvcellar.models.quantize.harm import measure_harm
+from kvcellar.models.quantize.formats.compressed import quantisation_of
 from kvcellar.models.quantize.kinds import CASTS, GPTQ, INT4, INT8, METHODS, SIGNED_MAX, canonical_kind
-from kvcellar.models.quantize.rules import GROUP, int4_groups, signed_scales
-from kvcellar.models.quantize.schemes import quantisation_of
-from kvcellar.models.quantize.writing import INDEX, Writer
+from kvcellar.models.quantize.measuring import Calibration, measure_harm
+from kvcellar.models.quantize.reading import format_of
+from kvcellar.models.quantize.rounding import int4_gptq, int4_groups
+from kvcellar.models.quantize.selection import Choice, choose
+from kvcellar.models.quantize.writing import INDEX, Writer, cast_config, quantised_config
 from kvcellar.models.weights_files import MTP_FILE, Stored, WeightsFiles, opened, opened_file
 from kvcellar.models.weights_loading import check_floats, targets_of
 from kvcellar.progress import Listener, listening
@@ -57,59 +49,40 @@ class _Slice:
 
     slices: Mapping[str, Any]
     name: str
+    stored: Stored  # [E,o,i]
     expert: int
     rows: slice
 
+    @property
+    def own(self) -> Stored:
+        """These rows as a stored tensor."""
+        return Stored(self.stored.file, (self.rows.stop - self.rows.start, self.stored.shape[2]), self.stored.dtype)
+
     def __getitem__(self, index: Any) -> Tensor:
         return self.slices[self.name][self.expert, self.rows][index]
-
-
-@dataclass(frozen=True, slots=True)
-class _Slices(Mapping[str, Any]):
-    """Lazy slices by name: of stored tensors, and of single experts."""
-
-    plain: Mapping[str, Any]
-    names: tuple[str, ...]  # of those in `plain` that are shown
-    parts: Mapping[str, tuple[str, int, slice]]  # of joined tensors
-
-    def __getitem__(self, name: str) -> Any:
-        return _Slice(self.plain, *self.parts[name]) if name in self.parts else self.plain[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.names
-        yield from self.parts
-
-    def __len__(self) -> int:
-        return len(self.names) + len(self.parts)
 
 
 def separated(weights: WeightsFiles, skeleton: PreTrainedModel) -> WeightsFiles:
     """The same files with single experts in place of those that are joined, as far as they have names."""
     own, targets = skeleton.state_dict(), targets_of(skeleton, weights)
     converters = [one for one in get_model_conversion_mapping(skeleton) if isinstance(one, WeightConverter)]
-    parts: dict[str, tuple[str, int, slice]] = {}
+    parts: dict[str, Any] = {}
     tensors = dict(weights.tensors)
     for name, stored in weights.tensors.items():
         place = own.get(targets[name])
         if place is None or len(stored.shape) != 3 or tuple(place.shape) != stored.shape:
             continue
-        found = _parts(name, stored, converters)
-        if found and not set(found) & set(tensors) and _are_joined(found, targets[name], skeleton, weights, stored):
+        found = _parts(name, weights, converters)
+        if found and not set(found) & set(tensors) and _are_joined(found, targets[name], skeleton, weights):
             del tensors[name]
             parts |= found
-            tensors |= {new: _stored(stored, rows) for new, (_, _, rows) in found.items()}
-    if not parts:
-        return weights
-    plain = tuple(name for name in weights.tensors if name in tensors)
-    return replace(weights, tensors=tensors, slices=_Slices(weights.slices, plain, MappingProxyType(parts)))
+            tensors |= {new: one.own for new, one in found.items()}
+    return replace(weights, tensors=tensors, slices=ChainMap[str, Any](parts, weights.slices)) if parts else weights
 
 
-def _stored(joined: Stored, rows: slice) -> Stored:
-    return Stored(joined.file, (rows.stop - rows.start, joined.shape[2]), joined.dtype)
-
-
-def _parts(name: str, stored: Stored, converters: list[WeightConverter]) -> dict[str, tuple[str, int, slice]]:
+def _parts(name: str, weights: WeightsFiles, converters: list[WeightConverter]) -> dict[str, _Slice]:
     """Names of single experts, each with its place in the joined tensor [E,o,i]; none if no conversion joins them."""
+    stored = weights.tensors[name]
     for one in converters:
         sources, (target, *others) = list(one.source_patterns), list(one.target_patterns)
         joins = [(type(step), getattr(step, "dim", None)) for step in one.operations]
@@ -119,85 +92,19 @@ def _parts(name: str, stored: Stored, converters: list[WeightConverter]) -> dict
             continue
         start, size = name.removesuffix(target), stored.shape[1] // len(sources)
         return {
-            start + source.replace("*", str(expert)): (name, expert, slice(at * size, (at + 1) * size))
+            start + source.replace("*", str(expert)): _Slice(
+                weights.slices, name, stored, expert, slice(at * size, (at + 1) * size)
+            )
             for expert in range(stored.shape[0])
             for at, source in enumerate(sources)
         }
     return {}
 
 
-def _are_joined(
-    parts: Mapping[str, tuple[str, int, slice]],
-    target: str,
-    skeleton: PreTrainedModel,
-    weights: WeightsFiles,
-    stored: Stored,
-) -> bool:
+def _are_joined(parts: Mapping[str, _Slice], target: str, skeleton: PreTrainedModel, weights: WeightsFiles) -> bool:
     """Whether transformers would load these names into the tensor that they are taken from."""
-    tensors = {new: _stored(stored, rows) for new, (_, _, rows) in parts.items()}
-    found = targets_of(skeleton, replace(weights, tensors=tensors))
+    found = targets_of(skeleton, replace(weights, tensors={new: one.own for new, one in parts.items()}))
     return all(place == target for place in found.values())
-
-
-_BLOCK = 128  # inputs whose corrections are applied to later ones at once; a multiple of GROUP
-_DAMPINGS = (0.01, 0.1, 1.0)  # shares of the mean of the diagonal, each tried where the one before is too small
-
-
-def int4_gptq(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Codes I8 [o,i] and scales BF16 [o,i/GROUP], as `int4_groups`; None if H cannot be used, or its outputs would have
-    a larger error than those of `int4_groups`."""
-    factor = _factor(hessian)
-    if factor is None:
-        return None
-    codes, scales = _rounded(weight.float(), factor)
-    plain = int4_groups(weight)
-    return (codes, scales) if _error(weight, codes, scales, hessian) < _error(weight, *plain, hessian) else None
-
-
-def _factor(hessian: Tensor) -> Tensor | None:
-    """The upper Cholesky factor of the inverse of H with a damped diagonal."""
-    mean = float(hessian.diagonal().mean())
-    if not 0 < mean < torch.finfo(torch.float32).max:  # NaN too
-        return None
-    for share in _DAMPINGS:
-        damped = hessian + share * mean * torch.eye(len(hessian))
-        lower, failed = torch.linalg.cholesky_ex(damped)
-        if failed:
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-        if not failed and bool(upper.isfinite().all()):
-            return upper
-    return None
-
-
-def _rounded(weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """F32 [o,i], which is not kept -> codes and scales. A group's scale is chosen when its first input is reached."""
-    outputs, inputs = weight.shape
-    left = weight.clone()
-    codes = torch.empty(outputs, inputs, dtype=torch.int8)
-    scales = torch.empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
-    for start in range(0, inputs, _BLOCK):
-        end = min(start + _BLOCK, inputs)
-        block, errors = left[:, start:end].T.contiguous(), torch.empty(end - start, outputs)  # [b,o]
-        own = factor[start:end, start:end]
-        scale = torch.empty(0)
-        for at in range(end - start):
-            if at % GROUP == 0:
-                group = (start + at) // GROUP
-                scales[:, group] = signed_scales(block[at : at + GROUP].T)
-                scale = scales[:, group].float()
-            code = block[at].div(scale).round_().clamp_(-8, 7)
-            codes[:, start + at] = code
-            errors[at] = block[at].sub(code.mul_(scale)).div_(own[at, at])
-            block[at + 1 :].addr_(own[at, at + 1 :], errors[at], alpha=-1)
-        left[:, end:] -= errors.T @ factor[start:end, end:]
-    return codes, scales
-
-
-def _error(weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor) -> float:
-    """The squared error of all outputs."""
-    wrong = weight.float() - (codes.unflatten(1, (-1, GROUP)) * scales[..., None].float()).flatten(1)
-    return float(((wrong @ hessian) * wrong).sum(dtype=torch.float64))
 
 
 _COPIED = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".vocab")

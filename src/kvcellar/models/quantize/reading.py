@@ -1,5 +1,8 @@
 """reading: the quantised tensors of weights files, as the dense tensors that they stand for.
 
+A directory says in config.json which format its weights have, under one of `_KEYS`, at the top or in `text_config`; or
+ModelOpt's hf_quant_config.json does. Methods without an entry in `FORMATS` are refused by name.
+
 `decoded` shows the stored tensors of each quantised weight as one dense tensor under the name that the file would have
 for it, so that whatever reads dense files reads these, too.
 
@@ -7,15 +10,82 @@ Always true: types, shapes and scales were checked before a tensor is shown. Sha
 compared with those of the network like any other.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, shown
+from kvcellar.models.config_file import read_object
+from kvcellar.models.quantize.formats.bitsandbytes import BitsAndBytes
+from kvcellar.models.quantize.formats.compressed import Compressed, quantisation_of
+from kvcellar.models.quantize.formats.floats import ModelOpt, Mxfp4, ScaledFloats
+from kvcellar.models.quantize.formats.integers import Awq, BitNet, Gemma, Gptq, TorchAo, auto_round
+from kvcellar.models.quantize.formats.mlx import Mlx
 from kvcellar.models.quantize.formats.part import Format, Part, shown_part
-from kvcellar.models.quantize.formats.table import format_of
 from kvcellar.models.weights_files import WeightsFiles
+
+_KEYS = ("quantization_config", "compression_config", "quantization")
+_MODELOPT = "hf_quant_config.json"
+_MLX = "mlx"
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+    "compressed-tensors": lambda raw: Compressed(quantisation_of(raw)),
+    "gptq": Gptq,
+    "awq": Awq,
+    "auto-round": auto_round,
+    "intel/auto-round": auto_round,
+    "fp8": ScaledFloats,
+    "fbgemm_fp8": ScaledFloats,
+    "mxfp8": ScaledFloats,
+    "modelopt": ModelOpt,
+    "mxfp4": Mxfp4,
+    "bitsandbytes": BitsAndBytes,
+    "torchao": TorchAo,
+    _MLX: Mlx,
+    "metal": Mlx,
+    "bitnet": BitNet,
+    "gemma": Gemma,
+}
+READABLE = f"Weights are read as float32, bfloat16, float16, or quantised by one of: {', '.join(FORMATS)}"
+
+
+def format_of(path: Path) -> Format | None:
+    """The format of the quantised weights of a directory; None if it does not say that they are quantised. Raises
+    `ModelRefused`."""
+    found = format_in(read_object(path / "config.json")) if (path / "config.json").is_file() else None
+    if found is None and (path / _MODELOPT).is_file():
+        own = read_object(path / _MODELOPT).get("quantization")
+        return ModelOpt(own if isinstance(own, Mapping) else {})
+    return found
+
+
+def format_in(config: Mapping[str, Any]) -> Format | None:
+    """The format that the fields of config.json describe; None if they describe none. Raises `ModelRefused`."""
+    found = list(_descriptions(config))
+    if any(other != found[0] for other in found):
+        raise ModelRefused("config.json describes quantised weights twice, in different ways. Remove one of them")
+    return _format(found[0]) if found else None
+
+
+def _descriptions(config: Mapping[str, Any]) -> Iterator[Any]:
+    for part in (config, config.get("text_config")):
+        if isinstance(part, Mapping):
+            yield from (part[key] for key in _KEYS if part.get(key))
+
+
+def _format(raw: Any) -> Format:
+    method = raw
+    if isinstance(raw, Mapping):
+        method = raw.get("quant_method", _MLX if "bits" in raw and "group_size" in raw else None)
+        if method is None and "quant_algo" in raw:
+            method = "modelopt"
+    if not isinstance(raw, Mapping) or not isinstance(method, str) or method not in FORMATS:
+        known = isinstance(method, str) and method.replace("-", "_").isidentifier()
+        raise ModelRefused(f"its weights are quantised ({method if known else shown(method)}). {READABLE}")
+    return FORMATS[method](raw)
+
 
 _ACTIVATIONS = (  # of activations and of K/V, which are not quantised
     *(f".{side}_{what}" for side in ("input", "output") for what in ("scale", "zero_point", "global_scale")),
@@ -45,9 +115,9 @@ def decoded(weights: WeightsFiles) -> WeightsFiles:
     hidden = used.union(unused)
     plain = {name: stored for name, stored in weights.tensors.items() if name not in hidden}
     tensors = {name: part.stored for name, part in parts.items()}
-    slices = _Slices(weights.slices, tuple(plain), MappingProxyType(parts))
+    shown: dict[str, Any] = {name: shown_part(part, weights.slices) for name, part in parts.items()}
     forms = MappingProxyType({name: part.form for name, part in parts.items()})
-    return replace(weights, tensors=plain | tensors, slices=slices, unused=unused, forms=forms)
+    return replace(weights, tensors=plain | tensors, slices=ChainMap(shown, weights.slices), unused=unused, forms=forms)
 
 
 def _part(form: Format, name: str, weights: WeightsFiles) -> Part | None:
@@ -62,22 +132,3 @@ def _part(form: Format, name: str, weights: WeightsFiles) -> Part | None:
     if part is not None:
         part.check(lambda stored: weights.slices[stored][...])
     return part
-
-
-@dataclass(frozen=True, slots=True)
-class _Slices(Mapping[str, Any]):
-    """Lazy slices by name: of stored tensors, and of those that are decoded."""
-
-    plain: Mapping[str, Any]
-    names: tuple[str, ...]  # of those in `plain` that are shown
-    parts: Mapping[str, Part]
-
-    def __getitem__(self, name: str) -> Any:
-        return shown_part(self.parts[name], self.plain) if name in self.parts else self.plain[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.names
-        yield from self.parts
-
-    def __len__(self) -> int:
-        return len(self.names) + len(self.parts)

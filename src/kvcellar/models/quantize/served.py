@@ -5,10 +5,13 @@ the network has a stand-in for each: a zero that is expanded to its shape.
 
 Made at load are the same layers that `kvcellar create --quantize` writes, by the same rules without data. With codes
 from either, the output head has 8 bits, too; an embedding that is the same weight stays as it is for lookups.
+
+The experts of a module are replaced together, or stay dense. A weight of an expert is a stored matrix, or several that
+transformers joins along outputs (gate and up), or a part of a stored stack [E,o,i].
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,17 +23,116 @@ from transformers import PreTrainedModel
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.codes import INT4, Coded, Codes
+from kvcellar.kernels.codes import INT4, Coded, Codes, side_by_side
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.experts import Kernel as ExpertsKernel
-from kvcellar.kernels.quantised import ARITHMETIC, Kernel, QuantisedLinear, most_bytes, unfit
-from kvcellar.models.experts import serve_experts
-from kvcellar.models.quantize.chosen import FEWEST, choose
+from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.quantised import ARITHMETIC, QuantisedLinear, most_bytes, unfit
+from kvcellar.kernels.quantised import Kernel as QuantisedKernel
+from kvcellar.models.packing import expert_modules, serve_experts, weights_of
 from kvcellar.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
-from kvcellar.models.quantize.rules import int4_groups, int8_rows
-from kvcellar.models.quantize.stacks import Made, Stack, by_module, dense_stack, layers_of, stacks_of
+from kvcellar.models.quantize.rounding import int4_groups, int8_rows
+from kvcellar.models.quantize.selection import FEWEST, choose
 from kvcellar.models.weights_files import Stored, WeightsFiles, first_few
-from kvcellar.models.weights_loading import is_finite, plain_targets
+from kvcellar.models.weights_loading import is_finite, plain_targets, stacked_targets
+
+Read = Callable[[str], Codes | str]  # the codes of a stored matrix by its name
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The weights that experts of a module have under one name: the stored matrices of each expert, whose outputs are
+    side by side; or a stored stack."""
+
+    module: str
+    name: str
+    matrices: tuple[tuple[str, ...], ...] = ()  # [E][parts]
+    stack: str = ""
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """The names of all that it is read from."""
+        return tuple(name for expert in self.matrices for name in expert) or (self.stack,)
+
+
+def stacks_of(
+    skeleton: PreTrainedModel, weights: WeightsFiles, plain: Mapping[str, str], wanted: Callable[[str], bool]
+) -> list[Stack]:
+    """Of modules all of whose weights have codes, or are `wanted` to get some. `plain` are the stored tensors that are
+    loaded as they are."""
+    joined, own = stacked_targets(skeleton, weights), {target: name for name, target in plain.items()}
+    found: list[Stack] = []
+    for place, module in expert_modules(skeleton):
+        stacks: list[Stack] = []
+        for name in weights_of(module):
+            target = f"{place}.{name}"
+            stack = Stack(place, name, tuple(map(tuple, joined.get(target, ()))))
+            if stack.matrices and not module.is_transposed and all(map(wanted, stack.stored)):
+                stacks.append(stack)
+            elif isinstance(weights.slices.get(own.get(target, "")), Coded) and _fits(weights, own[target], module):
+                stacks.append(Stack(place, name, stack=own[target]))
+        if len(stacks) == len(weights_of(module)):
+            found += stacks
+    return found
+
+
+def _fits(weights: WeightsFiles, name: str, module: Any) -> bool:
+    """Whether a stored stack has its inputs where the codes of its experts have them: `transposed` in `Part`."""
+    return weights.slices[name].part.transposed == module.is_transposed
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The layers of experts under one name."""
+
+    experts: OwnExperts
+    bits: int
+    nbytes: int
+
+
+def layers_of(
+    stack: Stack, module: Any, slices: Mapping[str, Any], read: Read, kernels: tuple[ExpertsKernel, QuantisedKernel]
+) -> Made | str:
+    """The layers of a stack, or why it is dense."""
+    of = slices[stack.stack].experts() if stack.stack else partial(_expert, stack.matrices, read)
+    shape, dtype = module._parameters[stack.name].shape, module._parameters[stack.name].dtype
+    outputs, inputs = shape[:0:-1] if module.is_transposed else shape[1:]
+    biases = getattr(module, f"{stack.name}_bias").detach() if module.has_bias else None
+    arena = Arena(shape[0] * most_bytes(outputs, inputs))
+    layers: list[QuantisedLinear] = []
+    for expert in range(shape[0]):
+        codes = of(expert)
+        why = codes if isinstance(codes, str) else unfit(codes)
+        if isinstance(codes, str) or why is not None:
+            return str(why)
+        assert codes.values.shape == (outputs, inputs)
+        bias = None if biases is None else biases[expert].clone()
+        layers.append(QuantisedLinear(kernels[1], codes, bias, dtype, arena))
+    return Made(OwnExperts(kernels[0], layers), min(one.bits for one in layers), sum(one.nbytes for one in layers))
+
+
+def _expert(matrices: Sequence[Sequence[str]], read: Read, expert: int) -> Codes | str:
+    parts: list[Codes] = []
+    for name in matrices[expert]:
+        part = read(name)
+        if isinstance(part, str):
+            return part
+        parts.append(part)
+    return side_by_side(parts)
+
+
+def dense_stack(stack: Stack, slices: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    """The same weights as the network has them without codes."""
+    if stack.stack:
+        return slices[stack.stack].rounded(dtype)[...]
+    return torch.stack([torch.cat([slices[name][...].to(dtype) for name in names]) for names in stack.matrices])
+
+
+def by_module(stacks: Sequence[Stack], network: nn.Module) -> Iterator[tuple[Any, list[Stack]]]:
+    """Each module and its stacks."""
+    for place in dict.fromkeys(stack.module for stack in stacks):
+        yield network.get_submodule(place), [stack for stack in stacks if stack.module == place]
+
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LEFT = "it is not the weight of a linear layer, nor of experts all of which have codes"
@@ -54,7 +156,7 @@ class Served:
 class Coding:
     """Layers that are going to be replaced: modules by the stored name of their weight, and stacks of experts."""
 
-    kernels: tuple[ExpertsKernel, Kernel]
+    kernels: tuple[ExpertsKernel, QuantisedKernel]
     kinds: Mapping[str, str]  # what the weights of each are rounded to; `AUTO`: the file has codes
     modules: Mapping[str, str]
     stacks: Sequence[Stack]
@@ -73,12 +175,12 @@ class Coding:
         return {*self.modules, *(name for stack in self.stacks for name in stack.stored)}
 
 
-def kernels_for(device: torch.device, environment: Mapping[str, str]) -> tuple[ExpertsKernel, Kernel] | str:
+def kernels_for(device: torch.device, environment: Mapping[str, str]) -> tuple[ExpertsKernel, QuantisedKernel] | str:
     """The kernels, or the reason why quantised weights cannot be multiplied."""
     if device.type != "cpu":
         return f"products of quantised weights are computed on CPUs, not on {device.type}"
     try:
-        return ExpertsKernel(environment), Kernel(environment)
+        return ExpertsKernel(environment), QuantisedKernel(environment)
     except NotCompiled as error:
         return f"the kernel for quantised weights is not compiled: {error}"
 
@@ -88,7 +190,7 @@ def coding_of(
 ) -> Coding | str | None:
     """What to replace; None: nothing; a text: why codes of the files are served dense. Raises `BadRequest` if the
     setting cannot be followed."""
-    coded = [name for name, one in weights.slices.items() if isinstance(one, Coded)]
+    coded = [name for name in weights.tensors if isinstance(weights.slices[name], Coded)]
     if setting == DENSE or (setting == AUTO and not coded):
         return None
     if setting in QUANTISED and coded:

@@ -1,26 +1,177 @@
-"""writing: the weights files of a quantised or cast directory.
+"""writing: the weights files and config.json of a quantised or cast directory.
 
-Always true: a tensor is read, converted and written before the next one is read; names are those of the source.
+Always true:
+  * a tensor is read, converted and written before the next one is read; names are those of the source;
+  * the header of a file was written first, every tensor has its place in it from the start, and a file is complete only
+    if each was written once. The same tensors give the same bytes in any order of writing.
 """
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused
-from kvcellar.models.quantize.chosen import Choice
-from kvcellar.models.quantize.kinds import INT8
-from kvcellar.models.quantize.layouts import pack
-from kvcellar.models.quantize.rules import GROUP, int4_groups, int8_rows
-from kvcellar.models.quantize.tensor_file import Entry, TensorFile, tensor_file
+from kvcellar.models.quantize.formats.compressed import INTS, PACKED
+from kvcellar.models.quantize.kinds import CASTS, INT4, INT8
+from kvcellar.models.quantize.rounding import GROUP, int4_groups, int8_rows, pack
+from kvcellar.models.quantize.selection import Choice
 from kvcellar.models.weights_files import MTP_FILE, Stored, WeightsFiles
 from kvcellar.models.weights_loading import FLOATS, is_finite
 from kvcellar.progress import report
+
+_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Type, as in safetensors, and shape of a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * _WIDTHS.get(self.dtype, 1)
+
+
+class TensorFile:
+    """One file that is being written."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._places: dict[str, int] = {}
+        self._left = set(entries)
+        header: dict[str, object] = {"__metadata__": _METADATA}
+        end = 0
+        for name in sorted(entries, key=lambda one: (-_WIDTHS.get(entries[one].dtype, 1), one)):  # aligned to elements
+            entry = entries[name]
+            header[name] = {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "data_offsets": [end, end + entry.bytes],
+            }
+            self._places[name] = end
+            end += entry.bytes
+        raw = json.dumps(header, separators=(",", ":")).encode()
+        raw += b" " * (-len(raw) % 8)
+        self._start = 8 + len(raw)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        self._write(len(raw).to_bytes(8, "little") + raw, 0)
+        os.ftruncate(self._file, self._start + end)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor of the shape that was declared for it."""
+        assert tuple(tensor.shape) == self._entries[name].shape, name
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        assert len(raw) == self._entries[name].bytes, name
+        self._left.remove(name)
+        buffer: Any = raw.numpy()  # its stub lacks the buffer protocol
+        self._write(memoryview(buffer), self._start + self._places[name])
+
+    def _write(self, raw: bytes | memoryview, at: int) -> None:
+        rest = memoryview(raw)
+        while rest:
+            written = os.pwrite(self._file, rest, at)
+            rest, at = rest[written:], at + written
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def check(self) -> None:
+        assert not self._left, f"not written: {sorted(self._left)[:3]}"
+
+
+@contextmanager
+def tensor_file(path: Path, entries: Mapping[str, Entry]) -> Iterator[TensorFile]:
+    """A new file at `path`, which is complete when the block ends."""
+    file = TensorFile(path, entries)
+    try:
+        yield file
+        file.check()
+    finally:
+        file.close()
+
+
+def quantised_config(fields: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
+    """The fields of a source with a `quantization_config` as compressed-tensors writes it."""
+    used = [kind for kind in (INT8, INT4) if kind in choice.kinds.values()]
+    groups: dict[str, Any] = {}
+    for kind in used:
+        promoted = kind == INT8 and len(used) > 1 and choice.promoted is not None
+        targets = [choice.promoted] if promoted else ["Linear", *choice.others]
+        groups[f"group_{len(groups)}"] = {"targets": targets, **_GROUPS[kind]}
+    return _described(fields, groups, choice.ignore)
+
+
+def with_codes(fields: Mapping[str, Any], modules: Mapping[int, Sequence[str]]) -> dict[str, Any]:
+    """The fields of a model of whose modules some, by bits, have codes in groups."""
+    groups = {
+        f"group_{number}": {
+            **_GROUPS[INT4],
+            "targets": sorted(modules[bits]),
+            "weights": _args(bits, strategy="group", group_size=GROUP),
+            "format": PACKED if bits == 4 else INTS,
+        }
+        for number, bits in enumerate(sorted(modules))
+    }
+    return _described(fields, groups, ())
+
+
+def _described(fields: Mapping[str, Any], groups: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    forms = [group["format"] for group in groups.values()]
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": forms[0] if len(forms) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+    }
+    return {**fields, **({"quantization_config": quantization} if groups else {})}
+
+
+def cast_config(fields: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The fields of a source whose weights were cast."""
+    changed = {**fields, "dtype": CASTS[kind]}
+    changed.pop("torch_dtype", None)
+    for key, part in fields.items():
+        if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part):
+            changed[key] = cast_config(part, kind)
+    return changed
+
+
+def _args(bits: int, **more: Any) -> dict[str, Any]:
+    defaults = {
+        "type": "int", "symmetric": True, "strategy": "channel", "group_size": None, "block_structure": None,
+        "actorder": None, "dynamic": False, "observer": None, "observer_kwargs": {},
+    }  # fmt: skip
+    return {"num_bits": bits, **defaults, **more}
+
+
+_GROUPS: Mapping[str, Mapping[str, Any]] = {
+    INT8: {
+        "weights": _args(8),
+        "input_activations": _args(8, strategy="token", dynamic=True),
+        "output_activations": None,
+        "format": INTS,
+    },
+    INT4: {
+        "weights": _args(4, strategy="group", group_size=GROUP),
+        "input_activations": None,
+        "output_activations": None,
+        "format": PACKED,
+    },
+}
+
 
 _SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"bf16": ("BF16", torch.bfloat16), "f16": ("F16", torch.float16), "f32": ("F32", torch.float32)}

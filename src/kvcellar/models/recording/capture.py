@@ -26,19 +26,19 @@ from kvcellar.kernels.heads import OwnHeads
 from kvcellar.kernels.packed import LINEARS
 from kvcellar.kernels.program import Program
 from kvcellar.models.guest import Guest
-from kvcellar.models.recording.doors import DecodingDoor, RecordingDoor
-from kvcellar.models.recording.opaque import (
-    Forward,
+from kvcellar.models.mixers import Forward
+from kvcellar.models.recording.doors import (
+    DecodingDoor,
     Opaque,
+    RecordingDoor,
     experts_operator,
     heads_operator,
     linear_operator,
     replaced,
 )
 from kvcellar.models.recording.passes import simplified
-from kvcellar.models.recording.recording import Captured, reason_of
-from kvcellar.models.recording.sizes import NotRecordable, Sizes
-from kvcellar.models.recording.trace import Trace
+from kvcellar.models.recording.recording import Captured, NotRecordable, reason_of
+from kvcellar.models.recording.trace import Sizes, Trace
 
 ROWS, WANTED, CELLS = 11, 5, (23, 29, 31, 37, 41, 43, 47, 53)  # sizes while tracing: all different, and none a weight's
 LEAST = 2  # torch takes 0 and 1 for other cases; the test at load has steps with such sizes

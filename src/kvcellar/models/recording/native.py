@@ -20,15 +20,14 @@ from torch.utils._pytree import tree_leaves
 
 from kvcellar.attention.cpu import TYPES, Cpu
 from kvcellar.cache.memory import Memory
+from kvcellar.kernels.compiled import Native
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.heads import OwnHeads
 from kvcellar.kernels.layers import OwnLinear, merged
-from kvcellar.kernels.native import Native
 from kvcellar.kernels.program import Argument, Cache, Dtype, Op, Program, Ref
 from kvcellar.kernels.recorded import FIXED, Recorded
-from kvcellar.kernels.recorded_calls import Bound, Call
 from kvcellar.kernels.recorded_kernel import StepKernel
-from kvcellar.kernels.recorded_outline import Outline, outlined
+from kvcellar.kernels.recorded_outline import Bound, Call, Outline, outlined
 from kvcellar.models.recording.recording import Execute, RecordedStep, Results
 from kvcellar.models.recording.replay import constants_of, layers_of_cells
 from kvcellar.models.seam import FlatDoor

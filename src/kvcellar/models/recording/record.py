@@ -10,10 +10,8 @@ from kvcellar.errors import BadRequest
 from kvcellar.models.build_guest import MODEL_ERRORS
 from kvcellar.models.guest import Guest
 from kvcellar.models.input_limits import context_of, random_tokens
-from kvcellar.models.recording.hooks import Hooks, inlined
-from kvcellar.models.recording.recording import Captured, Execute, Recording, reason_of
+from kvcellar.models.recording.recording import Captured, Execute, Hooks, NotRecordable, Recording, inlined, reason_of
 from kvcellar.models.recording.saved import NoDigest, Programs, digest_of
-from kvcellar.models.recording.sizes import NotRecordable
 from kvcellar.models.seam import our_attention
 from kvcellar.plan import Batch, Feed
 from kvcellar.progress import report

@@ -1,8 +1,8 @@
 """trace: write down the operators that run on fake tensors, as a program.
 
-A fake tensor has a type, sizes and strides, and no content: sizes may depend on symbols. So a forward over fake tensors
-runs the network's own code, computes nothing, and is the same for every number of rows. Weights are replaced by fake
-tensors when an operator reads them; nothing is copied.
+A fake tensor has a type, sizes and strides, and no content: sizes may depend on symbols, and are written as expressions
+of those of the program. So a forward over fake tensors runs the network's own code, computes nothing, and is the same
+for every number of rows. Weights are replaced by fake tensors when an operator reads them; nothing is copied.
 
 Always true:
   * an operator that returns views of its arguments is no operator of the program: its results are values of the same
@@ -19,9 +19,53 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kvcellar.kernels.program import Argument, Cache, Constant, Dtype, Number, Op, Program, Ref, Value
-from kvcellar.models.recording.sizes import NotRecordable, Sizes
+from kvcellar.kernels.program import Argument, Cache, Constant, Dtype, Number, Op, Program, Ref, Size, Value
+from kvcellar.models.recording.recording import NotRecordable
 from kvcellar.models.seam import GuestCache
+
+_CALLS = {"Max": "Max", "Min": "Min"}
+_OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": None, "Mod": "%", "PythonMod": "%"}
+
+
+class Sizes:
+    """Writes expressions of sympy, whose symbols have other names in a program. Each expression is written once."""
+
+    def __init__(self, names: Mapping[Any, str]) -> None:
+        """`names` by symbol of sympy."""
+        self._names, self._written = dict(names), dict[Any, Size]()
+
+    def of(self, size: Any) -> Size:
+        """An int, or a `torch.SymInt`."""
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        if expression not in self._written:
+            self._written[expression] = int(expression) if expression.is_Integer else self._text(expression)
+        return self._written[expression]
+
+    def _text(self, expression: Any) -> str:
+        if expression.is_Integer:
+            return str(int(expression))
+        if expression.is_Symbol:
+            if expression not in self._names:
+                raise NotRecordable(f"a size depends on {expression}, which is no size of the forward's inputs")
+            return self._names[expression]
+        name, parts = type(expression).__name__, [self._text(part) for part in expression.args]
+        if expression.is_Add:
+            return "(" + " + ".join(parts) + ")"
+        if expression.is_Mul:
+            return "(" + " * ".join(parts) + ")"
+        if expression.is_Pow and expression.exp.is_Integer and 0 < expression.exp <= 4:
+            return "(" + " * ".join([parts[0]] * int(expression.exp)) + ")"
+        if (sign := _OPERATORS.get(name)) is not None:
+            return f"({parts[0]} {sign} {parts[1]})"
+        if name in _CALLS:
+            text = parts[0]
+            for part in parts[1:]:
+                text = f"{_CALLS[name]}({text}, {part})"
+            return text
+        raise NotRecordable(f"a size is {expression}, which a program cannot compute")
+
 
 MOST_DATA = 4096  # elements of a constant that is not in the network
 _PLACES = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})  # keywords that are left out

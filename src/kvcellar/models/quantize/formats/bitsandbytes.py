@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import ModelRefused, shown
-from kvcellar.models.quantize.formats.floats import looked_up
-from kvcellar.models.quantize.formats.integers import Integers
 from kvcellar.models.quantize.formats.part import (
     LARGEST,
+    Integers,
     Part,
     Read,
     Rows,
@@ -29,6 +28,7 @@ from kvcellar.models.quantize.formats.part import (
     check_scales,
     check_shape,
     integer_part,
+    looked_up,
     stored_as,
 )
 from kvcellar.models.weights_files import Stored, WeightsFiles

@@ -1,37 +1,161 @@
-"""compressed: weights in the formats of compressed-tensors.
+"""compressed: weights in the formats of compressed-tensors, and what its `quantization_config` says about them.
 
 A module X has `X.weight` or `X.weight_packed`, `X.weight_scale`, and perhaps `X.weight_zero_point`, `X.weight_g_idx`,
 `X.weight_global_scale` and `X.weight_shape`. A stored shape is used only for the number of inputs in the last word; it
 is compared with the network's like any other.
+
+A model directory is not trusted, so a config is read into these classes or refused with `ModelRefused`.
 """
 
 import math
-from dataclasses import replace
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvcellar.errors import ModelRefused
-from kvcellar.models.quantize.formats.blocked import eights, fours
-from kvcellar.models.quantize.formats.integers import Integers
+from kvcellar.errors import ModelRefused, shown
+from kvcellar.models.quantize.formats.floats import eights, fours
 from kvcellar.models.quantize.formats.part import (
     SCALES,
+    Integers,
     Part,
     Read,
+    block_of,
     check_indices,
+    check_pattern,
     check_scales,
     dense_type,
     integer_part,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import unpack
-from kvcellar.models.quantize.schemes import FLOATS, MXFP4, MXFP8, NVFP4, PACKED, READABLE, Quantisation, Scheme
+from kvcellar.models.quantize.rounding import unpack
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
+INTS, PACKED, FLOATS = "int-quantized", "pack-quantized", "float-quantized"
+MXFP8, MXFP4, NVFP4 = "mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"
+_FORMATS = {  # formats, by the name and the type of numbers in a config
+    (INTS, "int"): INTS, ("naive-quantized", "int"): INTS, (PACKED, "int"): PACKED,
+    (FLOATS, "float"): FLOATS, ("naive-quantized", "float"): FLOATS,
+    **{(form, "float"): form for form in (MXFP8, MXFP4, NVFP4)},
+}  # fmt: skip
+_GROUPS = {MXFP8: 32, MXFP4: 32, NVFP4: 16}  # inputs that share a scale
+READABLE = f"compressed-tensors' formats that are read: {', '.join(sorted(set(_FORMATS.values())))}"
+_BITS = {INTS: range(1, 9), PACKED: range(1, 9), FLOATS: (8,), MXFP8: (8,), MXFP4: (4,), NVFP4: (4,)}
 _SCALE, _ZERO, _ORDER, _SHAPE = ".weight_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape"
 _GLOBAL = ".weight_global_scale"
 _SUFFIXES = (".weight", ".weight_packed", _SCALE, _ZERO, _ORDER, _SHAPE, _GLOBAL)
+_MOST_GROUPS = 64  # config groups; real files have one or two
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weights of one config group are stored. `group` is the inputs that share a scale: None is all of them;
+    with `block`, so many outputs and inputs share one."""
+
+    format: str
+    bits: int
+    group: int | None
+    symmetric: bool
+    block: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        per = "an output" if self.group is None else f"{self.group} inputs of an output"
+        per = per if self.block is None else f"{self.block[0]} outputs and {self.block[1]} inputs"
+        return f"{self.format}, {self.bits} bits, {'' if self.symmetric else 'asymmetric, '}one scale for {per}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """The schemes of a file, each with the targets that it is for."""
+
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All different ones."""
+        return tuple(dict.fromkeys(scheme for _, scheme in self.groups))
+
+    def targeting(self, module: str) -> Scheme | None:
+        """The scheme of a module by its name: exact names are before patterns, and patterns before class names."""
+        for matches in (_is_named, _is_matched, _is_class):
+            for targets, scheme in self.groups:
+                if any(matches(target, module) for target in targets):
+                    return scheme
+        return None
+
+
+def _is_named(target: str, module: str) -> bool:
+    return target == module
+
+
+def _is_matched(target: str, module: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], module) is not None
+
+
+def _is_class(target: str, module: str) -> bool:
+    return target == "Linear"
+
+
+def quantisation_of(raw: Mapping[str, Any]) -> Quantisation:
+    """The schemes of a `quantization_config`. Raises `ModelRefused`."""
+    for key in ("sparsity_config", "transform_config"):
+        part = raw.get(key)
+        if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
+            raise ModelRefused(f"quantization_config has {key}, which is not supported. {READABLE}")
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not 0 < len(groups) <= _MOST_GROUPS:
+        raise ModelRefused(f"quantization_config needs config_groups: one to {_MOST_GROUPS} of them")
+    return Quantisation(tuple(_group(str(name), group, raw.get("format")) for name, group in groups.items()))
+
+
+def _group(name: str, raw: Any, form: Any) -> tuple[tuple[str, ...], Scheme]:
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("weights"), Mapping):
+        raise ModelRefused(f"config group {shown(name)} says nothing about weights. {READABLE}")
+    form = raw.get("format") or form
+    weights: Mapping[str, Any] = raw["weights"]
+    found = _FORMATS.get((form, weights.get("type", "int"))) if isinstance(form, str) else None
+    if found is None:
+        raise ModelRefused(
+            f"config group {shown(name)} stores weights as {shown(form)} of type {shown(weights.get('type'))}. "
+            f"{READABLE}"
+        )
+    return _targets(name, raw.get("targets")), _scheme(name, found, weights)
+
+
+def _scheme(name: str, form: str, weights: Mapping[str, Any]) -> Scheme:
+    bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in _BITS[form]:
+        raise ModelRefused(f"config group {shown(name)} has numbers of {shown(bits)} bits as {form}. {READABLE}")
+    symmetric = weights.get("symmetric", True)
+    if not isinstance(symmetric, bool) or (not symmetric and form not in (INTS, PACKED)):
+        raise ModelRefused(f"config group {shown(name)}: symmetric is {shown(symmetric)}, which {form} cannot be")
+    if form in _GROUPS:
+        if size not in (None, _GROUPS[form]):
+            raise ModelRefused(f"config group {shown(name)} has groups of {shown(size)} inputs; {form} has others")
+        return Scheme(form, bits, _GROUPS[form], symmetric)
+    if size == -1:
+        size = None
+    strategy = strategy or ("group" if size is not None else "channel")
+    if strategy not in ("tensor", "channel", "group", *(["block"] if form == FLOATS else [])):
+        raise ModelRefused(f"config group {shown(name)} has scales by {shown(strategy)}. {READABLE}")
+    if strategy == "block":
+        return Scheme(form, bits, None, symmetric, block_of(weights.get("block_structure")))
+    if strategy == "group" and not (isinstance(size, int) and not isinstance(size, bool) and size > 0):
+        raise ModelRefused(f"config group {shown(name)} has groups of {shown(size)} inputs")
+    return Scheme(form, bits, size if strategy == "group" else None, symmetric)
+
+
+def _targets(name: str, raw: Any) -> tuple[str, ...]:
+    if not isinstance(raw, list) or not all(isinstance(target, str) for target in raw):
+        raise ModelRefused(f"config group {shown(name)} needs targets: a list of names")
+    for target in raw:
+        if target.startswith("re:"):
+            check_pattern(target[3:])
+    return tuple(raw)
 
 
 class Compressed:

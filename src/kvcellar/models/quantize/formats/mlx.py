@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from kvcellar.errors import ModelRefused, shown
-from kvcellar.models.quantize.formats.blocked import Blocked, blocked_part
-from kvcellar.models.quantize.formats.integers import Integers
+from kvcellar.models.quantize.formats.floats import Blocked, blocked_part
 from kvcellar.models.quantize.formats.part import (
     SCALES,
+    Integers,
     Part,
     Read,
     check_dimensions,
@@ -26,7 +26,7 @@ from kvcellar.models.quantize.formats.part import (
     per,
     stored_as,
 )
-from kvcellar.models.quantize.layouts import unpack
+from kvcellar.models.quantize.rounding import unpack
 from kvcellar.models.weights_files import Stored, WeightsFiles
 
 _FLOATS = {"mxfp4": (4, 32, None), "mxfp8": (8, 32, None), "nvfp4": (4, 16, torch.float8_e4m3fn)}

@@ -1,11 +1,13 @@
 """part: one weight that is stored quantised: the tensors that it is computed from, and how, in blocks of rows.
 
-A weight is computed in float32 when it is read, one block of rows after the other, and rounded once. Shapes: E experts
-(1 for a matrix), o outputs, i inputs, n rows of a block.
+A weight is computed in float32 when it is read, one block of rows after the other, and rounded once. Weights of
+integers can also be read as codes, for products. Shapes: E experts (1 for a matrix), o outputs, i inputs, c scales of
+an output, n rows of a block.
 
 Always true: the types and shapes of the stored tensors were checked before a part was made of them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -13,17 +15,116 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kvcellar.errors import ModelRefused
-from kvcellar.kernels.codes import Coded, CodesOf
-from kvcellar.models.quantize.formats.floats import as_floats
-from kvcellar.models.quantize.formats.integers import Integers
-from kvcellar.models.quantize.layouts import row_blocks
+from kvcellar.errors import ModelRefused, shown
+from kvcellar.kernels.codes import INT4, Coded, Codes, CodesOf, row_blocks
+from kvcellar.models.quantize.rounding import decode
 from kvcellar.models.weights_files import Stored, WeightsFiles
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def looked_up(raw: Tensor, table: Tensor, *, high_first: bool = False) -> Tensor:
+    """Bytes U8 [...,w] that hold two codes of 4 bits each -> F32 [...,2w]: what `table` [16] has for them. The code in
+    the lowest bits is the first one, or the second one (`high_first`).
+
+    Both values of a byte are looked up at once, as the halves of a 64-bit number.
+    """
+    low, high = table.float().repeat(16), table.float().repeat_interleave(16)
+    both = torch.stack((high, low) if high_first else (low, high), 1).view(torch.float64).flatten()  # [256]
+    found = both.index_select(0, raw.reshape(-1).to(torch.int32))
+    return found.view(torch.float32).view(*raw.shape[:-1], -1)
+
+
+def e2m1(raw: Tensor) -> Tensor:
+    """Bytes U8 [...,w] of two 4-bit floats each, the first one in the lowest bits -> F32 [...,2w]."""
+    return looked_up(raw, torch.tensor(E2M1, device="cpu"))
+
+
+def as_floats(scales: Tensor) -> Tensor:
+    """F32 of scales: bytes and F8_E8M0 are exponents of 2, plus 127; 255 becomes infinite."""
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+        return scales.to(torch.float32)
+    exponents = scales.view(torch.uint8).to(torch.int32)
+    lowest = torch.full_like(exponents, 1 << 22)  # 2^-127, which is subnormal
+    return torch.where(exponents == 0, lowest, exponents << 23).view(torch.float32)
+
+
+_FEWEST, _MOST = INT4[0], INT4[-1]  # of 4 bits
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """The weight is (integer - zero) * scale + bias.
+
+    `stored` returns the integers of a block of rows, [n,i]; `half` is their middle, and the zero where there are no
+    `zeros`. `scales` [o,c] or [1,c]; `zeros` and `biases` [o,c]. `columns` [i] is the scale of each input; None: groups
+    of equal size, in order. Blocks start at multiples of `step`.
+    """
+
+    shape: tuple[int, int]
+    stored: Callable[[slice], Tensor]
+    half: int
+    scales: Tensor
+    zeros: Tensor | None = None
+    biases: Tensor | None = None
+    columns: Tensor | None = None
+    step: int = 1
+
+    def rows(self, _: int, block: slice) -> Tensor:
+        """F32 [n,i]."""
+        integers = self.stored(block)
+        if self.zeros is None and self.half:
+            integers = integers - self.half
+        scales = self.scales[block] if len(self.scales) > 1 else self.scales
+        dense = decode(integers, scales, None if self.zeros is None else self.zeros[block], self.columns)
+        if self.biases is None:
+            return dense
+        biases = self.biases[block].float()
+        return dense.unflatten(1, (biases.shape[1], -1)).add_(biases[..., None]).flatten(1)
+
+    def codes(self) -> Codes | str:
+        """The same weight as codes, or the reason why it has no such form."""
+        order = None if self.columns is None else self._order(self.columns)
+        if isinstance(order, str):
+            return order
+        values = torch.empty(self.shape, dtype=torch.int8, device="cpu")
+        for block in row_blocks(*self.shape, step=self.step):
+            some = (self.stored(block) - self.half).to(torch.int8)
+            values[block] = some if order is None else some[:, order]
+        low, high = torch.aminmax(values)
+        small = int(low) >= _FEWEST and int(high) <= _MOST
+        scales = self.scales.float().expand(self.shape[0], -1)
+        return Codes(
+            values.sub_(_FEWEST).view(torch.uint8) if small else values,
+            INT4 if small else None,
+            scales.contiguous(),
+            self._mins(scales),
+            order,
+        )
+
+    def _order(self, columns: Tensor) -> Tensor | str:
+        """The inputs sorted by their groups, or why these are not of one size."""
+        counts = columns.bincount(minlength=self.scales.shape[1])
+        if len(counts.unique()) > 1:
+            return f"its groups have from {int(counts.min())} to {int(counts.max())} inputs"
+        order = columns.argsort(stable=True)
+        return order
+
+    def _mins(self, scales: Tensor) -> Tensor | None:
+        """What is added to integers of a product, which are less by `half`."""
+        if self.zeros is None or (self.biases is None and bool((self.zeros == self.half).all())):
+            return None
+        mins = (self.half - self.zeros.float()) * scales
+        return (mins if self.biases is None else mins + self.biases.float()).contiguous()
+
 
 LARGEST = 2.0**16  # of a scale; weights of real models are far below
 SCALES = ("BF16", "F16", "F32")
 EXPONENTS = ("U8", "F8_E8M0")  # scales that are powers of 2
 EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
+_MOST_BLOCK = 1 << 20  # outputs or inputs
+_MOST_PATTERN = 512  # characters of a target
+_UNBOUNDED = 4  # repetitions in a pattern: with more, matching a name could take minutes
 Read = Callable[[str], Tensor]  # a stored tensor by its name
 Rows = Callable[[int, slice], Tensor]  # of an expert: rows -> F32 [n,i]
 
@@ -161,6 +262,33 @@ def integer_part(
         return lambda _: read_as(read).codes()
 
     return Part(name, stored, uses, form, lambda read: read_as(read).rows, check, codes, step=step)
+
+
+def block_of(raw: Any) -> tuple[int, int]:
+    """Outputs and inputs of a block, of a config: [128, 128] or "128x128". Raises `ModelRefused`."""
+    found = raw.split("x") if isinstance(raw, str) else raw
+    if isinstance(found, list | tuple) and len(found) == 2:
+        try:
+            outputs, inputs = (int(one) if isinstance(one, str) else one for one in found)
+        except ValueError:
+            outputs = inputs = 0
+        if type(outputs) is int and type(inputs) is int and 0 < outputs <= _MOST_BLOCK and 0 < inputs <= _MOST_BLOCK:
+            return outputs, inputs
+    raise ModelRefused(f"the config has blocks of {shown(raw)}; two sizes from 1 to {_MOST_BLOCK} are needed")
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise `ModelRefused` for an invalid pattern, and for one whose matching could take very long."""
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ModelRefused(f"quantization_config: {shown(pattern)} is no regular expression: {error}") from error
+    unbounded = len(re.findall(r"(?<!\\)[*+]|\{\d*,\d*\}", pattern))
+    if len(pattern) > _MOST_PATTERN or unbounded > _UNBOUNDED or re.search(r"\)\s*[*+{]", pattern):
+        raise ModelRefused(
+            f"quantization_config: {shown(pattern)} is too complex a pattern for names; at most {_UNBOUNDED} "
+            f"repetitions are supported, and none of a group"
+        )
 
 
 def dense_type(scales: Stored) -> str:

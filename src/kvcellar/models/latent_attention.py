@@ -1,4 +1,4 @@
-"""expansion: find out how attention modules compute keys and values from what is stored, by running their own code.
+"""latent_attention: find out how modules compute keys and values from what is stored, by running their own code.
 
 In one forward each module gets latents of our choice instead of stored ones: the rows of an identity matrix, whose keys
 and values are the matrices that it multiplies with; a zero; and random latents, whose keys and values must be those of
@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.heads import Kernel, panel_heads
-from kvcellar.kernels.layers import OwnLinear
-from kvcellar.kernels.linear import FOREIGN, PACKED
+from kvcellar.kernels.layers import FOREIGN, PACKED, OwnLinear
 from kvcellar.models.guest import Guest
-from kvcellar.models.latent import Binding, Latent
-from kvcellar.models.probe import PROBE_TOKENS, StoreProbe, probe
-from kvcellar.models.seam import Extras
+from kvcellar.models.seam import Binding, Extras, Latent
+from kvcellar.models.shape import PROBE_TOKENS, StoreProbe, probe
 
 RANDOM = 16  # latents
 CHILD = "kvcellar_latent"  # name of what is added to an attention module

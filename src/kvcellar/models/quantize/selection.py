@@ -1,4 +1,4 @@
-"""chosen: which stored tensors are quantised, and how; the others are left, each with the reason.
+"""selection: which stored tensors are quantised, and how; the others are left, each with the reason.
 
 Quantised are the weights of linear layers and of experts. The network, built without memory for its weights, tells
 them from embeddings, convolutions and tables of the same shape; names tell routers and the like from other layers.
@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcellar.models.quantize.kinds import INT4, INT8, MIXED
-from kvcellar.models.quantize.rules import GROUP
+from kvcellar.models.quantize.rounding import GROUP
 from kvcellar.models.weights_files import Stored, WeightsFiles
 from kvcellar.models.weights_loading import FLOATS, targets_of
 

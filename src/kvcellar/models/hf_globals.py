@@ -1,6 +1,8 @@
-"""hf_logging: keep transformers' log records, warnings and progress bars off the user's terminal.
+"""hf_globals: what transformers has once per process, changed for a block: its log and bars, and what it builds.
 
-What matters of them is in our results, notes and errors.
+Log records, warnings and progress bars are kept off the user's terminal: what matters of them is in our results, notes
+and errors. And one network is built at a time: while transformers builds one of a given dtype, that is torch's default
+dtype of the whole process, so a network that another thread builds beside it would have buffers of that dtype.
 """
 
 import logging
@@ -8,8 +10,10 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
+import torch
 from transformers.utils import logging as transformers_logging
 
 from kvcellar.progress import report
@@ -61,3 +65,18 @@ def silence_transformers() -> Iterator[None]:
         for handler in handlers:
             handler.removeFilter(passes)
         transformers_logging.set_tqdm_hook(before)
+
+
+_BUILDING = Lock()
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Within the block no other thread builds a network; after it, torch's default dtype is that from before. Blocks
+    are not nested."""
+    with _BUILDING:
+        before = torch.get_default_dtype()
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -319,7 +319,7 @@ class Doubled:
     def __init__(self) -> None:
         self.fails = False
 
-    def bind(self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Callable[[], None]:
+    def __call__(self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Callable[[], None]:
         (x,), (out,) = inputs, outputs
         assert out is not None
 

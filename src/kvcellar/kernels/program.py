@@ -39,6 +39,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 Size = int | str  # an expression of symbols: names, integers, + - * // %, Min(a, b), Max(a, b)
 Sizes = Mapping[str, int]  # the value of each symbol
 
@@ -139,6 +141,23 @@ class Program:
             known |= {self.values[value].storage for value in op.outputs if value is not None}
         for name, value in self.outputs.items():
             assert self.values[value].storage in known, f"{name} is never written"
+
+
+def resolved(argument: Argument, value: Callable[[int], Any], sizes: Sizes, cache: Any = None) -> Any:
+    """An argument with `value(index)` in place of references, numbers in place of sizes, torch's types, and `cache`."""
+    match argument:
+        case Ref(index):
+            return value(index)
+        case Number(size):
+            return size_of(size, sizes)
+        case Dtype(name):
+            return getattr(torch, name)
+        case Cache():
+            return cache
+        case tuple():
+            return tuple(resolved(one, value, sizes, cache) for one in argument)
+        case _:
+            return argument
 
 
 def size_of(size: Size, symbols: Sizes) -> int:

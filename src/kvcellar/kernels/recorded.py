@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.kernels.compiled import Native
-from kvcellar.kernels.program import Op, Size, Sizes, size_of
+from kvcellar.kernels.program import Op, Size, Sizes, resolved, size_of
 from kvcellar.kernels.recorded_kernel import INDEX, WORDS, StepKernel, instruction, span
 from kvcellar.kernels.recorded_lowering import Lowering
 from kvcellar.kernels.recorded_operators import ALIGNED, Life, Lone, Small, View, placed, stored_once
@@ -40,7 +40,6 @@ from kvcellar.kernels.recorded_outline import (
     is_torch,
     of_native,
     of_torch,
-    resolved,
     with_numbers,
 )
 
@@ -266,8 +265,8 @@ class Binder:
             values = (*self._outline.reads[index], *(value for value in op.outputs if value is not None))
             found = None
             if is_torch(op) and all(self._views[value] is not None for value in values):
-                args = [resolved(one, self._views, self._sizes) for one in op.args]
-                kwargs = {name: resolved(one, self._views, self._sizes) for name, one in op.kwargs.items()}
+                args = [resolved(one, self._views.__getitem__, self._sizes) for one in op.args]
+                kwargs = {name: resolved(one, self._views.__getitem__, self._sizes) for name, one in op.kwargs.items()}
                 outputs = [None if value is None else self._views[value] for value in op.outputs]
                 found = self._once(op, lowering(op.name, args, kwargs, outputs))
             yield from (op,) if found is None else found
@@ -380,7 +379,7 @@ class Binder:
         if handler is None:
             known = ", ".join(sorted(self._handlers)) or "none"
             raise ValueError(f"{op.name} is no operator of torch and has no handler; there are handlers of {known}")
-        return handler.bind(with_numbers(op, sizes), *self._tensors(op))
+        return handler(with_numbers(op, sizes), *self._tensors(op))
 
     def _now(self, op: Op) -> None:
         """Call a late operator, in a run."""

@@ -9,13 +9,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from ctypes import CFUNCTYPE, c_int, c_void_p
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcellar.kernels.compiled import Native
-from kvcellar.kernels.program import Argument, Dtype, Number, Op, Program, Ref, Sizes, Value, size_of
+from kvcellar.kernels.program import Argument, Cache, Number, Op, Program, Ref, Sizes, Value, resolved, size_of
 from kvcellar.kernels.recorded_lowering import ON_ELEMENTS, operator
 from kvcellar.kernels.recorded_operators import Views, repeatable
 
@@ -24,13 +23,10 @@ Bound = Native | Sequence[Native] | Call
 NATIVE = CFUNCTYPE(c_int, c_void_p)
 
 
-class Handler(Protocol):
-    """Binds the operators of one name that is not torch's to tensors whose addresses stay."""
-
-    def bind(self, op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None]) -> Bound:
-        """What computes `outputs` from `inputs`, the tensors of `op.reads`, each time that it is called, in order.
-        Their content at this time means nothing. Sizes among `op.args` are numbers."""
-        ...
+# Binds the operators of one name that is not torch's to tensors whose addresses stay: returns what computes the outputs
+# from the inputs, the tensors of `op.reads`, each time that it is called, in order. The content of tensors has no
+# meaning when they are bound. Sizes among `op.args` are numbers.
+Handler = Callable[[Op, Sequence[Tensor], Sequence[Tensor | None]], Bound]
 
 
 def is_torch(op: Op) -> bool:
@@ -41,8 +37,8 @@ def of_torch(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None],
     """A call of torch's operator, whose results are copied to `outputs` unless it writes there itself."""
     of = operator(op.name)
     left = iter(inputs)
-    args = [_given(one, left, sizes) for one in op.args]
-    kwargs = {name: _given(one, left, sizes) for name, one in op.kwargs.items()}
+    args = resolved(op.args, lambda _: next(left), sizes)
+    kwargs = {name: resolved(one, lambda _: next(left), sizes) for name, one in op.kwargs.items()}
     if of._schema.is_mutable:
         return lambda: of(*args, **kwargs)
 
@@ -68,45 +64,9 @@ def of_native(native: Native) -> Call:
 
 
 def with_numbers(op: Op, sizes: Sizes) -> Op:
-    """The operator with numbers in place of its sizes."""
-    kwargs = {name: _number(one, sizes) for name, one in op.kwargs.items()}
-    return replace(op, args=tuple(_number(one, sizes) for one in op.args), kwargs=kwargs)
-
-
-def resolved(argument: Argument, values: Mapping[int, Any] | Sequence[Any], sizes: Sizes) -> Any:
-    """An argument with `values` in place of references, numbers in place of sizes and torch's types."""
-    match argument:
-        case Ref(value):
-            return values[value]
-        case Number(size):
-            return size_of(size, sizes)
-        case Dtype(name):
-            return getattr(torch, name)
-        case tuple():
-            return tuple(resolved(one, values, sizes) for one in argument)
-        case _:
-            return argument
-
-
-def _given(argument: Argument, left: Any, sizes: Sizes) -> Any:
-    """The same for a call of torch: references take tensors in order."""
-    match argument:
-        case Ref():
-            return next(left)
-        case tuple():
-            return [_given(one, left, sizes) for one in argument]
-        case _:
-            return resolved(argument, (), sizes)
-
-
-def _number(argument: Argument, sizes: Sizes) -> Argument:
-    match argument:
-        case Number(size):
-            return size_of(size, sizes)
-        case tuple():
-            return tuple(_number(one, sizes) for one in argument)
-        case _:
-            return argument
+    """The operator with numbers in place of its sizes, and types of torch in place of their names."""
+    kwargs = {name: resolved(one, Ref, sizes, Cache()) for name, one in op.kwargs.items()}
+    return replace(op, args=resolved(op.args, Ref, sizes, Cache()), kwargs=kwargs)
 
 
 def _copy(out: Tensor, made: Tensor) -> None:

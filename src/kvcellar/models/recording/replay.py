@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kvcellar.kernels.program import Argument, Cache, Dtype, Number, Op, Program, Ref, Sizes, size_of
+from kvcellar.kernels.program import Op, Program, Sizes, resolved, size_of
+from kvcellar.kernels.recorded_lowering import operator
 from kvcellar.models.recording.recording import RecordedStep, Results
 from kvcellar.shapes import Scoring
 
@@ -22,7 +23,7 @@ class Replay:
         self.program, self.network = program, network
         self.device = next(network.parameters()).device
         self.constants = constants_of(program, network)
-        self.functions = {op.name: function_of(op.name) for op in program.ops if not op.name.startswith("kvcellar.")}
+        self.functions = {op.name: operator(op.name) for op in program.ops if not op.name.startswith("kvcellar.")}
         self.counted = layers_of_cells(program)
         self.last_uses = _last_uses(program)
 
@@ -57,7 +58,7 @@ class _Run:
     """The values of one forward, by storage."""
 
     def __init__(self, replay: Replay, step: RecordedStep, sizes: Sizes) -> None:
-        self._replay, self._step, self._door, self._cache, self._sizes = replay, step, step.door, step.cache, sizes
+        self._replay, self._step, self._door, self._sizes = replay, step, step.door, sizes
         self._values = replay.program.values
         self.storages: dict[int, Tensor] = dict(replay.constants)  # flat, or a constant
 
@@ -66,7 +67,7 @@ class _Run:
             made = self._ours(op)
         else:
             function = self._replay.functions[op.name]
-            args, kwargs = self._arguments(op.args), {key: self._argument(one) for key, one in op.kwargs.items()}
+            args, kwargs = self._resolved(op)
             if not op.reads and "device" in {argument.name for argument in function._schema.arguments}:
                 kwargs["device"] = self._replay.device
             made = function(*args, **kwargs)
@@ -100,26 +101,15 @@ class _Run:
     def _shape(self, sizes: Sequence[int | str]) -> tuple[int, ...]:
         return tuple(size_of(size, self._sizes) for size in sizes)
 
-    def _arguments(self, arguments: Sequence[Argument]) -> list[Any]:
-        return [self._argument(one) for one in arguments]
-
-    def _argument(self, argument: Argument) -> Any:
-        match argument:
-            case Ref(value):
-                return self.tensor(value)
-            case Number(size):
-                return size_of(size, self._sizes)
-            case Dtype(name):
-                return getattr(torch, name)
-            case Cache():
-                return self._cache
-            case tuple():
-                return tuple(self._arguments(argument))
-            case _:
-                return argument
+    def _resolved(self, op: Op) -> tuple[Any, dict[str, Any]]:
+        """Its arguments and keywords."""
+        args, *kwargs = (
+            resolved(one, self.tensor, self._sizes, self._step.cache) for one in (op.args, *op.kwargs.values())
+        )
+        return args, dict(zip(op.kwargs, kwargs, strict=True))
 
     def _ours(self, op: Op) -> Any:
-        args, kwargs = self._arguments(op.args), {key: self._argument(one) for key, one in op.kwargs.items()}
+        args, kwargs = self._resolved(op)
         match op.name:
             case "kvcellar.linear":
                 x, paths = args
@@ -184,12 +174,6 @@ def constants_of(program: Program, network: nn.Module) -> dict[int, Tensor]:
             dtype = next(value.dtype for value in program.values if value.storage == storage)
             found[storage] = torch.tensor(constant.data, dtype=getattr(torch, dtype), device=device)
     return found
-
-
-def function_of(name: str) -> Any:
-    """An operator of torch by its name."""
-    space, operator, overload = name.split(".")
-    return getattr(getattr(getattr(torch.ops, space), operator), overload)
 
 
 def _last_uses(program: Program) -> Mapping[int, list[int]]:

@@ -14,7 +14,6 @@ from typing import Any, get_args
 import click
 from pydantic import BaseModel
 
-from kvcellar.inspector.routes import OPERATIONS
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
@@ -29,6 +28,7 @@ from kvcellar.engine.stats import (
     declared,
 )
 from kvcellar.events import Recall, Speculation, Timings, Usage
+from kvcellar.inspector.routes import OPERATIONS
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve import ollama_fields

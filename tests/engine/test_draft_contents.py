@@ -103,7 +103,7 @@ def known(engine: Engine, cache: DraftMemory, text: list[int], namespace: str = 
     """How many tokens of a text the tree of the drafter has, and its store."""
 
     def look() -> tuple[int, int]:
-        key, tree = key_of(text), cache.prefixes.tree
+        key, tree = key_of(text), cache.cache.prefixes.tree
         found = cache.store.catalogue.match(namespace, key, len(text)).resume if cache.store is not None else 0
         return tree.match(tree.peek(namespace), key, len(text)).resume, found
 

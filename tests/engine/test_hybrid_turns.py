@@ -73,7 +73,7 @@ def test_checkpoints_inside_a_step_take_no_step_of_their_own_where_the_model_can
 def whole_steps(engine: Engine) -> None:
     """From now on the model cannot leave checkpoints inside a step."""
     engine._built.guest.no_partial_commit = "a test"
-    engine._loop.manager._in_parts = False
+    engine._loop.manager.cache.in_parts = False
 
 
 # -- positions of turns -----------------------------------------------------------------------------------------------

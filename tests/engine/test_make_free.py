@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 from benchmarks.replay import Replay, Turn
-from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.plan import Feed
 from kvcellar.spans import Span
 from tests.prefix.test_cost import some
@@ -23,7 +22,7 @@ def test_rows_that_the_store_reads_are_given_up_for_a_step() -> None:
         stopped.append(1)
         return True
 
-    manager.store = SimpleNamespace(stop_reading=stop_reading, restores=None, pump=lambda budget, **how: False)
+    manager.cache.store = SimpleNamespace(stop_reading=stop_reading, restores=None, pump=lambda budget, **how: False)
     while manager.prefixes.evict_row():
         pass
     free = memory.rows.free or 0
@@ -31,7 +30,7 @@ def test_rows_that_the_store_reads_are_given_up_for_a_step() -> None:
 
     def feeds(count: int, *checkpoints: int) -> tuple[Feed, ...]:
         few = [Feed(seq, Span(0, 512), checkpoints=checkpoints) for seq in range(count)]
-        return with_rows(few, memory, manager.prefixes, manager.evict)
+        return manager.cache.with_rows(few, manager.evict)
 
     assert {feed.checkpoints for feed in feeds(free, 256)} == {()}
     assert not stopped, "a checkpoint that may be left out stopped the store"

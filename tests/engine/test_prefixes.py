@@ -95,7 +95,7 @@ class World:
             self._put_states(one, new, plan)
         made = self.memory.commit()
         one.read = new.end
-        self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read, made.get(one.seq))
+        self.prefixes.publish(one.prefix, one.tokens, one.read, made.get(one.seq))
         self.look(one)
 
     def _put(self, one: Running, new: Span) -> None:
@@ -128,7 +128,7 @@ class World:
 
     def end(self, one: Running, publish: bool) -> None:
         if publish:
-            self.prefixes.publish(one.seq, one.prefix, one.tokens, one.read, at=(one.read,))
+            self.prefixes.publish(one.prefix, one.tokens, one.read, at=(one.read,))
         self.prefixes.release(one.prefix)
         if self.memory.has(one.seq):
             self.memory.drop(one.seq)

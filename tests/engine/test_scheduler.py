@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.engine import manager
+from kvcellar.engine import prefix_cache
 from kvcellar.engine.request import Status
 from kvcellar.engine.scheduler import LEAST_CHUNK, Chunks
 from kvcellar.prefix.node import common
@@ -243,7 +243,7 @@ def test_owners_have_sequences_by_their_weights():
 def test_waiting_for_a_shared_prompt_compares_it_once(monkeypatch):
     """Not in each of the steps in which the prompt is computed."""
     compared: list[int] = []
-    monkeypatch.setattr(manager, "common", lambda a, b: compared.append(1) or common(a, b))
+    monkeypatch.setattr(prefix_cache, "common", lambda a, b: compared.append(1) or common(a, b))
     world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=8, step_tokens=16)
     world.play([Ask(at=0, prompt=900, max_tokens=1, family=1) for _ in range(20)])
     assert world.turns > 50

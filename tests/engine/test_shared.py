@@ -187,7 +187,7 @@ def test_requests_that_arrive_together_compute_what_they_have_in_common_once(nam
     with small_engine(name, **({"step_tokens": 16} if way == "many steps" else {})) as engine:
         if way == "whole steps":
             engine._built.guest.no_partial_commit = "a test"
-            engine._loop.manager._in_parts = False
+            engine._loop.manager.cache.in_parts = False
         ears, counter = [Ear() for _ in prompts], Counter(engine)
         with held(engine):
             for prompt, ear in zip(prompts, ears, strict=True):

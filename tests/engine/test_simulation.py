@@ -193,8 +193,8 @@ class Small:
         ]
         fetches = [
             (one.key, fetch.done, len(fetch.reads), len(fetch.chain), fetch.node is None)
-            for one, waiting in world.manager._waiting.items()
-            if (fetch := waiting.fetch) is not None
+            for one in world.manager._waiting
+            if (fetch := world.manager.cache.fetches.get(one.key)) is not None
         ]
         lanes = [(len(lane._readings), len(lane._jobs), lane._notes) for lane in store.transfers._lanes]
         rest = world.device.awake, world.device.until < inf, len(world.loop._inbox), self.tier.fails

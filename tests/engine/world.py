@@ -463,8 +463,8 @@ class World:
 
     def _restores(self, completion: Completion) -> bool:
         """Whether it may wait for what is read back."""
-        waiting = self.manager._waiting.get(completion)
-        return waiting is not None and waiting.fetch is not None and not waiting.fetch.done
+        fetch = self.manager.cache.fetches.get(completion.key)
+        return fetch is not None and not fetch.done
 
     def _surely_fits(self, completion: Completion, ahead: Sequence[Completion]) -> bool:
         """Whether it fits beside others if nothing is shared, and each holds all that it ever does."""

@@ -32,12 +32,12 @@ from kvcellar.engine.open_drafts import DraftModel, Drafts, open_drafts
 from kvcellar.engine.open_heads import Reads
 from kvcellar.engine.open_model import Opened, open_model
 from kvcellar.engine.open_store import open_draft_store, open_store
+from kvcellar.engine.prefixes import Shares
 from kvcellar.engine.recorded import record_steps, without_preparing
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import SCORED, Chunks, Scheduler
 from kvcellar.engine.settings import Settings, step_tokens_of, text_bytes_of
-from kvcellar.engine.shares import Shares
 from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest, forked_from
 from kvcellar.models.build_guest import build_guest

@@ -19,17 +19,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.checkpoint_rows import free_rows, with_rows
-from kvcellar.engine.prefixes import NEAR, Prefix, Prefixes
-from kvcellar.engine.restores import Fetch
-from kvcellar.engine.shares import USUAL, Shares
-from kvcellar.engine.store import BUSY, OpenStore, no_store
+from kvcellar.engine.prefix_cache import PrefixCache
+from kvcellar.engine.prefixes import USUAL, Prefix, Shares
+from kvcellar.engine.store import BUSY, OpenStore, Store, no_store
 from kvcellar.plan import Feed
-from kvcellar.prefix.node import TOKEN, Node, common
-from kvcellar.retention import RetentionOptions
+from kvcellar.prefix.node import TOKEN
 from kvcellar.snapshot import looking_ahead, requested
 from kvcellar.spans import Span
 from kvcellar.speculate.chain import Key
@@ -43,7 +39,6 @@ class _Place:
     """A completion with a sequence. `elements` are those of its text that are known; a sequence that is `apart` has
     none, and an empty prefix."""
 
-    seq: int
     prefix: Prefix
     elements: "array[int]"
     apart: bool = False
@@ -62,25 +57,26 @@ class DraftMemory:
         open_store: OpenStore = no_store,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`ahead`: the entry of a token depends on so many tokens that follow it, which are no entries yet. `in_parts`:
-        a step can leave checkpoints inside the tokens of a sequence. `clock` is that of retention."""
-        self.memory, self.ahead, self._in_parts, self._shares, self._clock = memory, ahead, in_parts, shares, clock
-        self.prefixes = Prefixes(memory, shares=shares, clock=clock)
-        self.store = open_store(memory, self.prefixes, self.evict)
-        self._numbers = count(1)
+        """`ahead`: the entry of a token depends on so many tokens that follow it, which are no entries yet. For the
+        others see `PrefixCache`."""
+        self.memory, self.ahead = memory, ahead
+        self.cache = PrefixCache(memory, in_parts=in_parts, shares=shares, open_store=open_store, clock=clock)
         self._places: OrderedDict[Key, _Place] = OrderedDict()  # the least recently used first
-        self._fetches: dict[Key, Fetch] = {}  # of completions without a place
+
+    @property
+    def store(self) -> Store | None:
+        return self.cache.store
 
     # -- texts --------------------------------------------------------------------------------------------------
 
     def expect(self, key: Key, namespace: str, tokens: Sequence[int]) -> None:
         """A completion waits: begin to read what is stored of its text."""
-        if self.store is not None and key not in self._fetches and key not in self._places:
-            self._fetches[key] = self.store.restores.prefetch(namespace, lambda: self._elements(tokens, 0).tobytes())
+        if key not in self._places:
+            self.cache.prefetch(key, namespace, lambda: self._elements(tokens, 0).tobytes())
 
     def open(self, texts: Sequence[Text]) -> list[int | None]:
         found: list[int | None] = []
-        first: list[tuple[str, _Place]] = []  # of the texts before: these are computed before others
+        first: list[_Place] = []  # of the texts before: these are computed before others
         for text in texts:
             if text.key not in self._places:
                 self._begin(text, first)
@@ -88,126 +84,85 @@ class DraftMemory:
             if place is not None:
                 self._places.move_to_end(text.key)
                 if not place.apart:
-                    first.append((text.namespace, place))
-            found.append(place.seq if place is not None else None)
+                    first.append(place)
+            found.append(place.prefix.seq if place is not None else None)
         return found
 
     def begin_apart(self, text: Text) -> int:
         self.close(text.key, keep=False)
-        seq = next(self._numbers)
-        self._places[text.key] = _Place(
-            seq, self.prefixes.begin(text.namespace, b"", text.retention), array("q"), apart=True
-        )
+        seq = self.spare()
+        prefix = self.cache.prefixes.begin(seq, text.namespace, b"", text.retention)
+        self._places[text.key] = _Place(prefix, array("q"), apart=True)
         return seq
 
-    def _begin(self, text: Text, first: Sequence[tuple[str, _Place]]) -> None:
-        """Give a completion its sequence, unless it has to wait."""
+    def _begin(self, text: Text, first: Sequence[_Place]) -> None:
+        """Give a completion its sequence, unless it has to wait for what is read back, or for another text."""
         elements = self._elements(text.text, 0)
         key = elements.tobytes()
-        if self._read_back(text, key) or self._shared_soon(text.namespace, key, first):
+        self.cache.prefetch(text.key, text.namespace, lambda: key)
+        if self.cache.reads_back(text.key, lambda: key, enters=True) or self._shared_soon(text.namespace, key, first):
             return
-        seq = next(self._numbers)
-        prefix = self.prefixes.restore(seq, text.namespace, key, (), text.retention)
-        self.prefixes.use(prefix)
-        self._places[text.key] = _Place(seq, prefix, elements)
+        prefix = self.cache.restore(text.namespace, key, (), text.retention)
+        self.cache.was_read(text.key)
+        self.cache.prefixes.use(prefix)
+        self._places[text.key] = _Place(prefix, elements)
 
-    def _read_back(self, text: Text, key: bytes) -> bool:
-        """Whether something that is stored of a text is being read."""
-        if self.store is None:
-            return False
-        restores = self.store.restores
-        if text.key not in self._fetches:
-            self._fetches[text.key] = restores.prefetch(text.namespace, lambda: key)
-        if restores.advance(self._fetches[text.key], lambda: key, enters=True):
-            return True
-        del self._fetches[text.key]
-        return False
-
-    def _shared_soon(self, namespace: str, key: bytes, first: Sequence[tuple[str, _Place]]) -> bool:
+    def _shared_soon(self, namespace: str, key: bytes, first: Sequence[_Place]) -> bool:
         """Whether one of other texts is about to compute what a key needs, too. It leaves a checkpoint there."""
         most = len(key) // TOKEN - 1
-        for other, place in first:
-            alike = min(common(place.prefix.key, key), most) if other == namespace else 0
-            if alike > self.memory.length(place.seq) and alike >= self.prefixes.restorable(namespace, key) + NEAR:
-                self.prefixes.want(place.prefix, alike)
-                return True
-        return False
+        return any(
+            self.cache.shared_soon(place.prefix, namespace, key, most) > self.memory.length(place.prefix.seq)
+            for place in first
+        )
 
     def _elements(self, text: Sequence[int], start: int) -> "array[int]":
         """What the tree compares in place of the tokens of a text, from entry `start` on."""
         return looking_ahead(text, self.ahead) if start == 0 else array("q", text[start + self.ahead :])
 
     def end(self, key: Key, most: int) -> int:
-        if self._in_parts:
-            return most
         place = self._places[key]
-        return min(most, self.prefixes.next_wanted(place.prefix, self.memory.length(place.seq)) or most)
+        return self.cache.step_end(place.prefix, self.memory.length(place.prefix.seq), most)
 
     def feeds(self, wanted: Sequence[tuple[Key, int]]) -> tuple[Feed, ...]:
         feeds = [self._feed(self._places[key], tokens) for key, tokens in wanted]
-        return with_rows(feeds, self.memory, self.prefixes, self.evict)
+        return self.cache.with_rows(feeds, self.cache.evict)
 
     def _feed(self, place: _Place, tokens: int) -> Feed:
-        start = self.memory.length(place.seq)
+        seq = place.prefix.seq
+        start = self.memory.length(seq)
         new = Span(start, start + tokens)
-        if place.apart:
-            return Feed(place.seq, new)
-        positions = self.prefixes.checkpoints(place.prefix, new)
-        if not self._in_parts:
-            positions = tuple(pos for pos in positions if pos == new.end)
-        return Feed(place.seq, new, checkpoints=positions)
+        return Feed(seq, new, checkpoints=() if place.apart else self.cache.checkpoints(place.prefix, new))
 
     def keep(self, text: Text, claim: int | None) -> None:
         """What a text began with is kept for others at once, what followed when it is over."""
         if (place := self._places[text.key]).apart:
             return
-        end, began = self.memory.length(place.seq), len(place.prefix.key) // TOKEN
+        end, began = self.memory.length(place.prefix.seq), len(place.prefix.key) // TOKEN
         if len(place.elements) < end:
             place.elements += self._elements(text.text, len(place.elements))
         if claim is not None or place.prefix.published < min(end, began):
-            self.prefixes.publish(place.seq, place.prefix, place.elements, end, claim)
+            self.cache.prefixes.publish(place.prefix, place.elements, end, claim)
 
     def spare(self) -> int:
-        return next(self._numbers)
+        return self.cache.number()
 
     def fork(self, key: Key, other: Key) -> None:
-        if (place := self._places.get(key)) is None or not self.memory.has(place.seq):
+        if (place := self._places.get(key)) is None or not self.memory.has(place.prefix.seq):
             return
-        seq = next(self._numbers)
-        kept = self.memory.fork(place.seq, seq, self.memory.length(place.seq))
-        assert kept == self.memory.length(place.seq), f"only {kept} entries could be shared"
-        self._places[other] = replace(
-            place, seq=seq, prefix=self.prefixes.fork(place.prefix), elements=place.elements[:]
-        )
+        prefix = self.cache.prefixes.fork(place.prefix, self.cache.fork(place.prefix.seq))
+        self._places[other] = replace(place, prefix=prefix, elements=place.elements[:])
 
     def close(self, key: Key, *, keep: bool) -> None:
-        if (fetch := self._fetches.pop(key, None)) is not None and self.store is not None:
-            self.store.restores.cancel(fetch)
-        if (place := self._places.pop(key, None)) is None:
-            return
-        prefix, end = place.prefix, self.memory.length(place.seq)
-        try:
-            if keep and not place.apart and end > prefix.restored:
-                self.prefixes.publish(place.seq, prefix, place.elements, end, at=(end,))
-                self._store(prefix)
-        finally:
-            self.prefixes.release(prefix)
-            if self.memory.has(place.seq):
-                self.memory.drop(place.seq)
-
-    def _store(self, prefix: Prefix) -> None:
-        """Let tiers have what the tree has of a text."""
-        options: RetentionOptions = prefix.options
-        if self.store is not None and options.stored:
-            key = prefix.key[: prefix.published * TOKEN]
-            self.store.keep(prefix.root.namespace, key, options.at(self._clock()))
+        self.cache.cancel(key)
+        if (place := self._places.pop(key, None)) is not None:
+            self.cache.end(place.prefix, place.elements, keep=keep and not place.apart)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def make_free(self, cells: int, rows: int, used: Iterable[Key]) -> bool:
         keys = set(used)
         while (short := self._short(cells, rows)) is not None:
-            if not (self.evict(*short) or self._end_idle(keys) or self._stop_restore()):
+            if not (self.cache.evict(*short) or self._end_idle(keys) or self.cache.stop_restore()):
                 return False
         return True
 
@@ -216,15 +171,9 @@ class DraftMemory:
         for group, free in self.memory.free().items():
             if free < cells:
                 return group, cells - free
-        if self.memory.rows.capacity is not None and not free_rows(self.memory, self.prefixes.evict_row, rows):
+        if self.memory.rows.capacity is not None and not self.cache.free_rows(rows, self.cache.prefixes.evict_row):
             return None, 1
         return None
-
-    def evict(self, group: str | None, cells: int) -> bool:
-        """Free some cells of a group that no sequence uses, or, without a group, a state row. False if there are
-        none."""
-        found = self.prefixes.evict_row() if group is None else self.prefixes.evict(group, cells)
-        return found or (self.store is not None and self.store.stop_reading())
 
     def _end_idle(self, used: set[Key]) -> bool:
         """Free the least recently used sequence of those that are not used. False if there is none."""
@@ -233,21 +182,14 @@ class DraftMemory:
             self.close(key, keep=True)
         return key is not None
 
-    def _stop_restore(self) -> bool:
-        """End a restore that has locked memory. False if there is none."""
-        fetch = next((fetch for fetch in self._fetches.values() if fetch.node is not None), None)
-        if fetch is not None and self.store is not None:
-            self.store.restores.cancel(fetch)
-        return fetch is not None
-
     def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
         """Drop what the tree has; of a namespace, also where fewer tokens than one entry depends on are given."""
-        tree = self.prefixes.tree
+        prefixes, tree = self.cache.prefixes, self.cache.prefixes.tree
         key = self._elements(tokens, 0).tobytes()
         named = [root.namespace for root in tree.roots() if namespace in (None, requested(root.namespace))]
         reached = [tree.reached(one, key) for one in named]
         nodes = [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
-        while sum(self.prefixes.discard(tree.discarding(nodes), ALL, "what drafts are made of was removed")):
+        while sum(prefixes.discard(tree.discarding(nodes), ALL, "what drafts are made of was removed")):
             pass  # removing some may leave others idle
 
     # -- the whole ----------------------------------------------------------------------------------------------
@@ -259,38 +201,31 @@ class DraftMemory:
     def pump(self, budget: int = BUSY) -> bool:
         """Between two steps: remove what has expired, go on with restores, and read up to about `budget` bytes for the
         store. False if nothing is left to read."""
-        self.prefixes.expire()
+        self.cache.prefixes.expire()
         if self.store is None:
             return False
-        for fetch in self._fetches.values():
+        for fetch in self.cache.fetches.values():
             self.store.restores.advance(fetch, lambda fetch=fetch: fetch.key, enters=False)
         return self.store.pump(budget)
 
     def reset(self) -> None:
         """Drop everything, in whatever state an error has left it. Completions begin again."""
         self._places.clear()
-        self._fetches.clear()
+        self.cache.reset()
         self.memory.clear()
-        self.prefixes = Prefixes(self.memory, shares=self._shares, clock=self._clock)
-        if self.store is not None:
-            self.store.reset(self.prefixes)
 
     def shut_down(self) -> None:
         """Free all memory, at the end. Its store has stopped."""
-        for key in [*self._places, *self._fetches]:
+        for key in [*self._places, *self.cache.fetches]:
             self.close(key, keep=False)
-        self.prefixes.clear("the engine ends")
+        self.cache.prefixes.clear("the engine ends")
 
     def check(self) -> None:
         assert self.memory.step is None
-        self.memory.check()
-        locked: list[Node] = [place.prefix.node for place in self._places.values()]
-        if self.store is not None:
-            self.store.check()
-            locked += self.store.restores.locks()
-        self.prefixes.check(locked)
-        assert set(self.memory.sequences) <= {place.seq for place in self._places.values()}
-        assert not self._places.keys() & self._fetches.keys()
+        self.cache.check(place.prefix for place in self._places.values())
+        assert set(self.memory.sequences) <= {place.prefix.seq for place in self._places.values()}
+        assert not self._places.keys() & self.cache.fetches.keys()
         for place in self._places.values():
-            assert place.apart or place.prefix.published <= self.memory.length(place.seq) <= len(place.elements)
-            assert not (place.apart and (place.prefix.key or place.prefix.published or place.elements))
+            prefix = place.prefix
+            assert place.apart or prefix.published <= self.memory.length(prefix.seq) <= len(place.elements)
+            assert not (place.apart and (prefix.key or prefix.published or place.elements))

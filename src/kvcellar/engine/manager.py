@@ -3,7 +3,6 @@ view of memory.
 
 Always true:
   * every sequence in memory belongs to exactly one running completion;
-  * what no sequence uses may be evicted at any time; its tokens are then computed again when needed;
   * a completion without a `Prefix` has K/V that encode removed text, which are never shared.
 """
 
@@ -12,24 +11,19 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count, takewhile
-from math import inf
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.checkpoint_rows import with_rows
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
-from kvcellar.engine.prefixes import NEAR, SLICE, Prefix, Prefixes
-from kvcellar.engine.request import Completion, Reuse, Scheduled, Status
-from kvcellar.engine.restores import Fetch
-from kvcellar.engine.shares import USUAL, Shares
-from kvcellar.engine.store import BUSY, OpenStore, no_store
+from kvcellar.engine.prefix_cache import PrefixCache
+from kvcellar.engine.prefixes import SLICE, USUAL, Prefix, Prefixes, Reuse, Shares
+from kvcellar.engine.request import Completion, Scheduled, Status
+from kvcellar.engine.store import OpenStore, Store, no_store
 from kvcellar.errors import NotSupported
 from kvcellar.messages import Admitted
 from kvcellar.plan import Feed
-from kvcellar.prefix.node import TOKEN, common, key_of
-from kvcellar.prefix.why import ReadBack
+from kvcellar.prefix.node import TOKEN, key_of
 from kvcellar.spans import Span
 
 if TYPE_CHECKING:
@@ -43,13 +37,10 @@ class _Waiting:
     """What is known of a completion that waits. Its tokens do not change meanwhile."""
 
     key: bytes  # of its tokens
-    fetch: Fetch | None = None  # where its tokens are read back
     shared: dict[int, int] = field(default_factory=dict[int, int])  # how many tokens it waits for, by prompt's sequence
 
 
 class SequenceManager:
-    """Allocates sequence numbers."""
-
     def __init__(
         self,
         memory: "Memory",
@@ -62,16 +53,21 @@ class SequenceManager:
     ) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
         published there."""
-        self.memory, self.drafting, self._in_parts = memory, drafting, in_parts
-        self._shares, self.events = shares, events
-        self.prefixes = Prefixes(memory, shares=shares, watch=events)
-        self._numbers = count(1)
-        self.store = open_store(memory, self.prefixes, partial(self.evict, restores=False))
+        self.memory, self.drafting, self.events = memory, drafting, events
+        self.cache = PrefixCache(memory, in_parts=in_parts, shares=shares, watch=events, open_store=open_store)
         self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0
         self.shifts = 0  # context shifts that rotated keys
         self.recomputes: Counter[str] = Counter()  # context shifts that recompute text instead, by reason
+
+    @property
+    def prefixes(self) -> Prefixes:
+        return self.cache.prefixes
+
+    @property
+    def store(self) -> Store | None:
+        return self.cache.store
 
     # -- cells ------------------------------------------------------------------------------------------------------
 
@@ -92,30 +88,9 @@ class SequenceManager:
         self.memory.reserve(tokens, sequences)
 
     def evict(self, group: str | None, cells: int, *, restores: bool = True) -> bool:
-        """Free some cells of a group that no sequence uses, about as many as given, or, without a group, a state row.
-        At last, with `restores`, what is restored for waiting completions, the youngest first: these compute it
-        instead. False if there is nothing."""
-        self._write_first(group, cells)
-        found = self.prefixes.evict_row() if group is None else self.prefixes.evict(group, cells)
-        found = found or (self.store is not None and self.store.stop_reading())
-        return found or (restores and self._stop_restore())
-
-    def _write_first(self, group: str | None, cells: int) -> None:
-        """Some cells of a group, or a state row, are about to be evicted: read as many bytes of what waits to be
-        written for the store, as far as there is staging memory."""
-        if self.store is not None:
-            storage = self.memory.storage
-            share = cells / storage.capacity()[group] if group is not None else 0.0
-            self.store.pump(max(BUSY, int(share * storage.bytes)), seconds=inf)
-
-    def _stop_restore(self) -> bool:
-        """End the restore of the youngest waiting completion that has locked memory. False if there is none."""
-        fetches = {one.key: of.fetch for one, of in self._waiting.items() if of.fetch is not None}
-        locking = [key for key, fetch in fetches.items() if fetch.node is not None]
-        if self.store is None or not locking:
-            return False
-        self.store.restores.cancel(fetches[max(locking)])
-        return True
+        """Free memory that no sequence uses (see `PrefixCache.evict`). At last, with `restores`, what is restored for
+        waiting completions, the youngest first: these compute it instead. False if there is nothing."""
+        return self.cache.evict(group, cells) or (restores and self.cache.stop_restore())
 
     def unpin(self) -> bool:
         """Unpin what was pinned first: a request that runs alone needs its memory. False if nothing is pinned."""
@@ -138,15 +113,14 @@ class SequenceManager:
     def arrived(self, completion: Completion) -> None:
         """A completion waits from now on: what tiers have of its tokens is read meanwhile."""
         waiting = self._waiting[completion] = _Waiting(completion.text_key)
-        if self.store is not None and completion.reusable:
-            waiting.fetch = self.store.restores.prefetch(completion.request.space, lambda: waiting.key)
+        if completion.reusable:
+            self.cache.prefetch(completion.key, completion.request.space, lambda: waiting.key)
             self.drafting.expect(completion)
 
     def forget(self, completion: Completion) -> None:
         """A completion is over, whether it has run or not."""
-        waiting = self._waiting.pop(completion, None)
-        if waiting is not None and waiting.fetch is not None and self.store is not None:
-            self.store.restores.cancel(waiting.fetch)
+        self._waiting.pop(completion, None)
+        self.cache.cancel(completion.key)
 
     def shares(self, completion: Completion, prompts: Sequence[Completion]) -> bool:
         """Whether one of the running `prompts` is about to compute tokens that a waiting completion needs, too: then it
@@ -158,36 +132,24 @@ class SequenceManager:
             found = self._running.get(other.seq or 0)
             if found is None or other.key > completion.key or other.request.space != space:
                 continue
-            assert other.seq is not None
-            if (alike := waiting.shared.get(other.seq)) is None:
-                alike = waiting.shared[other.seq] = self._alike(completion, waiting.key, found[1])
+            _, prefix = found
+            if (alike := waiting.shared.get(prefix.seq)) is None:
+                alike = self.cache.shared_soon(prefix, space, waiting.key, completion.reusable)
+                waiting.shared[prefix.seq] = alike
             if alike > other.computed:
                 return True
         return False
-
-    def _alike(self, completion: Completion, key: bytes, prefix: Prefix) -> int:
-        """How many of its first tokens a waiting completion will find once the prompt of a running one is computed; 0
-        if memory has nearly as many now."""
-        alike = min(common(prefix.key, key), completion.reusable)
-        if alike < self.prefixes.restorable(completion.request.space, key) + NEAR:
-            return 0
-        self.prefixes.want(prefix, alike)
-        return alike
 
     def reads_back(self, completion: Completion, *, enters: bool) -> bool:
         """Whether tokens of a waiting completion are being read back. They enter memory when it `enters`: when it could
         be admitted."""
         waiting = self._of(completion)
-        if self.store is None or waiting.fetch is None:
-            return False
-        return self.store.restores.advance(waiting.fetch, lambda: waiting.key, enters=enters)
+        return self.cache.reads_back(completion.key, lambda: waiting.key, enters=enters)
 
     def describe(self, completion: Completion) -> str:
         """What a waiting completion waits for, for the log."""
-        waiting = self._waiting.get(completion)
-        if waiting is None or waiting.fetch is None:
+        if (fetch := self.cache.fetches.get(completion.key)) is None:
             return "reads nothing back"
-        fetch = waiting.fetch
         return f"{'read back' if fetch.done else 'reading'}, {len(fetch.reads)} read and {len(fetch.chain)} to read"
 
     def _of(self, completion: Completion) -> _Waiting:
@@ -205,11 +167,10 @@ class SequenceManager:
         request, waiting = completion.request, self._waiting.get(completion)
         key = waiting.key if waiting is not None else completion.text_key
         self._publish_needed(request.space, key)
-        seq = next(self._numbers)
         marks, most = request.submission.checkpoint_positions, completion.reusable
-        prefix = self.prefixes.restore(seq, request.space, key, marks, request.retention, most=most)
-        self._running[seq] = completion, prefix
-        completion.seq, completion.computed = seq, prefix.restored
+        prefix = self.cache.restore(request.space, key, marks, request.retention, most=most)
+        self._running[prefix.seq] = completion, prefix
+        completion.seq, completion.computed = prefix.seq, prefix.restored
 
     def _publish_needed(self, namespace: str, key: bytes) -> None:
         """Publish what running completions have drawn, as far as a key goes on with it."""
@@ -225,7 +186,8 @@ class SequenceManager:
         assert completion.seq is not None
         request, (_, prefix) = completion.request, self._running[completion.seq]
         self.prefixes.use(prefix)
-        waiting = self._waiting.pop(completion, None)
+        self._waiting.pop(completion, None)
+        read = self.cache.was_read(completion.key)
         if request.admitted is None:  # not counted again after a preemption
             request.admitted = time.perf_counter()
             last = len(request.prompt) - 1  # in a request that goes on, there is more behind the prompt
@@ -233,7 +195,6 @@ class SequenceManager:
                 prefix, key=request.key, matched=min(prefix.matched, last), restored=min(prefix.restored, last)
             )
             request.cached = of_prompt.restored
-            read = waiting.fetch.read_back if waiting is not None and waiting.fetch is not None else ReadBack()
             most = completion.reusable if request.prompt_reading is not None else None
             recall = self.prefixes.explain(of_prompt, read=read, owner=request.retention.owner, most=most)
             if (rewrite := request.submission.rewrite) is not None:
@@ -245,21 +206,17 @@ class SequenceManager:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint
         where the model cannot leave one inside a step."""
         end, found = len(completion.tokens), self._running.get(completion.seq or 0)
-        if self._in_parts or found is None:
-            return end
-        return self.prefixes.next_wanted(found[1], completion.computed) or end
+        return end if found is None else self.cache.step_end(found[1], completion.computed, end)
 
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
-        """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
-        that are of less value, and are left out otherwise."""
-        return with_rows(list(map(self._feed, scheduled)), self.memory, self.prefixes, self.evict)
+        """The feeds of a step (see `PrefixCache.with_rows`)."""
+        return self.cache.with_rows(list(map(self._feed, scheduled)), self.evict)
 
     def _feed(self, scheduled: Scheduled) -> Feed:
         completion, seq = scheduled.completion, scheduled.completion.seq
         assert seq is not None, "a completion without a sequence was scheduled"
         new, found = Span(completion.computed, completion.computed + scheduled.rows), self._running.get(seq)
-        wanted = self.prefixes.checkpoints(found[1], new) if found is not None else ()
-        positions = wanted if self._in_parts else tuple(pos for pos in wanted if pos == new.end)
+        positions = self.cache.checkpoints(found[1], new) if found is not None else ()
         adapter = use.number if (use := completion.request.adapter) is not None else 0
         return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0, adapter=adapter)
 
@@ -281,48 +238,32 @@ class SequenceManager:
         *,
         at: Sequence[int] = (),
     ) -> None:
-        assert completion.seq is not None
         tokens = [*completion.tokens, *drafts] if drafts else completion.tokens
-        self.prefixes.publish(completion.seq, prefix, tokens, completion.computed, claim, at=at)
+        self.prefixes.publish(prefix, tokens, completion.computed, claim, at=at)
 
     def fork(self, completion: Completion, sibling: Completion) -> None:
         """Assign a sequence to `sibling` that shares all cells of `completion`."""
         assert completion.seq is not None
-        seq = next(self._numbers)
-        kept = self.memory.fork(completion.seq, seq, completion.computed)
-        assert kept == completion.computed, f"only {kept} of {completion.computed} tokens could be shared"
+        seq = self.cache.fork(completion.seq)
         sibling.seq, sibling.computed = seq, completion.computed
         if (found := self._running.get(completion.seq)) is not None:
-            self._running[seq] = sibling, self.prefixes.fork(found[1])
+            self._running[seq] = sibling, self.prefixes.fork(found[1], seq)
         self.drafting.fork(completion, sibling)
 
     def release(self, completion: Completion, *, at: int | None = None) -> None:
         """Free the completion's sequence; what it computed is published before, to be resumed at its end, and at the
         last position up to `at` where that is possible."""
-        seq, computed = completion.seq, completion.computed
         self.drafting.close(completion)
+        seq = completion.seq
         found = self._running.pop(seq, None) if seq is not None else None
         if found is not None:
-            try:
-                if seq is not None and self._has(seq, computed) and computed > found[1].restored:
-                    middle = self.memory.can_cut(seq, at) if at is not None else computed
-                    self._publish(*found, at=(middle, computed))
-                    self._keep(completion, found[1])
-                if completion.request.retention.pinned and completion.request.admitted is not None:
-                    self._pin(completion)
-            finally:
-                self.prefixes.release(found[1])
-        if seq is not None and self.memory.has(seq):
+            keep = self._has(seq, completion.computed)
+            self.cache.end(found[1], completion.tokens, keep=keep, cut=at)
+            if completion.request.retention.pinned and completion.request.admitted is not None:
+                self._pin(completion)
+        elif seq is not None and self.memory.has(seq):
             self.memory.drop(seq)
         completion.seq, completion.computed = None, 0
-
-    def _keep(self, completion: Completion, prefix: Prefix) -> None:
-        """Let tiers have what the tree has of a completion."""
-        retention = completion.request.retention
-        if self.store is not None and retention.stored:
-            key = prefix.key[: prefix.published * TOKEN]
-            kept = replace(retention.at(time.time()), pinned=False)  # pins hold memory of the device only
-            self.store.keep(prefix.root.namespace, key, kept)
 
     def shift(self, completion: Completion, span: Span) -> str | None:
         """Context shift: remove `span` of the completion, and move the following tokens down. Returns None, or the
@@ -338,7 +279,7 @@ class SequenceManager:
         try:
             self.memory.remove(completion.seq, span)
         except NotSupported as refused:
-            self._running[completion.seq] = completion, self._place(completion)
+            self._running[completion.seq] = completion, self._place(completion, completion.seq)
             return refused.reason
         except (RuntimeError, MemoryError) as error:  # not enough scratch memory on the device
             log.warning("a shift of %s failed with %s: %s", span, type(error).__name__, error)
@@ -354,10 +295,10 @@ class SequenceManager:
         self._recompute(completion, span)
         self.recomputes[reason] += 1
 
-    def _place(self, completion: Completion) -> Prefix:
+    def _place(self, completion: Completion, seq: int) -> Prefix:
         """A place in the tree for a completion that has lost its own."""
         request = completion.request
-        return self.prefixes.begin(request.space, completion.text_key, request.retention)
+        return self.prefixes.begin(seq, request.space, completion.text_key, request.retention)
 
     def _recompute(self, completion: Completion, span: Span) -> None:
         self.release(completion, at=span.start)
@@ -386,7 +327,7 @@ class SequenceManager:
                 continue
             owned.add(seq)
             if self.memory.derived(seq) is None:
-                self._running[seq] = completion, self._place(completion)
+                self._running[seq] = completion, self._place(completion, seq)
         for seq in self.memory.sequences:
             if seq not in owned:
                 self.memory.drop(seq)
@@ -409,12 +350,9 @@ class SequenceManager:
         """The same in whatever state an error has left the tree: running completions have no place in it any more."""
         self._running.clear()
         self._waiting.clear()
-        self.memory.claims.clear()
-        self.prefixes = Prefixes(self.memory, shares=self._shares, watch=self.events, totals=self.prefixes.ended())
+        self.cache.reset()
         if self.events is not None:
             self.events.device_cleared()
-        if self.store is not None:
-            self.store.reset(self.prefixes)
 
     def clear(self) -> None:
         """Free all memory."""
@@ -423,12 +361,7 @@ class SequenceManager:
 
     def check(self, running: Sequence[Completion]) -> None:
         """Assert the invariants of memory and its owners, given the running completions."""
-        self.memory.check()
-        locked = [prefix.node for _, prefix in self._running.values()]
-        if self.store is not None:
-            locked += self.store.restores.locks()
-            self.store.check()
-        self.prefixes.check(locked)
+        self.cache.check(prefix for _, prefix in self._running.values())
         owned = [completion.seq for completion in running]
         assert len(owned) == len(set(owned)), "a sequence has two owners"
         assert set(self.memory.sequences) <= set(owned), "a sequence has no owner"
@@ -439,3 +372,4 @@ class SequenceManager:
             found = self._running.get(completion.seq)
             assert (found is None) <= (self.memory.derived(completion.seq) is not None)
             assert found is None or (found[0] is completion and found[1].published <= completion.computed)
+            assert found is None or found[1].seq == completion.seq

@@ -20,10 +20,10 @@ from kvcellar.engine.in_library import located
 from kvcellar.engine.measures import Measures, measures_of
 from kvcellar.engine.open_heads import Reads, open_head
 from kvcellar.engine.open_store import Source
+from kvcellar.engine.prefixes import Shares
 from kvcellar.engine.recorded import record_steps
 from kvcellar.engine.reserve import prove, scratch
 from kvcellar.engine.settings import Settings, step_tokens_of
-from kvcellar.engine.shares import Shares
 from kvcellar.engine.store import OpenStore
 from kvcellar.errors import BadRequest, DraftRefused, ModelNotFound, ModelRefused, shown
 from kvcellar.kernels.packed import pack

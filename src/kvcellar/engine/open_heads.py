@@ -11,8 +11,8 @@ from kvcellar.engine.allocate import Needs, allocated
 from kvcellar.engine.capacity import Capacity
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.open_store import Source
+from kvcellar.engine.prefixes import Shares
 from kvcellar.engine.settings import Settings, step_tokens_of
-from kvcellar.engine.shares import Shares
 from kvcellar.engine.store import OpenStore
 from kvcellar.kernels.packed import pack
 from kvcellar.models.assistant_head import AssistantHead

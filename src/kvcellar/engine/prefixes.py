@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
+from typing import NamedTuple
 
 from kvcellar.cache.memory import Memory
-from kvcellar.engine.request import Reuse
-from kvcellar.engine.shares import USUAL, Shares, part, windows
 from kvcellar.events import Recall
 from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Use, Watch, everyone, key_of
+from kvcellar.prefix.order import UNLIMITED, Part
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
 from kvcellar.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
@@ -26,14 +26,26 @@ EVERY = 256  # tokens between checkpoints, where resuming needs one
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
+_FAR = 1 << 40  # a position behind every window
+
+
+class Shares(NamedTuple):
+    """`pins` of the cache may be pinned; what a tenant has beyond `tenant` of it is evicted first."""
+
+    pins: float = 0.5
+    tenant: float = 1.0
+
+
+USUAL = Shares()
 
 
 @dataclass(eq=False, slots=True)
 class Prefix:
-    """The place of one running sequence in the tree. `matched` tokens of its prompt were there, `restored` are in
+    """The place of the running sequence `seq` in the tree. `matched` tokens of its prompt were there, `restored` are in
     memory because of that; the tree has the first `published` of its tokens. `wanted` are positions where it will leave
     checkpoints, in order. `options` state how its tokens are kept."""
 
+    seq: int
     root: Node
     key: bytes
     node: Node
@@ -43,6 +55,14 @@ class Prefix:
     wanted: list[int]
     options: RetentionOptions = NO_OPTIONS
     last: Use | None = None  # that of what it goes on with, if that was in the tree before
+
+
+class Reuse(NamedTuple):
+    """What memory has of the tokens of a sequence to come: its first `resume` tokens need not be computed, and of these
+    running sequences hold the first `shared`."""
+
+    resume: int
+    shared: int
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +170,7 @@ class Prefixes:
         node = self.tree.lock(root, match)
         wanted = [] if self.anywhere else self._wanted(length, match.matched, marks)
         del wanted[: bisect_right(wanted, match.resume)]
-        return Prefix(root, key, node, match.matched, match.resume, match.resume, wanted, options)
+        return Prefix(seq, root, key, node, match.matched, match.resume, match.resume, wanted, options)
 
     def _adopt(self, seq: int, root: Node, key: bytes, found: Match) -> None:
         """Let a namespace have what all of them find: the same cells, which count for no owner. `seq` is free."""
@@ -161,19 +181,20 @@ class Prefixes:
         node, _ = self.tree.insert(root, key[: found.resume * TOKEN], claim, 0, root)
         self.tree.unlock(node)
 
-    def begin(self, namespace: str, key: bytes, options: RetentionOptions = NO_OPTIONS) -> Prefix:
+    def begin(self, seq: int, namespace: str, key: bytes, options: RetentionOptions = NO_OPTIONS) -> Prefix:
         """The place of a sequence of which the tree has nothing yet."""
         root = self.tree.root(namespace)
         self.tree.share(root)
-        return Prefix(root, key, root, 0, 0, 0, [], options)
+        return Prefix(seq, root, key, root, 0, 0, 0, [], options)
 
     def use(self, prefix: Prefix) -> None:
         """The sequence begins to run: what was restored is of the value that it has now, and is kept as it states."""
         recurring = prefix.options.recurring
         prefix.last = self.tree.touch(prefix.node, prefix.key, prefix.matched, recurring=recurring)
-        self.tree.strengthen(prefix.node, self._retention(prefix))
+        self.tree.strengthen(prefix.node, self.retention(prefix))
 
-    def _retention(self, prefix: Prefix) -> Retention:
+    def retention(self, prefix: Prefix) -> Retention:
+        """How what a sequence computed is kept from now on. Pins are those of a request, not of a sequence."""
         if (options := prefix.options) is NO_OPTIONS:
             return DEFAULT
         return replace(options.at(self._clock()), pinned=False)
@@ -209,11 +230,11 @@ class Prefixes:
         """What a store has of other weights, by namespace; `identity` is that of this memory."""
         self._elsewhere = self._elsewhere._replace(namespaces=others, identity=identity)
 
-    def fork(self, prefix: Prefix) -> Prefix:
-        """The place of a fork of the sequence, whose tokens are all published."""
+    def fork(self, prefix: Prefix, seq: int) -> Prefix:
+        """The place of `seq`, a fork of the sequence, whose tokens are all published."""
         self.tree.share(prefix.node)
         self.totals.forks += 1
-        return replace(prefix, wanted=[])
+        return replace(prefix, seq=seq, wanted=[])
 
     def _wanted(self, length: int, matched: int, marks: Iterable[int]) -> list[int]:
         """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
@@ -244,7 +265,6 @@ class Prefixes:
 
     def publish(
         self,
-        seq: int,
         prefix: Prefix,
         tokens: Sequence[int],
         end: int,
@@ -260,29 +280,29 @@ class Prefixes:
         start = self._memory.claims.of(claim).span.start if claim is not None else end
         if prefix.published < start:
             places = () if claim is not None or self.anywhere else [pos for pos in at if pos > prefix.published]
-            rest = self._memory.claims.make(seq, Span(prefix.published, start), places)
-            self._insert(seq, prefix, rest, start)
+            rest = self._memory.claims.make(prefix.seq, Span(prefix.published, start), places)
+            self._insert(prefix, rest, start)
         elif claim is None and end in at and not self.anywhere and end:
-            self._add_checkpoint(seq, prefix, end)
+            self._add_checkpoint(prefix, end)
         if claim is not None:
-            self._insert(seq, prefix, claim, end)
+            self._insert(prefix, claim, end)
         del prefix.wanted[: bisect_right(prefix.wanted, end)]
 
-    def _add_checkpoint(self, seq: int, prefix: Prefix, end: int) -> None:
+    def _add_checkpoint(self, prefix: Prefix, end: int) -> None:
         """Let the tree, which has all tokens of the sequence, resume at their end: by a claim on no more than the last
         one."""
         node = prefix.node
         if node.end == end and end not in node.checkpoints:
             start = self._memory.claims.of(node.claim).whole(end - 1) if node.start < end - 1 else node.start
-            self._insert(seq, prefix, self._memory.claims.make(seq, Span(start, end), (end,)), end)
+            self._insert(prefix, self._memory.claims.make(prefix.seq, Span(start, end), (end,)), end)
 
-    def _insert(self, seq: int, prefix: Prefix, claim: int, end: int) -> None:
+    def _insert(self, prefix: Prefix, claim: int, end: int) -> None:
         start = self._memory.claims.of(claim).span.start
-        key, retention = prefix.key[: end * TOKEN], self._retention(prefix)
+        key, retention = prefix.key[: end * TOKEN], self.retention(prefix)
         prefix.node, known = self.tree.insert(prefix.root, key, claim, start, prefix.node, retention, last=prefix.last)
         prefix.published = end
         if known > start:
-            self._share(seq, prefix.node, Span(start, known))
+            self._share(prefix.seq, prefix.node, Span(start, known))
 
     def _share(self, seq: int, node: Node, computed: Span) -> None:
         """What a sequence has computed that was in the tree: hold the tree's cells instead."""
@@ -294,7 +314,7 @@ class Prefixes:
 
     def release(self, prefix: Prefix) -> None:
         """The sequence is over. Its tokens expire some time after their last use, which is now."""
-        self.tree.strengthen(prefix.node, self._retention(prefix))
+        self.tree.strengthen(prefix.node, self.retention(prefix))
         self.tree.unlock(prefix.node)
 
     # -- retention ----------------------------------------------------------------------------------------------
@@ -384,3 +404,21 @@ class Prefixes:
 def _near(ordered: Sequence[int], pos: int) -> bool:
     at = bisect_right(ordered, pos - NEAR)
     return at < len(ordered) and ordered[at] < pos + NEAR
+
+
+def part(memory: Memory, share: float) -> Part:
+    """A share of a memory as numbers: tokens, whose cells are those of the smallest unbounded group, and checkpoints,
+    as many as have windows and rows. Half of the rows are for running sequences. 1: all of it."""
+    if share >= 1:
+        return UNLIMITED
+    capacity, groups = memory.storage.capacity(), memory.storage.groups
+    tokens = [capacity[group.name] for group in groups if not (group.bounded or group.of_input)]
+    points = [capacity[name] // cells for name, cells in windows(memory).items()]
+    if memory.rows.capacity is not None:
+        points.append(memory.rows.capacity // 2)
+    return Part(int(share * min(tokens)) if tokens else None, int(share * min(points)) if points else None)
+
+
+def windows(memory: Memory) -> dict[str, int]:
+    """The most cells that a checkpoint holds in each bounded group."""
+    return {group.name: group.layout.most_cells(_FAR, 0) for group in memory.storage.groups if group.bounded}

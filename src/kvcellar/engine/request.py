@@ -388,14 +388,6 @@ def fresh_seed() -> int:
     return random.SystemRandom().getrandbits(63)
 
 
-class Reuse(NamedTuple):
-    """What memory has of a waiting completion: its first `resume` tokens need not be computed, and of these running
-    sequences hold the first `shared`."""
-
-    resume: int
-    shared: int
-
-
 class Scheduled(NamedTuple):
     """The next `tokens` tokens of a completion are computed in the step, and behind them its first `drafts` drafts."""
 

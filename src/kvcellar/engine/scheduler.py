@@ -32,7 +32,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.request import Completion, Request, Reuse, Scheduled, Status
+from kvcellar.engine.prefixes import Reuse
+from kvcellar.engine.request import Completion, Request, Scheduled, Status
 from kvcellar.layout import Layout
 
 if TYPE_CHECKING:  # imports torch

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.prefix_cache import PrefixCache
-from kvcellar.engine.prefixes import SLICE, USUAL, Prefix, Prefixes, Reuse, Shares
+from kvcellar.engine.prefixes import SLICE, USUAL, Prefix, Prefixes, Shares
 from kvcellar.engine.request import Completion, Scheduled, Status
 from kvcellar.engine.store import OpenStore, Store, no_store
 from kvcellar.errors import NotSupported
 from kvcellar.messages import Admitted
 from kvcellar.plan import Feed
-from kvcellar.prefix.node import TOKEN, key_of
+from kvcellar.prefix.node import TOKEN, Reuse, key_of
 from kvcellar.spans import Span
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvcellar.cache.memory import Memory
 from kvcellar.events import Recall
-from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Use, Watch, everyone, key_of
+from kvcellar.prefix.node import TOKEN, Kept, Match, Node, Reuse, Use, Watch, everyone, key_of
 from kvcellar.prefix.order import UNLIMITED, Part
 from kvcellar.prefix.tree import Tree
 from kvcellar.prefix.why import Elsewhere, Losses, ReadBack, Sightings, explained
@@ -55,14 +55,6 @@ class Prefix:
     wanted: list[int]
     options: RetentionOptions = NO_OPTIONS
     last: Use | None = None  # that of what it goes on with, if that was in the tree before
-
-
-class Reuse(NamedTuple):
-    """What memory has of the tokens of a sequence to come: its first `resume` tokens need not be computed, and of these
-    running sequences hold the first `shared`."""
-
-    resume: int
-    shared: int
 
 
 @dataclass(eq=False, slots=True)

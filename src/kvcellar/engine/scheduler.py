@@ -32,9 +32,9 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvcellar.engine.prefixes import Reuse
 from kvcellar.engine.request import Completion, Request, Scheduled, Status
 from kvcellar.layout import Layout
+from kvcellar.prefix.node import Reuse
 
 if TYPE_CHECKING:  # imports torch
     from kvcellar.engine.manager import SequenceManager

@@ -165,6 +165,14 @@ class Watch(Protocol):
         ...
 
 
+class Reuse(NamedTuple):
+    """What memory has of the tokens of a sequence to come: its first `resume` tokens need not be computed, and of these
+    running sequences hold the first `shared`."""
+
+    resume: int
+    shared: int
+
+
 class Match(NamedTuple):
     """What is in memory of a key. The first `matched` tokens are; a sequence of them can be assembled at `resume`,
     from the claims of `path`, the last of which has the position `resume` inside or at its end."""

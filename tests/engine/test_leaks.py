@@ -128,7 +128,7 @@ def no_log(monkeypatch):
     monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, *(pytest.param(count, marks=pytest.mark.slow) for count in (1000, 20_000))])
 def test_after_requests_of_all_fates_all_cells_are_free(count):
     draw = random.Random(count)
     with tiny_engine(max_waiting=10**6) as engine:

@@ -6,7 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.cache.layouts import Causal, Chunked, Sliding
@@ -64,7 +64,6 @@ def least(world: World, ask: Ask) -> int:
     return min(ask.max_tokens, most)
 
 
-@settings(max_examples=max(100, settings().max_examples))
 @given(worlds())
 def test_everybody_is_served_in_their_turn_and_gets_what_they_would_get_alone(made):
     world, asks = made

@@ -105,10 +105,10 @@ class Game:
                 assert reason == "cancelled" or heard.tokens(choice) <= ask.max_tokens
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_with_a_store_no_step_lacks_memory_and_nothing_waits_for_nothing(part: int) -> None:
+@pytest.mark.parametrize("batch", range(4))
+def test_with_a_store_no_step_lacks_memory_and_nothing_waits_for_nothing(batch: int) -> None:
     restored = 0
-    for seed in range(part, GAMES, 4):
+    for seed in range(batch, GAMES, 4):
         game = Game(seed)
         game.play()
         assert game.world.store is not None

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+from collections import Counter
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,18 @@ def check_all(directory: Path, acknowledged: set[int]) -> None:
 
 
 def check_sum(opened: DiskTier) -> None:
-    """The sum that the index keeps is that of its rows."""
+    """The sums that the index keeps are those of its rows."""
     with opened._index.transaction() as do:
-        total = sum(size for table in ("entries", "reserved") for (size,) in do(f"SELECT size FROM {table}"))
-        assert do("SELECT value FROM facts WHERE name='bytes'").fetchone() == (total,)
+        held = [row for table in ("entries", "reserved") for row in do(f"SELECT owner, size FROM {table}")]
+        assert do("SELECT value FROM facts WHERE name='bytes'").fetchone() == (sum(size for _, size in held),)
+        owners = Counter[str | None]()
+        for owner, size in held:
+            owners[owner] += size
+        del owners[None]  # damaged files
+        assert dict(do("SELECT owner, bytes FROM owners")) == owners
+        assert not do(
+            "SELECT 1 FROM entries AS e WHERE children<>(SELECT count(*) FROM entries WHERE parent=e.key)"
+        ).fetchall()
 
 
 def operations(directory: Path) -> int:
@@ -190,7 +199,7 @@ def test_what_a_power_loss_may_leave_is_read_whole_or_not_at_all(tmp_path) -> No
                 (directory / "data" / name).unlink()
                 (directory / ("data" if named else "temporary") / name).write_bytes(left)
                 if not indexed:
-                    with closing(Index(directory / "index.sqlite", 1 << 20)) as index:
+                    with closing(Index(directory / "index.sqlite", 1 << 20, delete=list)) as index:
                         index.forget([name])
                 check_all(directory, {1} if indexed else set())
     assert seen > 50

@@ -14,12 +14,10 @@ Always true:
     process that has the store open ever is;
   * a chunk is returned only after its digest was verified;
   * to read an entry that this process knows of, no lock is taken and no transaction is waited for;
-  * `Known` has a row under its key, without its description, which the file has, too.
+  * the rows in `_known` are those of the index that this process has seen, without their descriptions.
 
-`Known` are the rows of a store's index that this process has seen, so that reading an entry waits for no transaction.
-
-It may be out of date where other processes share the store: a row says where to look. That a file is the one of its
-row, and whole, is known from the file; entries are only kept longer than a row says, never shorter; and what is not
+These rows may be out of date where other processes share the store: a row says where to look. That a file is the one of
+its row, and whole, is known from the file; entries are only kept longer than a row says, never shorter; and what is not
 found where a row says is looked up in the index.
 """
 
@@ -27,10 +25,11 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
@@ -58,42 +57,8 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
-from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, TooLittle, growth
-from kvcellar.tiers.rows import Dropped, Row, parents_first, row_of_file
+from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, Row, TooLittle, growth
 from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
-
-
-class Known:
-    """May be used by any thread: each change is one operation of a dict."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._rows: dict[bytes, Row] = {}
-
-    def find(self, key: bytes) -> Row | None:
-        """A row without its description. None where it is not known, or has expired unless it is kept longer."""
-        row = self._rows.get(key)
-        return None if row is None or row.expired(self._clock()) else row
-
-    def add(self, row: Row) -> None:
-        self._rows[row.key] = replace(row, meta=b"")
-
-    def keys(self) -> set[bytes]:
-        return set(self._rows)
-
-    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        """These entries are kept at least as long as `retention` says."""
-        for key in keys:
-            if (row := self._rows.get(key)) is not None:
-                self._rows[key] = replace(row, retention=stronger(row.retention, retention))
-
-    def forget(self, key: bytes) -> None:
-        self._rows.pop(key, None)
-
-    def check(self) -> None:
-        """Assert what is always true."""
-        assert all(row.key == key and not row.meta for key, row in self._rows.items())
-
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -131,7 +96,9 @@ class DiskTier:
         self.directory, self.cipher, self._files, self._clock = directory, cipher or Plain(), files or Files(), clock
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
-        self._removed, self._breaker, self._known = removed, Breaker(after=3), Known(clock)
+        self._removed, self._breaker = removed, Breaker(after=3)
+        self._known: dict[bytes, Row] = {}  # each change is one operation of the dict: any thread may make it
+        self._last = 0  # id of the last entry that was looked at
         self.failures: Counter[str] = Counter()
         with ExitStack() as opened:
             try:
@@ -163,23 +130,26 @@ class DiskTier:
         return self._try("listing entries", self._entries) or []
 
     def _entries(self) -> list[Entry]:
-        self._expire()
-        self._index.changed(self._identity)
-        return self._readable(self._index.rows(self._identity))
+        self._index.expire()
+        return self._readable(self._rows())
 
     def news(self) -> list[Entry]:
         """Entries that other processes have stored since this, or `entries`, was called last."""
         return self._try("looking for new entries", self._news) or []
 
     def _news(self) -> list[Entry]:
-        new = self._index.changed(self._identity) - self._known.keys()
-        return self._readable(row for key in new if (row := self._found(key)) is not None)
+        return self._readable(row for row in self._rows(self._last) if row.key not in self._known)
+
+    def _rows(self, after: int = 0) -> list[Row]:
+        rows = self._index.rows(self._identity, after=after)
+        self._last = rows[-1].id if rows else after
+        return rows
 
     def _readable(self, rows: Iterable[Row]) -> list[Entry]:
         """Those that this cipher can read."""
         found: list[Entry] = []
         for row in rows:
-            self._known.add(row)
+            self._know(row)
             try:
                 found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self.cipher), row.retention))
             except (Damaged, Foreign) as error:
@@ -194,11 +164,11 @@ class DiskTier:
 
     def _put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention) -> bool:
         self.shared = self._folder.shared()
-        self._expire()
+        self._index.expire()
         if (row := self._index.find(snapshot.key)) is not None:
             if self.described(row) is not None and self._renew([snapshot.key], retention):
                 return True
-            self._discard(self._index.remove(self._process, [snapshot.key]), "removed")
+            self._index.remove([snapshot.key])
         try:
             meta = sealed_meta(snapshot, self.cipher)
         except TooLarge:
@@ -206,32 +176,29 @@ class DiskTier:
             return False
         head = head_of(self._identity, snapshot, retention, meta, self.cipher)
         size, name = file_size(head, snapshot, self.cipher), f"{self._process}-{next(self._numbers)}"
-        if not self._reserve(name, size + growth(len(meta)), retention.owner):
+        if not self._index.reserve(name, size + growth(len(meta)), retention.owner):
             self.failures["too large"] += 1
             return False
         try:
             seal = write(self._files, self._folder.path(TEMPORARY, name), encoded(head, snapshot, chunks, self.cipher))
             self._folder.move(name, TEMPORARY, DATA)
             self._folder.sync(DATA)
-            row = Row(
-                snapshot.key, snapshot.parent, self._identity, name, seal, size, meta,
-                retention.saved(snapshot.span), retention,
-            )  # fmt: skip
+            row = Row.of(snapshot, retention, name, size, identity=self._identity, seal=seal, meta=meta)
             if self._index.enter(row):
-                self._known.add(row)
+                self._know(row)
             else:
-                self._erase([name])
+                self._index.erase([name])
         except BaseException:
             with suppress(sqlite3.Error):  # a transaction that has failed may still be durable
                 if not self._index.has(name):
-                    self._erase([name])
+                    self._index.erase([name])
             raise
         return True
 
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
-        row, found = self._known.find(key), None
+        row, found = self._known.get(key), None
         try:
-            if row is not None:
+            if row is not None and not row.retention.expired(self._clock()):
                 with suppress(FileNotFoundError):  # another process has evicted it, and may have stored it again
                     found = self._read(row, take)
             if found is None:
@@ -247,11 +214,14 @@ class DiskTier:
     def _found(self, key: bytes) -> Row | None:
         """What the index has of an entry."""
         row = self._index.find(key)
-        if row is None or row.identity != self._identity or row.expired(self._clock()):
-            self._known.forget(key)
+        if row is None or row.identity != self._identity:
+            self._known.pop(key, None)
             return None
-        self._known.add(row)
+        self._know(row)
         return row
+
+    def _know(self, row: Row) -> None:
+        self._known[row.key] = replace(row, meta=b"")
 
     def _read(self, row: Row, take: Take) -> Loaded:
         with OpenFile(self._files, self._folder.path(DATA, row.name)) as file:
@@ -277,20 +247,22 @@ class DiskTier:
     def _renew(self, keys: list[bytes], retention: Retention) -> int:
         """Returns how many there are."""
         found = self._index.renew(keys, retention)
-        self._known.renew(keys, retention)
+        for key in keys:
+            if (row := self._known.get(key)) is not None:
+                self._known[key] = replace(row, retention=stronger(row.retention, retention))
         return found
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        self._try("removing", lambda: self._discard(self._index.remove(self._process, keys), "removed"))
+        self._try("removing", lambda: self._index.remove(keys))
 
     def rows(self) -> list[Row]:
         """All entries, of every identity, without those that have expired."""
-        self._try("expiring entries", self._expire)
-        return self._try("listing entries", lambda: self._index.rows(None)) or []
+        self._try("expiring entries", self._index.expire)
+        return self._try("listing entries", self._index.rows) or []
 
     def others(self, most: int) -> list[tuple[bytes, Snapshot]]:
         """Up to `most` readable snapshots that begin sequences, of other identities, with these."""
-        rows = self._try("listing others", lambda: self._index.rows(self._identity, others=most)) or []
+        rows = self._try("listing others", lambda: self._index.beginnings(self._identity, most)) or []
         return [(row.identity, snapshot) for row in rows if (snapshot := self.described(row)) is not None]
 
     def described(self, row: Row) -> Snapshot | None:
@@ -327,15 +299,25 @@ class DiskTier:
         """`opened` closes it."""
         path, alone = self._folder.index, self._folder.alive() == {self._process}
         cap = min(self._max, self._folder.bytes() + int(self._share * self._folder.free()))
+        made = partial(
+            Index,
+            path,
+            cap,
+            delete=lambda names: filter(self._folder.erase, names),
+            process=self._process,
+            quota=self._quota,
+            removed=self._lost,
+            clock=self._clock,
+        )
         try:
-            index = opened.enter_context(closing(Index(path, cap, quota=self._quota)))
+            index = opened.enter_context(closing(made()))
         except IndexDamaged as error:
             if not alone:
                 raise
             log.warning("the index in %s is damaged (%s); it is made again from the files", path.parent, error)
             self.failures["index damaged"] += 1
             self._folder.remove_index()
-            index = opened.enter_context(closing(Index(path, cap, quota=self._quota)))
+            index = opened.enter_context(closing(made()))
         if not index.complete:
             if not alone:  # what they are writing would not be in a new one
                 raise IndexDamaged("its index was lost while other processes use it")
@@ -351,16 +333,16 @@ class DiskTier:
             try:
                 with OpenFile(self._files, self._folder.path(DATA, name)) as file:
                     reader = Reader(file)
-                    found.append(row_of_file(name, reader))
+                    found.append(_row_of_file(name, reader))
             except (OSError, Damaged, Foreign) as error:
                 self._failed(f"reading {name}", error)
                 self._folder.unlink(DATA, name)
-        index.adopt(parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
+        index.adopt(_parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
 
     def _recover(self) -> None:
         """Delete what processes that have ended left unfinished, and entries whose files are gone."""
         alive, kept = self._folder.alive(), self._index.names()
-        self._erase([name for name, process in self._index.reserved() if process not in alive and process != DAMAGED])
+        self._index.erase(name for name, of in self._index.reserved() if of not in alive and of != DAMAGED)
         there = {folder: set(self._folder.names(folder)) for folder in (DATA, TEMPORARY, QUARANTINE)}
         self._index.forget(kept - there[DATA])
         reserved = dict(self._index.reserved())
@@ -369,38 +351,17 @@ class DiskTier:
             for name in names - known:
                 if name.partition("-")[0] not in alive:
                     self._folder.unlink(folder, name)
-        self._erase({name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE])
+        self._index.erase({name for name, process in reserved.items() if process == DAMAGED} - there[QUARANTINE])
         self._folder.leave_dead(alive)
-        if not self._reserve("", 0, ""):
+        if not self._index.reserve("", 0, ""):
             raise TooLittle(f"{self.cap} bytes are too few for the entries that are pinned, and the index")
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _reserve(self, name: str, n: int, owner: str) -> bool:
-        while dropped := self._index.reserve(self._process, name, n, owner):
-            if not self._discard(dropped, "evicted"):
-                return False
-        return dropped is not None
-
-    def _expire(self) -> None:
-        self._discard(self._index.expire(self._process, self._clock()), "expired")
-
-    def _discard(self, dropped: list[Dropped], why: Why) -> bool:
-        """Delete the files of entries that were removed, and of others; see `_erase`."""
-        for one in dropped:
-            if one.key is not None:
-                self._known.forget(one.key)
-                self._removed(one.key, why)
-        return self._erase([one.name for one in dropped])
-
-    def _erase(self, names: Iterable[str]) -> bool:
-        """Delete files wherever they are, and give back their bytes; False if one could not be deleted: its bytes stay
-        reserved until this process has ended."""
-        names = list(names)
-        gone = [name for name in names if self._folder.erase(name)]
-        if gone:
-            self._index.release(gone)
-        return len(gone) == len(names)
+    def _lost(self, key: bytes, why: Why) -> None:
+        """The index has an entry no longer."""
+        self._known.pop(key, None)
+        self._removed(key, why)
 
     def _miss(self, row: Row | None, error: Exception) -> None:
         """Count why a snapshot could not be read. Damaged ones, and those whose files are gone, are removed."""
@@ -417,18 +378,17 @@ class DiskTier:
                 return  # it was evicted since the index was read
         self._failed("reading a snapshot", error)
         if row is not None and isinstance(error, Damaged | FileNotFoundError):
-            self._known.forget(row.key)
-            self._removed(row.key, "damaged")
+            self._lost(row.key, "damaged")
             with suppress(sqlite3.Error):
                 self._quarantine(row.name)
 
     def _quarantine(self, name: str) -> None:
-        old = self._index.quarantine(self._process, name, KEPT_DAMAGED, DAMAGED_SHARE)
+        old = self._index.quarantine(name, KEPT_DAMAGED, DAMAGED_SHARE)
         try:
             self._folder.move(name, DATA, QUARANTINE)
         except OSError:
             old.append(name)
-        self._erase(old)
+        self._index.erase(old)
 
     def _try(self, what: str, act: Callable[[], T]) -> T | None:
         try:
@@ -445,3 +405,23 @@ class DiskTier:
         if not damaged and not isinstance(error, FileNotFoundError):
             self._breaker.failed()
         log.warning("%s failed: %s", what, error)
+
+
+def _row_of_file(name: str, reader: Reader) -> Row:
+    header = reader.header
+    worth = header.retention.saves or len(header.meta) // 8  # its tokens are part of its description, 8 bytes each
+    return Row(
+        header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
+    )
+
+
+def _parents_first(rows: Iterable[Row]) -> list[Row]:
+    """Each row after the one that it continues."""
+    found = list(rows)
+    keys, after = {row.key for row in found}, defaultdict[bytes, list[Row]](list)
+    order: list[Row] = []
+    for row in found:
+        (after[row.parent] if row.parent in keys else order).append(row)
+    for row in order:  # which grows while it is read
+        order += after.pop(row.key, [])
+    return order

@@ -1,17 +1,14 @@
 """host: snapshots in the memory of this process."""
 
-import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import count
 
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.ledger import Kept, Ledger
-from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, checked, fresh, unnoticed
-
-log = logging.getLogger("kvcellar.tiers")
+from kvcellar.tiers.index import Index, Row
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, checked, fresh, unnoticed
 
 OVERHEAD = 1024  # bytes that an entry takes beside its content, at most
 
@@ -36,74 +33,57 @@ class HostTier:
         removed: Removed = unnoticed,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all."""
-        self.cap, self._removed = cap, removed
-        self.failures: Counter[str] = Counter()
-        self._ledger = Ledger(cap, quota=quota, clock=clock)
-        self._chunks: dict[bytes, tuple[bytes, ...]] = {}
-        self._lock = threading.Lock()
+        self.cap, self.failures = cap, Counter[str]()
+        self._index = Index(None, cap, delete=self._delete, quota=quota, removed=removed, clock=clock)
+        self._content: dict[str, tuple[Snapshot, tuple[bytes, ...]]] = {}  # each change is one operation of the dict
+        self._numbers = count()
 
     def size(self) -> int:
-        with self._lock:
-            return self._ledger.bytes
+        return self._index.size()
 
     def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
-        size = snapshot.size + len(snapshot.tokens) + len(snapshot.record) + OVERHEAD
-        with self._lock:
-            self._delete(self._ledger.expire(), "expired")
-            if self._ledger.find(snapshot.key) is not None:
-                self._ledger.renew([snapshot.key], retention)
-                return True
-            if not self._reserve(size, retention.owner):
-                self.failures["too large"] += 1
-                return False
+        self._index.expire()
+        if self._index.renew([snapshot.key], retention):
+            return True
+        name, size = str(next(self._numbers)), snapshot.size + len(snapshot.tokens) + len(snapshot.record) + OVERHEAD
+        if not self._index.reserve(name, size, retention.owner):
+            self.failures["too large"] += 1
+            return False
+        stored = False
         try:
-            content = tuple(bytes(chunk) for chunk in checked(snapshot, chunks))
-        except BaseException:
-            with self._lock:
-                self._ledger.free(size, retention.owner)
-            raise
-        with self._lock:
-            self._ledger.enter(snapshot, retention, size)
-            self._chunks.setdefault(snapshot.key, content)
+            self._content[name] = snapshot, tuple(bytes(chunk) for chunk in checked(snapshot, chunks))
+            stored = self._index.enter(Row.of(snapshot, retention, name, size))
+        finally:
+            if not stored:
+                self._index.erase([name])
         return True
 
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
-        with self._lock:
-            kept = self._ledger.find(key)
-            return None if kept is None else Loaded(kept.snapshot, kept.retention, self._chunks[key])
+        row = self._index.find(key)
+        content = self._content.get(row.name) if row is not None else None
+        return Loaded(content[0], row.retention, content[1]) if row is not None and content is not None else None
 
     def contains(self, key: bytes) -> bool:
-        with self._lock:
-            return self._ledger.find(key) is not None
+        return self._index.find(key) is not None
 
     def entries(self) -> list[Entry]:
-        with self._lock:
-            return self._ledger.entries()
+        found = ((self._content.get(row.name), row.retention) for row in self._index.rows())
+        return [Entry(content[0], retention) for content, retention in found if content is not None]
 
     def used(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._ledger.used(keys)
+        self._index.used(keys)
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        with self._lock:
-            self._ledger.renew(keys, retention)
+        self._index.renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._delete(self._ledger.remove(keys), "removed")
+        self._index.remove(keys)
 
     def close(self) -> None:
         """Frees everything."""
-        with self._lock:
-            self._delete(self._ledger.remove([kept.snapshot.key for kept in self._ledger.all()]), "removed")
+        self._index.remove([row.key for row in self._index.rows()])
 
-    def _reserve(self, size: int, owner: str) -> bool:
-        while gone := self._ledger.reserve(size, owner):
-            self._delete(gone, "evicted")
-        return gone is not None
-
-    def _delete(self, gone: Iterable[Kept], why: Why) -> None:
-        for kept in gone:
-            self._removed(kept.snapshot.key, why)
-            del self._chunks[kept.snapshot.key]
-            self._ledger.free(kept.size, kept.owner)
+    def _delete(self, names: Iterable[str]) -> Iterable[str]:
+        for name in names:
+            self._content.pop(name, None)
+        return names

@@ -13,15 +13,15 @@ Always true:
 
 import logging
 import re
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar
+from itertools import count
+from typing import NamedTuple, TypeVar
 
 from kvcellar.retention import DEFAULT, Retention
-from kvcellar.snapshot import Snapshot
+from kvcellar.snapshot import KEY, Snapshot
 from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import (
     DIGEST,
@@ -41,7 +41,7 @@ from kvcellar.tiers.codec import (
     read_header,
     sealed_meta,
 )
-from kvcellar.tiers.ledger import Kept, Ledger
+from kvcellar.tiers.index import Index, Row
 from kvcellar.tiers.objects import Objects, RemoteFailed
 from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
 
@@ -57,6 +57,15 @@ _NAME = re.compile("[0-9a-f]{64}")
 def prefix_of(identity: bytes) -> str:
     """Of the names of all objects of an identity."""
     return f"kvcellar-{identity.hex()[:32]}-"
+
+
+class _Object(NamedTuple):
+    """An object as it is known without reading its chunks. `seal`: of what this process has stored, else empty."""
+
+    snapshot: Snapshot
+    retention: Retention
+    size: int
+    seal: bytes = b""
 
 
 class RemoteTier:
@@ -78,13 +87,13 @@ class RemoteTier:
         removed: Removed = unnoticed,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all. Calls nothing yet."""
-        self.cap, self._removed = cap, removed
-        self.failures: Counter[str] = Counter()
+        self.cap, self.failures = cap, Counter[str]()
         self._objects, self._identity, self._cipher, self._clock = objects, identity, cipher or Plain(), clock
-        self._ledger = Ledger(cap, quota=quota, clock=clock)
-        self._lock = threading.Lock()  # of the ledger; not held during calls
+        self._index = Index(None, cap, delete=self._delete, quota=quota, removed=removed, clock=clock)
+        self._snapshots: dict[str, Snapshot] = {}  # by name: that of the object, and a number
+        self._numbers = count()
         self._listed = False
-        self._undeleted: list[Kept] = []  # whose objects could not be deleted yet: their bytes are counted
+        self._undeleted: set[str] = set()  # what could not be deleted yet: its bytes are counted
         self._breaker = breaker or Breaker(after=1)
 
     @property
@@ -92,12 +101,10 @@ class RemoteTier:
         return self._breaker.down
 
     def size(self) -> int:
-        with self._lock:
-            return self._ledger.bytes
+        return self._index.size()
 
     def contains(self, key: bytes) -> bool:
-        with self._lock:
-            return self._ledger.find(key) is not None
+        return self._index.find(key) is not None
 
     # -- entries ------------------------------------------------------------------------------------------------
 
@@ -107,17 +114,18 @@ class RemoteTier:
     def _put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention) -> bool:
         if not self._listed:
             self._list()
-        with self._lock:
-            if self._ledger.find(snapshot.key) is not None:
-                self._ledger.renew([snapshot.key], retention)
-                return True
+        if self._index.renew([snapshot.key], retention):
+            return True
         try:
             head = head_of(self._identity, snapshot, retention, sealed_meta(snapshot, self._cipher), self._cipher)
         except TooLarge:
             self.failures["too large"] += 1
             return False
         size = file_size(head, snapshot, self._cipher)
-        if not self._reserve(size, retention.owner):
+        self._index.erase(list(self._undeleted))
+        self._index.expire()
+        name = self._named(snapshot)
+        if not self._index.reserve(name, size, retention.owner):
             self.failures["too large"] += 1
             return False
         lasts = None if retention.expires is None else retention.expires - self._clock()
@@ -125,40 +133,53 @@ class RemoteTier:
             content = b"".join(encoded(head, snapshot, chunks, self._cipher))
             self._objects.write(snapshot.key.hex(), content, lasts)
         except RemoteFailed:
-            with self._lock:  # it may be there all the same
-                self._undeleted.append(Kept(snapshot, retention, size))
+            self._undeleted.add(name)  # it may be there all the same
             raise
         except BaseException:
-            with self._lock:
-                self._ledger.free(size, retention.owner)
+            self._index.release([name])
             raise
-        with self._lock:
-            self._ledger.enter(snapshot, retention, size, content[-DIGEST:])
+        self._enter(name, _Object(snapshot, retention, size, content[-DIGEST:]))
         return True
+
+    def _named(self, snapshot: Snapshot) -> str:
+        return f"{snapshot.key.hex()}.{next(self._numbers)}"
+
+    def _enter(self, name: str, found: _Object) -> None:
+        """Know an object. Where it is known already, the bytes that were reserved for it are given back."""
+        self._snapshots[name] = found.snapshot
+        if not self._index.enter(Row.of(found.snapshot, found.retention, name, found.size, seal=found.seal)):
+            del self._snapshots[name]
+            self._index.release([name])
 
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         return self._try("reading a snapshot", lambda: self._get(key, take))
 
     def _get(self, key: bytes, take: Take) -> Loaded | None:
-        with self._lock:
-            kept = self._ledger.find(key)
         try:
-            kept = kept or self._described(key)
-            if kept is not None and kept.retention.expires is not None and kept.retention.expires <= self._clock():
+            known = self._known(key)
+            found = known or self._described(key)
+            if found is not None and found.retention.expired(self._clock()):
                 self._remove([key], "expired")
                 return None
-            chunks = self._chunks(kept, take) if kept is not None else None
+            chunks = self._chunks(found, take) if found is not None else None
         except (Damaged, Foreign, Replaced) as error:
             self._unusable(key, error)
             return None
-        if kept is None or chunks is None:
+        if found is None or chunks is None:
             self._gone(key)
             return None
-        with self._lock:
-            self._ledger.admit(kept.snapshot, kept.retention, kept.size)
-        return Loaded(kept.snapshot, kept.retention, chunks)
+        if known is None:
+            self._enter(self._named(found.snapshot), found)
+        return Loaded(found.snapshot, found.retention, chunks)
 
-    def _chunks(self, kept: Kept, take: Take) -> tuple[memoryview, ...] | None:
+    def _known(self, key: bytes) -> _Object | None:
+        row = self._index.find(key)
+        snapshot = self._snapshots.get(row.name) if row is not None else None
+        return (
+            _Object(snapshot, row.retention, row.size, row.seal) if row is not None and snapshot is not None else None
+        )
+
+    def _chunks(self, kept: _Object, take: Take) -> tuple[memoryview, ...] | None:
         """The verified chunks of an object; None if there is none. Memory for them is taken before it is read."""
         key, space = kept.snapshot.key, iter([take(size) for size in kept.snapshot.sizes])
         content = self._objects.read(key.hex(), kept.size + 1)
@@ -169,11 +190,11 @@ class RemoteTier:
         reader = Reader(Content(content))
         if self._snapshot(key, reader.header) != kept.snapshot:
             raise Replaced("it has another description")
-        if not self._cipher.overhead and kept.seal not in (None, reader.seal):
+        if not self._cipher.overhead and kept.seal not in (b"", reader.seal):
             raise Damaged("it is not what this process has stored")
         return tuple(reader.chunks(kept.snapshot, self._cipher, lambda _: next(space)))
 
-    def _described(self, key: bytes, size: int | None = None) -> Kept | None:
+    def _described(self, key: bytes, size: int | None = None) -> _Object | None:
         """An object by its header; None if there is none. `size`: how many bytes it has, if that is known."""
         head = self._objects.read(key.hex(), FIRST)
         if head is not None and (needed := head_sizes(head)[0]) > len(head):
@@ -181,7 +202,7 @@ class RemoteTier:
         if head is None:
             return None
         header = read_header(Content(head, head_sizes(head)[1] if size is None else size))
-        return Kept(self._snapshot(key, header), header.retention, header.end)
+        return _Object(self._snapshot(key, header), header.retention, header.end)
 
     def _snapshot(self, key: bytes, header: Header) -> Snapshot:
         if (header.identity, header.key) != (self._identity, key):
@@ -190,13 +211,12 @@ class RemoteTier:
 
     def entries(self) -> list[Entry]:
         self._try("listing entries", self._list)
-        with self._lock:
-            return self._ledger.entries()
+        found = ((self._snapshots.get(row.name), row.retention) for row in self._index.rows())
+        return [Entry(snapshot, retention) for snapshot, retention in found if snapshot is not None]
 
     def _list(self) -> None:
-        """Bring the ledger up to date with the store: forget what is gone, and read the headers of what is new."""
-        with self._lock:
-            before = {kept.snapshot.key for kept in self._ledger.all()}
+        """Bring the index up to date with the store: forget what is gone, and read the headers of what is new."""
+        before = {bytes.fromhex(name[: 2 * KEY]) for name in self._index.names()}
         sizes = self._objects.sizes(MOST_LISTED)
         there = {bytes.fromhex(name): size for name, size in sizes.items() if _NAME.fullmatch(name)}
         if len(sizes) < MOST_LISTED:  # else what is not listed may be there
@@ -219,21 +239,18 @@ class RemoteTier:
         kept = self._described(key, size)
         if kept is None:
             return 0
-        with self._lock:
-            self._ledger.admit(kept.snapshot, kept.retention, size)
+        self._enter(self._named(kept.snapshot), kept._replace(size=size))
         return len(kept.snapshot.tokens) + len(kept.snapshot.record) + 8 * len(kept.snapshot.sizes)
 
     def used(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            self._ledger.used(keys)
+        self._index.used(keys)
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
         """For this process: others, and this one after a restart, know how an entry was kept when it was stored."""
-        with self._lock:
-            self._ledger.renew(keys, retention)
+        self._index.renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        self._try("removing", lambda: self._remove(list(keys), "removed"))
+        self._try("removing", lambda: self._remove(list(keys)))
 
     def close(self) -> None:
         with suppress(RemoteFailed):
@@ -241,45 +258,20 @@ class RemoteTier:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _reserve(self, size: int, owner: str) -> bool:
-        with self._lock:
-            again, self._undeleted = self._undeleted, []
-        self._delete(again)
-        with self._lock:
-            expired = self._ledger.expire()
-        self._discard(expired, "expired")
-        while True:
-            with self._lock:
-                evicted = self._ledger.reserve(size, owner)
-            if not evicted:
-                return evicted is not None
-            self._discard(evicted, "evicted")
-
-    def _remove(self, keys: list[bytes], why: Why) -> None:
-        with self._lock:
-            gone = self._ledger.remove(keys)
-        self._discard(gone, why)
-        known = {kept.snapshot.key for kept in gone}
+    def _remove(self, keys: list[bytes], why: Why = "removed") -> None:
+        """Also objects that are not known."""
+        known = {key for key in keys if self.contains(key)}
+        self._index.remove(keys, why)
         self._objects.delete([key.hex() for key in keys if key not in known])
 
-    def _discard(self, gone: list[Kept], why: Why) -> None:
-        for kept in gone:
-            self._removed(kept.snapshot.key, why)
-        self._delete(gone)
-
-    def _delete(self, gone: list[Kept]) -> None:
-        """Delete objects, and give back their bytes."""
-        if not gone:
-            return
-        try:
-            self._objects.delete([kept.snapshot.key.hex() for kept in gone])
-        except RemoteFailed:
-            with self._lock:
-                self._undeleted += gone
-            raise
-        with self._lock:
-            for kept in gone:
-                self._ledger.free(kept.size, kept.owner)
+    def _delete(self, names: list[str]) -> list[str]:
+        """For the index."""
+        for name in names:
+            self._snapshots.pop(name, None)
+        self._undeleted.update(names)
+        self._objects.delete([name[: 2 * KEY] for name in names])
+        self._undeleted.difference_update(names)
+        return names
 
     def _gone(self, key: bytes) -> None:
         """An object is not there. It counts as a failure if it was known: the store has lost or evicted it."""
@@ -287,12 +279,11 @@ class RemoteTier:
             self.failures["gone"] += 1
 
     def _forget(self, key: bytes) -> bool:
-        with self._lock:
-            gone = self._ledger.remove([key])
-            for kept in gone:
-                self._ledger.free(kept.size, kept.owner)
-                self._removed(key, "gone")
-        return bool(gone)
+        row = self._index.find(key)
+        if row is None:
+            return False
+        self._snapshots.pop(row.name, None)
+        return self._index.forget([row.name]) > 0
 
     def _unusable(self, key: bytes, error: Exception) -> None:
         """Count an object that could not be read. What is damaged is removed."""

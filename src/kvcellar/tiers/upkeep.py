@@ -36,7 +36,7 @@ from kvcellar.tiers.codec import (
     read_header,
 )
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.rows import Row
+from kvcellar.tiers.index import Row
 from kvcellar.tiers.tier import Tier
 
 FORMAT = 1

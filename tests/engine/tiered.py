@@ -72,7 +72,7 @@ class Watch:
             for tier in transfers.tiers:
                 self._most(tier.name, tier.size(), tier.cap)
                 if isinstance(tier, HostTier):
-                    held = sum(len(chunk) for chunks in list(tier._chunks.values()) for chunk in chunks)
+                    held = sum(len(chunk) for _, chunks in list(tier._content.values()) for chunk in chunks)
                     self._most("chunks in host memory", held, tier.cap)
                 if tier.name == "disk" and self._directory is not None:
                     self._most("files", bytes_in(self._directory), tier.cap)

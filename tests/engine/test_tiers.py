@@ -52,7 +52,7 @@ def test_caps_of_a_tenth_hold_at_every_moment_and_answers_are_right(saved, tmp_p
                 assert engine.generate(talk[turn], **GREEDY).token_ids == answers[turn]
                 watch.sample()
         acknowledged(engine)
-        for talk, answers in list(zip(talks, wanted, strict=True))[-2:]:
+        for talk, answers in list(zip(talks, wanted, strict=True))[:-3:-1]:  # the tiers have the last one
             engine.clear_cache()
             assert engine.generate(talk[1], **GREEDY).token_ids == answers[1]
         settled(engine)

@@ -146,6 +146,24 @@ def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
     assert made(4)[0].key in keys(tier)
 
 
+def test_one_owner_may_have_all_and_evicts_its_own_entries() -> None:
+    tier = HostTier(3 * EACH, quota=3 * EACH)
+    for seed in range(9):
+        assert tier.put(*made(seed), Retention(owner="a"))
+    assert keys(tier) == {made(seed)[0].key for seed in (6, 7, 8)}
+
+
+def test_an_entry_is_not_evicted_for_the_one_that_continues_it() -> None:
+    first, other = made(1), made(2)
+    second = made(3, first[0])
+    tier = HostTier(2 * EACH)
+    for one in (first, other, second):
+        assert tier.put(*one)
+    assert keys(tier) == {first[0].key, second[0].key}
+    third = made(4, second[0])
+    assert not tier.put(*third), "without the others it would be of no use"
+
+
 def test_a_full_tier_with_a_quota_evicts_the_entries_of_all_owners() -> None:
     tier = HostTier(20 * EACH, quota=18 * EACH)
     for seed in range(300):

@@ -176,7 +176,7 @@ class DiskTier:
             return False
         head = head_of(self._identity, snapshot, retention, meta, self.cipher)
         size, name = file_size(head, snapshot, self.cipher), f"{self._process}-{next(self._numbers)}"
-        if not self._index.reserve(name, size + growth(len(meta)), retention.owner):
+        if not self._index.reserve(name, size + growth(len(meta)), retention.owner, snapshot.parent):
             self.failures["too large"] += 1
             return False
         try:

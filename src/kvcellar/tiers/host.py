@@ -46,7 +46,7 @@ class HostTier:
         if self._index.renew([snapshot.key], retention):
             return True
         name, size = str(next(self._numbers)), snapshot.size + len(snapshot.tokens) + len(snapshot.record) + OVERHEAD
-        if not self._index.reserve(name, size, retention.owner):
+        if not self._index.reserve(name, size, retention.owner, snapshot.parent):
             self.failures["too large"] += 1
             return False
         stored = False

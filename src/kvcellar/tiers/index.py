@@ -293,16 +293,17 @@ class Index:
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def reserve(self, name: str, n: int, owner: str) -> bool:
+    def reserve(self, name: str, n: int, owner: str, parent: bytes | None = None) -> bool:
         """Reserve `n` bytes for content that is going to be written; without a name, only make them free.
 
-        Where too few are free, damaged files and entries of the lowest values that no other one continues are dropped.
+        Where too few are free, damaged files and entries of the lowest values that no other one continues are dropped,
+        but for `parent`, without which the new one would be of no use.
         False if too few can be made free, and nothing has changed; or where content could not be deleted.
         """
         while True:
             with self._removing("evicted") as (do, dropped):
                 do("SAVEPOINT dropped")
-                found = self._make_room(do, n, owner)
+                found = self._make_room(do, n, owner, parent)
                 if found is None:
                     do("ROLLBACK TO dropped")
                     return False
@@ -315,14 +316,14 @@ class Index:
             if dropped:
                 return False
 
-    def _make_room(self, do: Do, n: int, owner: str) -> list[Dropped] | None:
+    def _make_room(self, do: Do, n: int, owner: str, parent: bytes | None) -> list[Dropped] | None:
         dropped = self._damaged(do, n)
         while True:
             over = self._over(do, n - sum(one.size for one in dropped))
             of_owner = self._over_quota(do, n - sum(one.size for one in dropped if one.owner == owner), owner)
             if over <= 0 and of_owner <= 0:
                 return dropped
-            evicted = self._evict(do, max(of_owner, 0) or over, owner if of_owner > 0 else None)
+            evicted = self._evict(do, max(of_owner, 0) or over, owner if of_owner > 0 else None, parent)
             if not evicted and not _vacuum(do):
                 return None
             dropped += evicted
@@ -348,7 +349,7 @@ class Index:
                 do("UPDATE reserved SET process=? WHERE name=?", (self._process, dropped[-1].name))
         return dropped
 
-    def _evict(self, do: Do, n: int, owner: str | None) -> list[Dropped]:
+    def _evict(self, do: Do, n: int, owner: str | None, parent: bytes | None) -> list[Dropped]:
         """Drop entries that nothing continues, of one owner or of all, the lowest values first, until `n` bytes are
         free or 64 are dropped."""
         evicted: list[Dropped] = []
@@ -356,6 +357,8 @@ class Index:
         for key, size, worth in leaves.fetchall():
             if n <= 0:
                 break
+            if key == parent:
+                continue
             evicted += _drop(do, self._process, "key=?", key)
             do("UPDATE facts SET value=max(value,?) WHERE name='clock'", (worth,))
             n -= size

@@ -125,7 +125,7 @@ class RemoteTier:
         self._index.erase(list(self._undeleted))
         self._index.expire()
         name = self._named(snapshot)
-        if not self._index.reserve(name, size, retention.owner):
+        if not self._index.reserve(name, size, retention.owner, snapshot.parent):
             self.failures["too large"] += 1
             return False
         lasts = None if retention.expires is None else retention.expires - self._clock()

@@ -15,6 +15,7 @@ import click
 from pydantic import BaseModel
 
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
+from kvcellar.cli.options import flag
 from kvcellar.cli.store_options import KEY, REMOTE
 from kvcellar.engine.settings import Settings
 from kvcellar.engine.stats import (
@@ -30,7 +31,7 @@ from kvcellar.engine.stats import (
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.inspector.routes import OPERATIONS
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import PARAMETERS, Parameter, SamplingParams, names_in
 from kvcellar.serve import ollama_fields
 from kvcellar.serve.anthropic import fields as anthropic_fields
 from kvcellar.serve.embedding_fields import EmbeddingsBody
@@ -42,6 +43,7 @@ from kvcellar.serve.metrics.requests import ModelRequests
 from kvcellar.serve.ollama_fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
+from kvcellar.serve.openai.fields import SAMPLING as SAMPLING_FIELDS
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
 from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
 from kvcellar.serve.openapi.errors import EVERY, MEANINGS
@@ -168,7 +170,7 @@ def pages() -> dict[str, str]:
     return {
         "settings.md": _page("Engine settings", SETTINGS, _settings_table(Settings)),
         "server-settings.md": _page("Server settings", SERVER, _settings_table(ServeSettings)),
-        "sampling.md": _page("Sampling parameters", SAMPLING, _settings_table(SamplingParams)),
+        "sampling.md": _page("Sampling parameters", SAMPLING, _sampling_table()),
         "statistics.md": _page("Statistics", STATISTICS, *map(_record, RECORDS), *_http_statistics()),
         "metrics.md": _page("Metrics", METRICS, *_metrics()),
         "command-line.md": _page(
@@ -200,6 +202,21 @@ def _settings_table(cls: Any) -> str:
     comments = described(cls)
     rows = [(f"`{f.name}`", f"`{_type(cls, f.name)}`", f"`{_default(f)}`", comments[f.name]) for f in fields(cls)]
     return _table(("name", "type", "default", "meaning"), rows)
+
+
+def _sampling_table() -> str:
+    rows: list[tuple[str, ...]] = []
+    for name, one in PARAMETERS.items():
+        others = {"Anthropic": one.anthropic, "Ollama": one.ollama, "generation config": one.config}
+        named = [f"{where}: `{other}`" for where, other in others.items() if other not in (None, name)]
+        elsewhere = ", ".join([*([] if one.option is None else [f"`{flag(one)}`"]), *named])
+        rows.append((f"`{name}`", f"`{_type(SamplingParams, name)}`", f"`{one.default!r}`", elsewhere, one.about))
+    return _table(("name", "type", "default", "elsewhere", "meaning"), rows)
+
+
+def _sampling_fields(names: Mapping[str, Parameter]) -> str:
+    rows = [(f"`{name}`", _json_type(one.kind.schema()), one.about) for name, one in names.items()]
+    return _table(("field", "type", "what it does"), rows)
 
 
 def _record(cls: Any) -> str:
@@ -342,6 +359,8 @@ def _routes() -> Iterator[str]:
 def _http() -> Iterator[str]:
     yield "## Implemented in both routes\n"
     yield _fields(CommonBody)
+    yield "Sampling parameters:\n"
+    yield _sampling_fields(SAMPLING_FIELDS)
     yield "## Implemented in completions only\n"
     yield _fields(CompletionBody)
     yield "## Implemented in chats only\n"
@@ -390,6 +409,8 @@ def _other_apis() -> Iterator[str]:
     yield _parts(anthropic_fields.PromptBody)
     yield "In `/v1/messages` only:\n"
     yield _parts(anthropic_fields.MessagesBody)
+    yield "Sampling parameters there, beside `max_tokens`:\n"
+    yield _sampling_fields({name: one for name, one in names_in("anthropic").items() if name != "max_tokens"})
     for name, kind in ANTHROPIC_PARTS.items():
         yield f"### {name}\n"
         yield _parts(kind)
@@ -403,6 +424,8 @@ def _other_apis() -> Iterator[str]:
     yield _parts(ollama_fields.OllamaMessage)
     yield "### `options`\n"
     yield _parts(Options)
+    yield "Sampling parameters:\n"
+    yield _sampling_fields({name: one for name, one in names_in("ollama").items() if name != "num_predict"})
 
 
 def _fields(body: type[BaseModel]) -> str:

@@ -237,7 +237,7 @@ def test_impossible_requests_are_refused(words, why):
         ("--max-tokens", "0", "max_tokens must be"),
         ("--min-tokens", "600", "min_tokens 600 is more than max_tokens 512"),
         ("--seed", str(2**64), "seed must be"),
-        ("--stop", "", "stop string"),
+        ("--stop", "", "stop must be a string"),
         ("--stop-id", "-1", "stop_token_ids must be"),
         ("--stop-id", "999999", "names token 999999; this model's tokens are 0 to"),
         ("--context", "1000000", "this model is made for 4096"),

@@ -185,7 +185,7 @@ def test_no_drafts_are_a_depth_of_zero(value):
         ("top_k -2", "top_k: top_k must be a whole number"),
         ("num_predict -3", "num_predict: max_tokens must be a whole number"),
         ("shift maybe", "shift is 'maybe'; true or false is needed"),
-        ('stop ""', "stop: every stop string needs 1 to "),
+        ('stop ""', "stop: stop must be a string of 1 to "),
         ("heat 1", "there is no parameter 'heat'; there are context"),
         ("mirostat 2", "mirostat is not supported, except for 0; remove it"),
         ("tfs_z 0.5", "tfs_z is not supported, except for 1"),

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import MAX_STOPS, SamplingParams, check_ids
+from kvcellar.sample.params import STOPS, SamplingParams, check_ids
 
 WRONG = {
     "max_tokens": [0, -1, 2**31, 2**63, 1.5, "5", True],
@@ -24,7 +24,7 @@ WRONG = {
     "seed": [2**64, -(2**63) - 1, 1.0],
     "n": [0, -1, 10**9, 129],
     "logprobs": [-1, 21, 10**6, 1.0],
-    "stop": [("",), ("a" * 4097,), ("a", "\ud800"), ("a",) * (MAX_STOPS + 1), (1,), 3, None, {"a": 1}],
+    "stop": [("",), ("a" * 4097,), ("a", "\ud800"), ("a",) * (STOPS.most + 1), (1,), 3, None, {"a": 1}],
     "stop_token_ids": [(-1,), (2**31,), (1.0,), 5, None],
 }
 

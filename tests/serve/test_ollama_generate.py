@@ -141,7 +141,7 @@ def test_calls_and_results_are_rendered(client: ollama.Client) -> None:
         ("chat", {"format": {"x-guidance": {}}}, "format: a schema cannot have x-guidance; remove it"),
         ("chat", {"think": "perhaps"}, "think must be true, false, or one of none, minimal"),
         ("chat", {"options": {"temperature": -1.0}}, "temperature"),
-        ("chat", {"options": {"top_k": "5"}}, "top_k must be an integer"),
+        ("chat", {"options": {"top_k": "5"}}, "top_k must be a whole number from 0"),
         ("chat", {"top_logprobs": 2}, "top_logprobs needs logprobs"),
         ("chat", {"keep_alive": "soon"}, "keep_alive must be a time like 30s"),
         ("generate", {"suffix": "x"}, "suffix"),

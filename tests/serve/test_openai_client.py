@@ -13,6 +13,7 @@ from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
+from kvcellar.serve.openai.fields import SAMPLING
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 
@@ -150,7 +151,7 @@ def test_logprobs(client):
     ],
 )
 def test_every_field_of_the_package_is_handled(sent, body):
-    unknown = set(sent.__annotations__) - set(body.model_fields) - set(NEUTRAL) - set(NO_EFFECT)
+    unknown = set(sent.__annotations__) - set(body.model_fields) - set(SAMPLING) - set(NEUTRAL) - set(NO_EFFECT)
     assert not unknown, "each of these must be implemented, without effect, or refused by name"
 
 

@@ -57,7 +57,7 @@ def test_every_schema_has_the_name_of_its_type_and_fields_their_comments():
     schemas = DOCUMENT["components"]["schemas"]
     assert not [name for name in schemas if "__" in name], "two types have the same name"
     chat, options = schemas["ChatBody"]["properties"], schemas["Options"]["properties"]
-    assert chat["temperature"]["description"] == "OpenAI: sampling", "of a field of its base"
+    assert chat["temperature"]["description"] == "0: always the most likely token", "of a sampling parameter"
     assert chat["tools"]["description"].endswith("see tool calls"), "without a link to a file"
     assert schemas["OutputFormat"]["properties"].keys() == {"type", "schema"}, "by the names that clients send"
     assert schemas["RecallFields"]["properties"]["asked"]["description"].startswith("tokens of the prompt")

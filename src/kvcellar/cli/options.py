@@ -1,5 +1,6 @@
 """options: options that several subcommands share, and the types of their values."""
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -7,6 +8,8 @@ import click
 
 from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest
+from kvcellar.sample.params import PARAMETERS, Parameter, names_in
+from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -203,69 +206,52 @@ def engine_options(function: F) -> F:
     )
 
 
-_PROBABILITY_OPTIONS = (
-    click.option("--temperature", type=float, help="0 always takes the most likely token."),
-    click.option("--top-k", type=int, help="Keep only this many of the most likely tokens; 0: all."),
-    click.option("--top-p", type=float, help="Keep only the fewest tokens that have this probability together."),
-    click.option("--min-p", type=float, help="Drop tokens less likely than P × the most likely one."),
-    click.option("--typical-p", type=float, help="As --top-p, with the most typical tokens first."),
-    click.option("--top-h", type=float, help="Keep the first of the 100 best with this share of their entropy."),
-    click.option("--epsilon-cutoff", type=float, help="Keep only tokens with this probability."),
-    click.option("--eta-cutoff", type=float, help="As --epsilon-cutoff, lower where the entropy is high."),
-    click.option("--repetition-penalty", type=float, help="Above 1: makes tokens that have occurred less likely."),
-    click.option("--presence-penalty", type=float, help="Subtracted from the logits of generated tokens."),
-    click.option("--frequency-penalty", type=float, help="Subtracted once per occurrence of a generated token."),
-    click.option("--repeat-last-n", type=int, help="Penalties read this many of the last tokens; 0: none; -1: all."),
-)
-_BIAS_OPTIONS = (
-    click.option(
-        "--logit-bias", type=Bias(), multiple=True, help="Added to the logit of a token, like 13=-100. May be repeated."
-    ),
-    click.option(
-        "--sequence-bias",
-        type=Ids(biased=True),
-        multiple=True,
-        help="Added to the logit of the last id after the others: 12,7=-5. May be repeated.",
-    ),
-    click.option("--no-repeat-ngram-size", type=int, help="Ban a second n-gram of this size; 0: off."),
-    click.option(
-        "--bad-words", "bad_words_ids", type=Ids(), multiple=True, help="Ban these ids in a row. May be repeated."
-    ),
-    click.option(
-        "--suppress-token", "suppress_tokens", type=int, multiple=True, help="Ban this token. May be repeated."
-    ),
-    click.option(
-        "--begin-suppress-token",
-        "begin_suppress_tokens",
-        type=int,
-        multiple=True,
-        help="Ban this token as the first. May be repeated.",
-    ),
-)
-_LENGTH_OPTIONS = (
-    click.option("--max-tokens", type=int, default=512, show_default=True, help="Most tokens of a completion."),
-    click.option("--min-tokens", type=int, help="Do not end before this many tokens."),
-    click.option("--min-length", type=int, help="As --min-tokens, counting the prompt too."),
-    click.option(
-        "--exponential-decay",
-        "exponential_decay_length_penalty",
-        type=(int, float),
-        help="From this many tokens on, make the end more likely, by this factor per token.",
-    ),
-    click.option("--stop", multiple=True, help="End before this text. May be repeated."),
-    click.option("--stop-id", "stop_token_ids", type=int, multiple=True, help="End at this token. May be repeated."),
-    click.option("--ignore-eos", is_flag=True, default=None, help="Continue past the end of text."),
-    click.option(
-        "--shift", is_flag=True, default=None, help="At the end of the context, drop the oldest tokens and continue."
-    ),
-    click.option("--num-keep", type=int, help="With --shift: first tokens that are never dropped; -1: the prompt."),
-    click.option("--seed", type=int, help="Makes sampling reproducible."),
-)
+MAX_TOKENS = 512  # of a completion at the command line, which models seldom limit
+_EXAMPLES = {"logit_bias": "13=-100", "sequence_bias": "12,7=-5", "bad_words_ids": "12,7"}
 
 
 def sampling_options(function: F) -> F:
     """Adds the sampling parameters as options. Their defaults are those of the model."""
-    return _with(function, *_PROBABILITY_OPTIONS, *_BIAS_OPTIONS, *_LENGTH_OPTIONS)
+    return _with(function, *map(_sampling_option, names_in("option").values()))
+
+
+def _sampling_option(one: Parameter) -> Callable[[F], F]:
+    how = _option_of(one.kind)
+    about = re.sub(r"`(\w+)`", lambda name: flag(PARAMETERS[name[1]]), one.about)
+    if one.name in _EXAMPLES:
+        about += f", like {_EXAMPLES[one.name]}"
+    again = " May be repeated." if "multiple" in how else ""
+    if one.name == "max_tokens":
+        how |= {"default": MAX_TOKENS, "show_default": True}
+    return click.option(flag(one), one.name, **how, help=f"{about[0].upper()}{about[1:]}.{again}")
+
+
+def _option_of(kind: Kind) -> dict[str, Any]:
+    """The type of an option that has a value of this kind, as click takes it."""
+    match kind:
+        case Whole():
+            return {"type": int}
+        case Real():
+            return {"type": float}
+        case Flag():
+            return {"is_flag": True, "default": None}
+        case Pair():
+            return {"type": (int, float)}
+        case Pairs(pair=Pair(first=Whole())):
+            return {"type": Bias(), "multiple": True}
+        case Pairs():
+            return {"type": Ids(biased=True), "multiple": True}
+        case Items(item=Items()):
+            return {"type": Ids(), "multiple": True}
+        case Items(item=Whole()):
+            return {"type": int, "multiple": True}
+        case _:
+            return {"multiple": True}
+
+
+def flag(one: Parameter) -> str:
+    """How a parameter is written at the command line."""
+    return f"--{(one.option or one.name).replace('_', '-')}"
 
 
 def given(**options: Any) -> dict[str, Any]:

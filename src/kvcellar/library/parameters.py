@@ -6,7 +6,6 @@ generated, unless its value means "off"; if it only says how hardware is used, i
 stored.
 """
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,16 +13,13 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest, shown
 from kvcellar.library.modelfile import Command, ModelfileError
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import PARAMETERS, SamplingParams, names_in, renamed
+from kvcellar.values import Flag, Items, Kind, Real, Whole
 
 MOST_CONTEXT, MOST_DEPTH = 1 << 30, 64
-OWN = {  # names of Ollama, and ours
-    "num_ctx": "context",
-    "num_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "draft_num_predict": "draft_depth",
-}
-_OLLAMAS = {ours: name for name, ours in OWN.items()}
+_SAMPLING = names_in("modelfile")
+_OLLAMAS = {"context": "num_ctx", "draft_depth": "draft_num_predict", **renamed("modelfile")}
+OWN = {name: ours for ours, name in _OLLAMAS.items()}  # names of Ollama, and ours
 _UNUSED = (
     "numa", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread",
     "vocab_only", "logits_all", "embedding_only", "num_gqa",
@@ -61,19 +57,11 @@ def _flag(text: str) -> bool:
     return text.lower() in _TRUE
 
 
-_WHOLE_NAMES = (
-    "context", "draft_depth", "max_tokens", "min_tokens", "min_length", "top_k", "repeat_last_n", "seed", "num_keep",
-    "no_repeat_ngram_size",
-)  # fmt: skip
-_REAL_NAMES = (
-    "temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
-    "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+_KINDS: Mapping[type[Kind], Callable[[str], Any]] = {Whole: _whole, Real: _real, Flag: _flag, Items: str}
 _READ: Mapping[str, Callable[[str], Any]] = {
-    **dict.fromkeys(_WHOLE_NAMES, _whole),
-    **dict.fromkeys(_REAL_NAMES, _real),
-    **dict.fromkeys(("ignore_eos", "shift"), _flag),
-    "stop": str,
+    "context": _whole,
+    "draft_depth": _whole,
+    **{one.name: _KINDS[type(one.kind)] for one in _SAMPLING.values()},
 }
 NAMES = (*_READ, *OWN)  # that PARAMETER takes
 
@@ -157,8 +145,7 @@ def _each(value: Any) -> list[Any]:
 
 def sampling(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that are fields of `SamplingParams`."""
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    return {name: value for name, value in values.items() if name in names}
+    return {name: value for name, value in values.items() if name in PARAMETERS}
 
 
 def _is_unused(command: Command) -> bool:

@@ -2,7 +2,7 @@
 
 Every field of transformers' GenerationConfig is one of these:
 
-* followed: a field of `SamplingParams` that a request may override (`_ALWAYS`, `SAMPLING`), or an end-of-text id;
+* followed: a field of `SamplingParams` that a request may override, or an end-of-text id;
 * without effect on which tokens are generated (`_NO_EFFECT`): accepted and ignored;
 * not implemented (`_NOT_FOLLOWED`): reported at load, unless its value leaves the feature off. Such fields only change
   how tokens are chosen, which a request can override anyway;
@@ -19,26 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import SamplingParams, names_in
+from kvcellar.values import Kind, Whole
 
-# From names in transformers to those of `SamplingParams`.
-SAMPLING = {  # not followed where a config is greedy
-    name: name
-    for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff")
-}
-_ALWAYS = {
-    **{
-        name: name
-        for name in (
-            "repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "sequence_bias", "suppress_tokens",
-            "begin_suppress_tokens", "exponential_decay_length_penalty", "min_length",
-        )
-    },
-    "min_new_tokens": "min_tokens",
-    "max_new_tokens": "max_tokens",
-    "stop_strings": "stop",
-}  # fmt: skip
-_WHOLE = frozenset(("top_k", "no_repeat_ngram_size", "min_length", "min_new_tokens", "max_new_tokens"))
+_FOLLOWED = names_in("config")
+SAMPLING = {name: one for name, one in _FOLLOWED.items() if one.filters}  # not followed where a config is greedy
 _NO_EFFECT = frozenset({
     "do_sample", "eos_token_id",  # read below
     "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory",
@@ -74,7 +59,7 @@ _NOT_FOLLOWED: dict[str, tuple[str, tuple[object, ...]]] = {  # why, and the val
     "encoder_repetition_penalty": (_ENCODER, (1,)),
     "encoder_no_repeat_ngram_size": (_ENCODER, (0,)),
 }
-FIELDS = frozenset((*SAMPLING, *_ALWAYS, *_NO_EFFECT, *_NOT_FOLLOWED, "guidance_scale"))
+FIELDS = frozenset((*_FOLLOWED, *_NO_EFFECT, *_NOT_FOLLOWED, "guidance_scale"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +88,8 @@ def generation_defaults(fields: Mapping[str, Any], *, context: int | None = None
     fields = {name: value for name, value in fields.items() if value is not None}
     _check_guidance(fields.get("guidance_scale"))
     greedy = _why_greedy(fields)
-    names = _ALWAYS if greedy else {**_ALWAYS, **SAMPLING}
-    values = {ours: _value(theirs, fields[theirs]) for theirs, ours in names.items() if theirs in fields}
+    followed = [(name, one) for name, one in _FOLLOWED.items() if name in fields and not (greedy and one.filters)]
+    values = {one.name: _value(name, fields[name], one.kind) for name, one in followed}
     if greedy:
         values["temperature"] = 0.0
     _normalise(values, fields.get("eos_token_id"))
@@ -164,7 +149,7 @@ def _check_guidance(scale: object) -> None:
         )
 
 
-def _value(name: str, value: Any) -> Any:
+def _value(name: str, value: Any, kind: Kind) -> Any:
     """In the type that `SamplingParams` takes, which checks it."""
     if name == "stop_strings":
         return [value] if isinstance(value, str) else value
@@ -172,11 +157,11 @@ def _value(name: str, value: Any) -> Any:
         raise ModelRefused(f"generation_config.json: bad_words_ids is {value!r:.80}; lists of token ids are needed")
     if isinstance(value, list | tuple | Mapping):
         return value
-    return _number(name, value)
+    found = _number(name, value)
+    return int(found) if isinstance(kind, Whole) and found == int(found) else found  # some files have a top_k of 50.0
 
 
 def _number(name: str, value: Any) -> int | float:
-    """An int where the field is whole: some files have a `top_k` of 50.0."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1 << 31:
         raise ModelRefused(f"generation_config.json: {name} is {value!r}; a number below 2^31 is needed")
-    return int(value) if name in _WHOLE and value == int(value) else value
+    return value

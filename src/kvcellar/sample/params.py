@@ -1,27 +1,71 @@
-"""params: the sampling parameters of a request, validated when they are created, and immutable.
+"""params: the sampling parameters of a request: the one place that declares them, with their values, texts and names.
+
+What takes sampling parameters reads `PARAMETERS`: bodies of HTTP, options of the command line, Modelfiles, generation
+configs, the OpenAPI document and docs/reference. A new parameter is a line in `SamplingParams`, one in
+`SamplingOptions`, which type checkers read, and the code that follows it.
 
 Token ids are compared with the vocabulary later, by `check_ids`, when the model is loaded.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, TypedDict
 
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
+from kvcellar.values import TOKEN, Flag, Items, Kind, Pair, Pairs, Real, Text, Whole
 
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_STOPS = 64
-MAX_STOP_CHARS = 4096
+MAX_IDS = 2**16  # suppressed tokens
 MAX_NGRAM = 64  # tokens of an n-gram, and of a sequence that is banned or biased
 MAX_SEQUENCES = 4096  # that are banned or biased
-MAX_IDS = 2**16  # suppressed tokens
-MAX_SEQUENCE_BIAS = 1e4
-MAX_STOP_IDS = 4096
 MAX_BIASES = 2**14  # each costs time in every step, for all requests in it
+TOKENS = Items(TOKEN, MAX_IDS, "token ids")
+PHRASES = Items(Items(TOKEN, MAX_NGRAM, "token ids", least=1), MAX_SEQUENCES, "lists of token ids")
+STOPS = Items(Text(4096, least=1), 64, "strings", alone=True)
+DECAY = Pair(TOKEN, Real(0, 100, above=True), "a number of tokens and a factor")
+BIASES = Pairs(Pair(TOKEN, Real(-100, 100), "a token id and a number"), MAX_BIASES, "map token ids to numbers")
+SEQUENCE_BIASES = Pairs(
+    Pair(PHRASES.item, Real(-1e4, 1e4), "a list of token ids and a number"),
+    MAX_SEQUENCES,
+    "be pairs of a list of token ids and a number",
+)
+
+
+class Constrained(Kind):
+    def check(self, name: str, value: Any) -> Constraint:
+        """A copy, checked again."""
+        if not isinstance(value, Constraint):
+            raise BadRequest(f"{name} is Constraint(...), not {shown(value)}", name)
+        return replace(value)
+
+
+SAME = "the same"  # a name: that of the field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A sampling parameter. `None` for a name: it cannot be set there."""
+
+    name: str = ""  # that of the field
+    default: Any
+    kind: Kind
+    about: str  # other parameters are between backquotes
+    http: str | None = None  # the server whose API has the field, and ours with it
+    anthropic: str | None = None  # its name in Anthropic's API
+    ollama: str | None = None  # its name in the options of Ollama's API
+    config: str | None = None  # its name in transformers' GenerationConfig
+    option: str | None = SAME  # of the command line
+    modelfile: str | None = None  # its name in a Modelfile
+    filters: bool = False  # it only chooses what may be drawn, and so has no effect on greedy decoding
+
+
+def _parameter(default: Any, kind: Kind, about: str, http: str | None, **names: Any) -> Any:
+    declared = Parameter(default=default, kind=kind, about=about, http=http, **names)
+    how: dict[str, Any] = {"default_factory": lambda: default} if isinstance(default, dict) else {"default": default}
+    return field(**how, metadata={"declared": declared})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,73 +77,177 @@ class SamplingParams:
     transformers' GenerationConfig.
     """
 
-    max_tokens: int | None = None  # most new tokens; None: until the context is full
-    min_tokens: int = 0  # before this many tokens, end-of-text and stop ids are banned and stop strings ignored
-    min_length: int = 0  # as min_tokens, counting the prompt too
-    temperature: float = 1.0  # 0: always the most likely token
-    top_k: int = 0  # keep only this many of the most likely tokens; 0: all
-    top_p: float = 1.0  # keep only the fewest tokens that have this probability together
-    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
-    typical_p: float = 1.0  # as top_p, with the most typical tokens first (arXiv 2202.00666)
-    top_h: float | None = None  # keep the first of the 100 best with this share of their entropy; None: off
-    epsilon_cutoff: float = 0.0  # keep only tokens with this probability
-    eta_cutoff: float = 0.0  # as epsilon_cutoff, lower where the entropy is high (arXiv 2210.15191)
-    repetition_penalty: float = 1.0  # over prompt and completion, as in the CTRL paper (arXiv 1909.05858)
-    presence_penalty: float = 0.0  # over the completion, as OpenAI defines it
-    frequency_penalty: float = 0.0  # over the completion, as OpenAI defines it
-    repeat_last_n: int = -1  # penalties read this many of the last tokens; 0: none; -1: all
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logit of a token
-    # added to the logit of the last id after the others
-    sequence_bias: Mapping[tuple[int, ...], float] = field(default_factory=dict)
-    no_repeat_ngram_size: int = 0  # no n-gram of this size occurs twice in prompt and completion; 0: off
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # banned sequences of token ids
-    suppress_tokens: tuple[int, ...] = ()  # banned tokens
-    begin_suppress_tokens: tuple[int, ...] = ()  # tokens banned as the first of a completion
-    # (tokens, factor): from this many tokens on, the end becomes more likely by the factor per token
-    exponential_decay_length_penalty: tuple[int, float] | None = None
-    seed: int | None = None  # makes sampling reproducible; None: a new seed for each request
-    n: int = 1  # number of completions, which share the K/V of the prompt
-    logprobs: int | None = None  # return log-probabilities of the token and of this many of the most likely
-    # the same of every token of the prompt, which is computed again for that; `max_tokens` may be 0 then
-    prompt_logprobs: int | None = None
-    stop: tuple[str, ...] = ()  # the completion ends before the first of these strings
-    stop_token_ids: tuple[int, ...] = ()  # the completion ends at any of these tokens
-    ignore_eos: bool = False  # continue past the end of text
-    shift: bool = False  # at the end of the context, drop the oldest tokens and continue; else end
-    # with shift: first tokens, including BOS, that are never dropped; at most the context minus one; -1: the prompt
-    num_keep: int = 0
-    constraint: Constraint | None = None  # what each completion has to match; None: any text
+    max_tokens: int | None = _parameter(
+        None, Whole(1), "most new tokens; none: until the context is full", "OpenAI",
+        anthropic=SAME, ollama="num_predict", config="max_new_tokens", modelfile="num_predict",
+    )  # fmt: skip
+    min_tokens: int = _parameter(
+        0, Whole(0), "before this many tokens, end-of-text and stop ids are banned and stop strings ignored", "vLLM",
+        config="min_new_tokens", modelfile=SAME,
+    )  # fmt: skip
+    min_length: int = _parameter(
+        0, Whole(0), "as `min_tokens`, counting the prompt too", "transformers", config=SAME, modelfile=SAME
+    )
+    temperature: float = _parameter(
+        1.0, Real(0, 100), "0: always the most likely token", "OpenAI",
+        anthropic=SAME, ollama=SAME, config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    top_k: int = _parameter(
+        0, Whole(0), "keep only this many of the most likely tokens; 0: all", "vLLM",
+        anthropic=SAME, ollama=SAME, config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    top_p: float = _parameter(
+        1.0, Real(0, 1, above=True), "keep only the fewest tokens that have this probability together", "OpenAI",
+        anthropic=SAME, ollama=SAME, config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    min_p: float = _parameter(
+        0.0, Real(0, 1), "drop tokens less likely than this times the most likely one", "vLLM",
+        ollama=SAME, config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    typical_p: float = _parameter(
+        1.0, Real(0, 1, above=True), "as `top_p`, with the most typical tokens first (arXiv 2202.00666)", "llama.cpp",
+        ollama=SAME, config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    top_h: float | None = _parameter(
+        None, Real(0, 1, above=True), "keep the first of the 100 best with this share of their entropy; none: off",
+        "transformers", config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    epsilon_cutoff: float = _parameter(
+        0.0, Real(0, 1), "drop tokens with a probability below this", "transformers",
+        config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    eta_cutoff: float = _parameter(
+        0.0, Real(0, 1), "as `epsilon_cutoff`, lower where the entropy is high (arXiv 2210.15191)", "transformers",
+        config=SAME, modelfile=SAME, filters=True,
+    )  # fmt: skip
+    repetition_penalty: float = _parameter(
+        1.0, Real(0, 100, above=True), "above 1, makes tokens of prompt and completion less likely (arXiv 1909.05858)",
+        "vLLM", ollama="repeat_penalty", config=SAME, modelfile="repeat_penalty",
+    )  # fmt: skip
+    presence_penalty: float = _parameter(
+        0.0, Real(-2, 2), "subtracted from the logits of generated tokens, as OpenAI defines it", "OpenAI",
+        ollama=SAME, modelfile=SAME,
+    )  # fmt: skip
+    frequency_penalty: float = _parameter(
+        0.0, Real(-2, 2), "subtracted once per occurrence of a generated token, as OpenAI defines it", "OpenAI",
+        ollama=SAME, modelfile=SAME,
+    )  # fmt: skip
+    repeat_last_n: int = _parameter(
+        -1, Whole(-1), "penalties read this many of the last tokens; 0: none; -1: all", "Ollama",
+        ollama=SAME, modelfile=SAME,
+    )  # fmt: skip
+    logit_bias: Mapping[int, float] = _parameter(
+        {}, BIASES, "from a token id to what is added to its logit, -100 to 100", "OpenAI"
+    )
+    sequence_bias: Mapping[tuple[int, ...], float] = _parameter(
+        {}, SEQUENCE_BIASES, "from token ids to what is added to the logit of the last of them after the others",
+        "transformers", config=SAME,
+    )  # fmt: skip
+    no_repeat_ngram_size: int = _parameter(
+        0, Whole(0, MAX_NGRAM), "no n-gram of this size occurs twice in prompt and completion; 0: off", "transformers",
+        config=SAME, modelfile=SAME,
+    )  # fmt: skip
+    bad_words_ids: tuple[tuple[int, ...], ...] = _parameter(
+        (),
+        PHRASES,
+        "banned sequences of token ids",
+        "transformers",
+        config=SAME,
+        option="bad_words",
+    )
+    suppress_tokens: tuple[int, ...] = _parameter(
+        (), TOKENS, "banned token ids", "transformers", config=SAME, option="suppress_token"
+    )
+    begin_suppress_tokens: tuple[int, ...] = _parameter(
+        (), TOKENS, "token ids that are banned as the first of a completion", "transformers",
+        config=SAME, option="begin_suppress_token",
+    )  # fmt: skip
+    exponential_decay_length_penalty: tuple[int, float] | None = _parameter(
+        None, DECAY, "a number of tokens and a factor: behind so many tokens, the end becomes more likely by the "
+        "factor per token", "transformers", config=SAME, option="exponential_decay",
+    )  # fmt: skip
+    seed: int | None = _parameter(
+        None, Whole(-(2**63), 2**64 - 1), "makes sampling reproducible; none: a new seed for each request", "OpenAI",
+        anthropic=SAME, ollama=SAME, modelfile=SAME,
+    )  # fmt: skip
+    n: int = _parameter(
+        1, Whole(1, MAX_CHOICES), "number of completions, which share the K/V of the prompt", "OpenAI", option=None
+    )
+    logprobs: int | None = _parameter(
+        None, Whole(0, MAX_LOGPROBS), "return log-probabilities of the token and of this many of the most likely", None,
+        option=None,
+    )  # fmt: skip
+    prompt_logprobs: int | None = _parameter(
+        None, Whole(0, MAX_LOGPROBS), "the same of every token of the prompt, which is computed again for that; "
+        "`max_tokens` may be 0 then", None, option=None,
+    )  # fmt: skip
+    stop: tuple[str, ...] = _parameter(
+        (), STOPS, "the completion ends before the first of these strings", "OpenAI",
+        anthropic="stop_sequences", ollama=SAME, config="stop_strings", modelfile=SAME,
+    )  # fmt: skip
+    stop_token_ids: tuple[int, ...] = _parameter(
+        (), Items(TOKEN, 4096, "token ids"), "the completion ends at any of these token ids", "vLLM", option="stop_id"
+    )
+    ignore_eos: bool = _parameter(False, Flag(), "continue past the end of text", "vLLM", modelfile=SAME)
+    shift: bool = _parameter(
+        False, Flag(), "at the end of the context, drop the oldest tokens and continue; needs `max_tokens`", "Ollama",
+        modelfile=SAME,
+    )  # fmt: skip
+    num_keep: int = _parameter(
+        0, Whole(-1), "with `shift`: first tokens, including BOS, that are never dropped, at most the context minus "
+        "one; -1: the prompt", "Ollama", ollama=SAME, modelfile=SAME,
+    )  # fmt: skip
+    constraint: Constraint | None = _parameter(  # noqa: RUF009 - it makes a field
+        None, Constrained(), "what each completion has to match; none: any text", None, option=None
+    )
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _WHOLE.items():
-            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
-                self._set(name, _whole(name, value, self._lowest(name, low), high))
-        for name, (low, high, above) in _REAL.items():
-            if (value := getattr(self, name)) is not None or name not in _OPTIONAL:
-                self._set(name, _real(name, value, low, high, above=above))
-        for name in ("suppress_tokens", "begin_suppress_tokens"):
-            self._set(name, _ids(name, getattr(self, name), MAX_IDS))
-        self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
-        self._set("stop", _stops(self.stop))
-        self._set("logit_bias", _biases(self.logit_bias))
-        self._set("bad_words_ids", _phrases(self.bad_words_ids))
-        self._set("sequence_bias", _sequence_biases(self.sequence_bias))
-        self._set("exponential_decay_length_penalty", _decay(self.exponential_decay_length_penalty))
-        for name in ("ignore_eos", "shift"):
-            if not isinstance(getattr(self, name), bool):
-                raise BadRequest(f"{name} is True or False, not {shown(getattr(self, name))}", name)
-        self._set("constraint", _constraint(self))
+        for one in PARAMETERS.values():
+            value = getattr(self, one.name)
+            if value is one.default:
+                continue
+            kind = SCORED if one.name == "max_tokens" and self.prompt_logprobs is not None else one.kind
+            object.__setattr__(self, one.name, kind.check(one.name, value))
+        if self.constraint is not None and (name := next(filter(self.__getattribute__, _LENGTHENING), None)):
+            raise BadRequest(f"{name} cannot be combined with a constraint, which says where an answer ends", name)
         if self.shift and self.max_tokens is None:
             raise BadRequest("shift needs max_tokens: with it, the context does not end a completion", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(f"min_tokens {self.min_tokens} is more than max_tokens {self.max_tokens}", "min_tokens")
 
-    def _lowest(self, name: str, low: int) -> int:
-        """Where the prompt is scored, it may be all that is wanted."""
-        return 0 if name == "max_tokens" and self.prompt_logprobs is not None else low
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+SCORED = Whole(0)  # `max_tokens` where the prompt is scored, which may be all that is wanted
+_LENGTHENING = ("ignore_eos", "min_tokens", "min_length")
+
+
+def _resolved(name: str, declared: Parameter) -> Parameter:
+    """With its own name in place of `SAME`."""
+    places = ("anthropic", "ollama", "config", "option", "modelfile")
+    return replace(declared, name=name, **{place: name for place in places if getattr(declared, place) is SAME})
+
+
+PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
+    {one.name: _resolved(one.name, one.metadata["declared"]) for one in fields(SamplingParams)}
+)
+
+
+def names_in(place: str) -> dict[str, Parameter]:
+    """The parameters that can be set in `place`, a field of `Parameter`, by the names that they have there."""
+    found = {getattr(one, place): one for one in PARAMETERS.values()}
+    found.pop(None, None)
+    return found
+
+
+def renamed(place: str) -> dict[str, str]:
+    """By field of `SamplingParams`, the names that are others in `place`."""
+    return {one.name: name for name, one in names_in(place).items() if name != one.name}
+
+
+def sampling_of(names: Mapping[str, Parameter], sent: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters that are set in a JSON object which has them by `names`: fields of `SamplingParams`, which checks
+    them."""
+    given = ((one, sent[name]) for name, one in names.items() if name in sent)
+    return {one.name: one.kind.from_json(one.name, value) for one, value in given if value is not None}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -137,156 +285,6 @@ class SamplingOptions(TypedDict, total=False):
     shift: bool
     num_keep: int
     constraint: Constraint | None
-
-
-_MOST = 2**31 - 1
-_LENGTHENING = ("ignore_eos", "min_tokens", "min_length")
-_OPTIONAL = {"max_tokens", "logprobs", "prompt_logprobs", "seed", "top_h"}  # may be None
-_WHOLE = {  # the lowest and the highest value
-    "max_tokens": (1, _MOST), "min_tokens": (0, _MOST), "min_length": (0, _MOST), "top_k": (0, _MOST),
-    "no_repeat_ngram_size": (0, MAX_NGRAM), "num_keep": (-1, _MOST), "repeat_last_n": (-1, _MOST),
-    "n": (1, MAX_CHOICES), "logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS),
-    "seed": (-(2**63), 2**64 - 1),
-}  # fmt: skip
-_REAL = {  # the lowest and the highest value, and whether the lowest itself is excluded
-    "temperature": (0.0, 100.0, False), "top_p": (0.0, 1.0, True), "min_p": (0.0, 1.0, False),
-    "typical_p": (0.0, 1.0, True), "top_h": (0.0, 1.0, True), "epsilon_cutoff": (0.0, 1.0, False),
-    "eta_cutoff": (0.0, 1.0, False), "repetition_penalty": (0.0, 100.0, True),
-    "presence_penalty": (-2.0, 2.0, False), "frequency_penalty": (-2.0, 2.0, False),
-}  # fmt: skip
-
-
-def bounds(name: str) -> dict[str, float] | None:
-    """The bounds of a number as JSON Schema writes them; None for what is no single number."""
-    if name in _WHOLE:
-        low, high = _WHOLE[name]
-        return {"minimum": low, "maximum": high}
-    if name in _REAL:
-        low, high, above = _REAL[name]
-        return {"exclusiveMinimum" if above else "minimum": low, "maximum": high}
-    return None
-
-
-def _plain(value: Any) -> Any:
-    """An int or a float of a subclass, whose comparisons may be overridden, as a plain one; all else as it is."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return int.__int__(value)
-    return float.__float__(value) if isinstance(value, float) else value
-
-
-def _whole(name: str, value: object, low: int, high: int) -> int:
-    plain = _plain(value)
-    if type(plain) is not int or not low <= plain <= high:
-        raise BadRequest(f"{name} must be a whole number from {low} to {high}, not {_sent(value)}", name)
-    return plain
-
-
-def _real(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
-    """NaN is between no two numbers."""
-    plain = _plain(value)
-    if type(plain) not in (int, float) or not low <= plain <= high or (above and plain == low):
-        border = "above" if above else "from"
-        raise BadRequest(f"{name} must be a finite number {border} {low:g} to {high:g}, not {_sent(value)}", name)
-    return plain
-
-
-def _ids(name: str, ids: object, most: int, *, least: int = 0) -> tuple[int, ...]:
-    if not isinstance(ids, list | tuple) or not least <= len(ids) <= most:
-        raise BadRequest(f"{name} must have {least} to {most} token ids in a list", name)
-    return tuple(_whole(name, token, 0, _MOST) for token in ids)
-
-
-def _stop_ids(ids: object) -> tuple[int, ...]:
-    if not isinstance(ids, list | tuple):
-        raise BadRequest(f"stop_token_ids must be token ids, not {shown(ids)}", "stop_token_ids")
-    if len(ids) > MAX_STOP_IDS:
-        raise BadRequest(f"stop_token_ids has {len(ids)} ids; {MAX_STOP_IDS} are allowed", "stop_token_ids")
-    return _ids("stop_token_ids", ids, MAX_STOP_IDS)
-
-
-def _stops(stop: object) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(texts, list | tuple):
-        raise BadRequest(f"stop must be strings, not {shown(texts)}", "stop")
-    if len(texts) > MAX_STOPS:
-        raise BadRequest(f"stop has {len(texts)} strings; {MAX_STOPS} are allowed", "stop")
-    if not all(isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS for text in texts):
-        raise BadRequest(f"every stop string needs 1 to {MAX_STOP_CHARS} characters", "stop")
-    return tuple(_unicode("stop", str.__str__(text)) for text in texts)
-
-
-def _unicode(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(
-            f"{name} is not Unicode text: half of a surrogate pair at character {error.start}", name
-        ) from None
-    return text
-
-
-def _biases(given: object) -> Mapping[int, float]:
-    if not isinstance(given, Mapping):
-        raise BadRequest(f"logit_bias must map token ids to numbers, not {shown(given)}", "logit_bias")
-    if len(given) > MAX_BIASES:
-        raise BadRequest(f"logit_bias has {len(given)} entries; {MAX_BIASES} are allowed", "logit_bias")
-    return MappingProxyType(
-        {
-            _whole("logit_bias", token, 0, _MOST): _real("logit_bias", bias, -100.0, 100.0)
-            for token, bias in given.items()
-        }
-    )
-
-
-def _phrases(given: object) -> tuple[tuple[int, ...], ...]:
-    name = "bad_words_ids"
-    if not isinstance(given, list | tuple) or len(given) > MAX_SEQUENCES:
-        raise BadRequest(f"{name} must be at most {MAX_SEQUENCES} lists of token ids", name)
-    return tuple(_ids(name, ids, MAX_NGRAM, least=1) for ids in given)
-
-
-def _sequence_biases(given: object) -> Mapping[tuple[int, ...], float]:
-    name = "sequence_bias"
-    pairs = list(given.items()) if isinstance(given, Mapping) else given
-    if not isinstance(pairs, list | tuple) or len(pairs) > MAX_SEQUENCES or not all(map(_is_pair, pairs)):
-        raise BadRequest(f"{name} must be at most {MAX_SEQUENCES} pairs of a list of token ids and a number", name)
-    return MappingProxyType(
-        {
-            _ids(name, ids, MAX_NGRAM, least=1): _real(name, bias, -MAX_SEQUENCE_BIAS, MAX_SEQUENCE_BIAS)
-            for ids, bias in pairs
-        }
-    )
-
-
-def _constraint(params: SamplingParams) -> Constraint | None:
-    """A copy, checked again. Raises `BadRequest` beside what says otherwise where an answer ends."""
-    constraint = params.constraint
-    if constraint is None:
-        return None
-    if not isinstance(constraint, Constraint):
-        raise BadRequest(f"constraint is Constraint(...), not {shown(constraint)}", "constraint")
-    for name in _LENGTHENING:
-        if getattr(params, name):
-            raise BadRequest(f"{name} cannot be combined with a constraint, which says where an answer ends", name)
-    return replace(constraint)
-
-
-def _decay(given: Any) -> tuple[int, float] | None:
-    name = "exponential_decay_length_penalty"
-    if given is None:
-        return None
-    if not _is_pair(given):
-        raise BadRequest(f"{name} must be a pair: a number of tokens, and a factor", name)
-    return _whole(name, given[0], 0, _MOST), _real(name, given[1], 0.0, 100.0, above=True)
-
-
-def _sent(value: object) -> str:
-    """A value as the request has it: None and booleans as in JSON."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else shown(value)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list | tuple) and len(value) == 2
 
 
 def merged(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:

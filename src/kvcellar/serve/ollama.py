@@ -20,6 +20,7 @@ from kvcellar.durations import seconds_of
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest
 from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.params import renamed
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import ChatRequest, TextRequest
@@ -30,8 +31,15 @@ from kvcellar.serve.loaded_model import FOREVER, LoadedModel
 from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.model_use import sent_keep_alive
 from kvcellar.serve.ollama_details import Details
-from kvcellar.serve.ollama_fields import Effort, GenerateBody, LoadBody, OllamaChatBody, OllamaMessage, ShowBody
-from kvcellar.serve.ollama_options import NAMES, sampling_of
+from kvcellar.serve.ollama_fields import (
+    Effort,
+    GenerateBody,
+    LoadBody,
+    OllamaChatBody,
+    OllamaMessage,
+    ShowBody,
+    sampling_options,
+)
 from kvcellar.serve.ollama_writer import OllamaWriter, Shape, chat_shape, generate_shape
 from kvcellar.serve.parsing import Fields, Limits, parse_object, validated
 from kvcellar.serve.replies import Replies
@@ -41,6 +49,7 @@ from kvcellar.serve.writer import Caller, Generation, Parse
 from kvcellar.version import __version__
 
 EFFORTS: tuple[str, ...] = get_args(Effort)
+NAMES = renamed("ollama")
 
 
 def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -83,7 +92,7 @@ def _writer(engine: ServedEngine, named: str, caller: Caller, shape: Shape, repl
 
 
 def _common(body: LoadBody) -> dict[str, Any]:
-    sampling = sampling_of(body.options)
+    sampling = sampling_options(body.options)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
     if body.logprobs:

@@ -3,14 +3,22 @@
 Ollama's clients send the name of a model as `model`, older ones as `name`.
 """
 
+import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import MAX_LOGPROBS
+from kvcellar.sample.params import MAX_LOGPROBS, names_in, sampling_of
 from kvcellar.serve import forms
+from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import MAX_MESSAGES
+from kvcellar.serve.parsing import validated
+
+log = logging.getLogger("kvcellar.serve")
+
+MOST_NAMED = 8  # unknown options in one line of the log
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -36,20 +44,24 @@ class ShowBody(NamedBody):
 
 
 class Options(OllamaBody):
+    """What is not a sampling parameter, or not as such."""
+
     num_predict: int | None = None  # most new tokens; below 0: up to the end of the context
-    temperature: float | None = None  # sampling
-    top_k: int | None = None  # 0: all
-    top_p: float | None = None  # sampling
-    min_p: float | None = None  # sampling
-    typical_p: float | None = None  # sampling
-    seed: int | None = None  # makes sampling reproducible
-    stop: str | list[str] | None = None  # strings that end the answer
-    repeat_penalty: float | None = None  # sampling
-    repeat_last_n: int | None = None  # penalties read this many of the last tokens; 0: none, -1: all
-    presence_penalty: float | None = None  # sampling
-    frequency_penalty: float | None = None  # sampling
-    num_keep: int | None = None  # with `shift`, first tokens that are never dropped
     num_ctx: int | None = Field(default=None, ge=1)  # no effect: the context is set when the server starts
+
+
+def sampling_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`options` as fields of `SamplingParams`. Unknown ones are ignored, as Ollama does, with a line in the log: a
+    client sends those of all its models. Raises `ApiError` and `BadRequest`."""
+    sent, names = options or {}, names_in("ollama")
+    if unknown := [name for name in sent if name not in names and name not in Options.model_fields]:
+        named = ", ".join(printable(name, 40) for name in unknown[:MOST_NAMED])
+        log.warning("options without an effect: %s", named)
+    own = validated(Options, {name: sent[name] for name in Options.model_fields if name in sent})
+    found = sampling_of(names, sent)
+    if own.num_predict is not None and found.pop("max_tokens") >= 0:
+        found["max_tokens"] = max(own.num_predict, 1)
+    return found
 
 
 class LoadBody(NamedBody):

@@ -13,6 +13,7 @@ from kvcellar.engine.replies import RequestReading
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.transcript import Render, shortened
 from kvcellar.prefix.node import common_prefix
+from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams, merged
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.chat_request import ChatRequest, Prepared, Prompts, TextRequest
@@ -34,10 +35,7 @@ def prepare(
         check_continued(request.messages)
     reading = _reading(engine, request) if isinstance(request, ChatRequest) else None
     constraint = request.constraint if reading is None else reading.constraint
-    given = {name: value for name, value in request.sampling.items() if value is not None}
-    if constraint is not None:  # a field of its own: defaults that make answers longer do not count beside it
-        given["constraint"] = constraint
-    params = merged(engine.model.default_sampling, given)
+    params = _params(engine, request, constraint)
     namespace = naming(request.salt, request.users)
     if isinstance(request, TextRequest):
         prompts, params = _texts(engine, request, params, turn)
@@ -55,6 +53,13 @@ def prepare(
     told = tuple(map(packed, prompts)) if request.returns_prompts else ()
     prepared = Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted, told)
     return prepared, prompts
+
+
+def _params(engine: ServedEngine, request: TextRequest | ChatRequest, constraint: Constraint | None) -> SamplingParams:
+    given = {name: value for name, value in request.sampling.items() if value is not None}
+    if constraint is not None:  # a field of its own: defaults that make answers longer do not count beside it
+        given["constraint"] = constraint
+    return merged(engine.model.default_sampling, given)
 
 
 def _texts(
@@ -99,8 +104,9 @@ def _rendered(request: ChatRequest, render: Render, limit: int) -> tuple[list[in
 
 def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) -> int:
     """How many tokens the prompt of a chat has that continues no conversation, without running it: its replies have the
-    tokens that they were generated with. Raises what `prepare` raises about messages and tools."""
+    tokens that they were generated with. Raises what `prepare` raises about its fields."""
     with naming_fields(request.names, request.places):
+        _params(engine, request, request.constraint)
         return len(chat_tokens(engine, request, namespace=naming(request.salt, request.users)))
 
 

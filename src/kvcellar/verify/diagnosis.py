@@ -232,7 +232,7 @@ def _groups(built: Built) -> Iterator[GroupDiagnosis]:
 
 
 def _sampling(built: Built) -> Mapping[str, float]:
-    names, plain = dict.fromkeys(("temperature", *SAMPLING.values())), SamplingParams()
+    names, plain = dict.fromkeys(("temperature", *SAMPLING)), SamplingParams()
     used = default_sampling(built.loaded.defaults, vocab_size=built.intake.vocab_size, model=built.loaded.name)
     every = {name: getattr(used, name) for name in names}
     return {name: value for name, value in every.items() if name == "temperature" or value != getattr(plain, name)}

@@ -117,10 +117,5 @@ class PromptBody(AnthropicModel):
 class MessagesBody(PromptBody):
     max_tokens: int = Field(ge=1, le=2**31 - 1)  # Anthropic: required
     stream: bool | None = None  # Anthropic: server-sent events
-    stop_sequences: Annotated[list[str] | None, FailFast()] = None  # Anthropic: strings that end the answer
-    temperature: float | None = None  # Anthropic: sampling
-    top_k: int | None = None  # Anthropic: sampling
-    top_p: float | None = None  # Anthropic: sampling
     cache_control: CacheControl | None = None  # Anthropic: a breakpoint behind the last message
-    seed: int | None = None  # kvcellar: makes sampling reproducible
     conversation: str | None = None  # kvcellar: name of a [conversation](../howto/conversations.md) to continue

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
+from kvcellar.sample.params import names_in, renamed, sampling_of
 from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.anthropic.fields import ToolChoice as Choice
@@ -25,7 +26,7 @@ from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller, Generation
 
-NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", "stop": "stop_sequences"})
+NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", **renamed("anthropic")})
 
 
 def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -40,14 +41,7 @@ def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
     request = chat_request(
         body,
         chat,
-        sampling={
-            "max_tokens": body.max_tokens,
-            "stop": None if body.stop_sequences is None else tuple(body.stop_sequences),
-            "temperature": body.temperature,
-            "top_k": body.top_k,
-            "top_p": body.top_p,
-            "seed": body.seed,
-        },
+        sampling=sampling_of(names_in("anthropic"), sent),
         stream=bool(body.stream),
         retention=retention,
         conversation=body.conversation,

@@ -12,7 +12,7 @@ from kvcellar.serve import forms
 from kvcellar.serve.chat_request import ChatRequest
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
 from kvcellar.serve.openai.chat_format import ChatFormat
-from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, response_options, sampling
+from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, response_options
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
@@ -53,13 +53,15 @@ class ChatBody(CommonBody):
 
 def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`."""
-    body = checked(ChatBody, sent)
+    body, given = checked(ChatBody, sent)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     request = ChatRequest(
         messages=template_messages(body.messages),
-        sampling=sampling(body) | {"logprobs": logprobs, "max_tokens": _max_tokens(body)},
+        sampling=given
+        | {"logprobs": logprobs}
+        | most_tokens(given, "max_completion_tokens", body.max_completion_tokens),
         variables=body.chat_template_kwargs,
         effort=_effort(body),
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -89,12 +91,6 @@ def _reasoning_names(body: ChatBody, caller: Caller) -> tuple[str, ...]:
     if body.include_reasoning is False:
         return ()
     return ("reasoning_content", "reasoning") if caller.settings.both_reasoning_names else ("reasoning_content",)
-
-
-def _max_tokens(body: ChatBody) -> int | None:
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise invalid("max_completion_tokens", "max_completion_tokens and max_tokens differ; send one of them")
-    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def _effort(body: ChatBody) -> Effort | None:

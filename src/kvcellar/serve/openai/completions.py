@@ -5,6 +5,7 @@ from functools import partial
 from typing import Annotated
 
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.errors import shown
 from kvcellar.events import TokenLogprob
 from kvcellar.serve import forms
 from kvcellar.serve.chat_request import Json, TextRequest
@@ -15,7 +16,6 @@ from kvcellar.serve.openai.fields import (
     common,
     invalid,
     response_options,
-    sampling,
     unsupported,
 )
 from kvcellar.serve.openai.logprobs import TokenText, finite, top_by_text
@@ -69,19 +69,16 @@ class CompletionBody(CommonBody):
 
 def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/completions`. Raises `ApiError` and `BadRequest`."""
-    body, defaults = checked(CompletionBody, sent), engine.model.default_sampling
-    n = defaults.n if body.n is None else body.n
+    (body, given), defaults = checked(CompletionBody, sent), engine.model.default_sampling
+    n = given.get("n", defaults.n)
     if body.best_of not in (None, n):
-        message = f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {n}"
+        message = f"best_of is {body.best_of}, which is not supported; leave it out, or send n, which is {shown(n)}"
         raise unsupported("best_of", message)
-    most = body.max_tokens if body.max_tokens is not None else defaults.max_tokens
-    given = sampling(body) | {
-        "logprobs": body.logprobs,
-        "max_tokens": COMPLETION_TOKENS if most is None else most,
-    }
+    most = given.get("max_tokens", defaults.max_tokens)
+    given |= {"logprobs": body.logprobs, "max_tokens": COMPLETION_TOKENS if most is None else most}
     continued = body.conversation is not None
     if body.echo:
-        given["prompt_logprobs"] = _scored(body)
+        given["prompt_logprobs"] = _scored(body, score_only=given["max_tokens"] == 0)
     request = TextRequest(
         prompts=[one_prompt(body.prompt)] if continued else _prompts(body.prompt),
         special=body.add_special_tokens,
@@ -94,12 +91,12 @@ def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Gene
     return Generation(request, make, 0 if echo is None else echo.size)
 
 
-def _scored(body: CompletionBody) -> int | None:
+def _scored(body: CompletionBody, *, score_only: bool) -> int | None:
     """How many of the most likely tokens are wanted at each place of an echoed prompt; None: no log-probabilities."""
     if body.conversation is not None:
         raise invalid("echo", "echo must not be true with conversation, which has its own prompt")
     wanted = [most for most in (body.logprobs, body.prompt_logprobs) if most is not None]
-    return max(wanted, default=0 if body.max_tokens == 0 else None)
+    return max(wanted, default=0 if score_only else None)
 
 
 def _prompts(prompt: object) -> list[str | list[int]]:

@@ -2,8 +2,8 @@
 
 Every field of a request is one of these:
 
-* implemented: part of `CompletionBody` or `ChatBody`. Types are strict: `"5"` is not a number, `true` is not 1. `null`
-  is the same as leaving a field out.
+* implemented: part of `CompletionBody` or `ChatBody`, or a sampling parameter. Types are strict: `"5"` is not a number,
+  `true` is not 1. `null` is the same as leaving a field out.
 * without effect (`ignored_fields.NO_EFFECT`): accepted with any value, because it cannot change the response.
 * not implemented (`ignored_fields.NEUTRAL`): accepted with values that have no effect, refused with any other.
 * unknown: refused, as OpenAI does.
@@ -14,35 +14,26 @@ Defaults come from the model's generation config. `model` may be left out; other
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import Field
 
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.errors import BadRequest
 from kvcellar.retention import MOST_TTL, PRIORITIES
-from kvcellar.sample.params import MAX_BIASES, SamplingParams
+from kvcellar.sample.params import PARAMETERS, sampling_of
 from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.json_text import printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.parsing import Fields, unknown_parameter, validated
 from kvcellar.serve.retained import options
 from kvcellar.serve.structured_fields import constraint_of
 from kvcellar.serve.writer import Caller
 
-
-def _not_many(value: object) -> object:
-    """Checks the number of keys before pydantic checks every one of them."""
-    if isinstance(value, dict) and len(value) > MAX_BIASES:
-        raise ValueError(f"{len(value)} biases; {MAX_BIASES} are allowed")
-    return value
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+# Sampling parameters that are fields of the same name.
+SAMPLING = MappingProxyType({name: one for name, one in PARAMETERS.items() if one.http is not None})
 
 
 class StreamOptions(StrictModel):
@@ -64,20 +55,6 @@ class CommonBody(StrictModel):
     # vLLM: log-probabilities of the prompt's tokens and of this many of the most likely in their place, up to 20; not
     # in a stream. See [scoring](../howto/score-text.md)
     prompt_logprobs: int | None = None
-    # OpenAI: most new tokens. Default: the model's; else 16 for a completion, and up to the context for a chat
-    max_tokens: int | None = None
-    min_tokens: int | None = None  # vLLM: end-of-text and stop ids are banned before this many tokens
-    temperature: float | None = None  # OpenAI: sampling
-    top_k: int | None = None  # vLLM: sampling
-    top_p: float | None = None  # OpenAI: sampling
-    min_p: float | None = None  # vLLM: sampling
-    typical_p: float | None = None  # llama.cpp: sampling
-    repetition_penalty: float | None = None  # vLLM: sampling
-    presence_penalty: float | None = None  # OpenAI: sampling
-    frequency_penalty: float | None = None  # OpenAI: sampling
-    # OpenAI: from token id to bias, -100 to 100
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_not_many)] = None
-    seed: int | None = None  # OpenAI: makes sampling reproducible
     # kvcellar: name of a [conversation](../howto/conversations.md) that the request continues, and its completion too
     conversation: str | None = None
     cache_salt: str | None = None  # vLLM: the request shares memory only with those of the same salt
@@ -93,33 +70,12 @@ class CommonBody(StrictModel):
     # kvcellar: -8 to 8: each level doubles what it is worth to eviction; above 0 only if the server allows it
     cache_priority: int | None = Field(default=None, ge=PRIORITIES[0], le=PRIORITIES[-1])
     cache_pin: bool | None = None  # kvcellar: the prompt is not evicted; only if the server allows it
-    n: int | None = None  # OpenAI: number of completions of each prompt; they share its K/V
-    stop: Annotated[
-        list[str] | None, FailFast(), BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
-    ] = None  # OpenAI: a string, or up to 64
-    stop_token_ids: Annotated[list[int] | None, FailFast()] = None  # vLLM: the completion ends at any of these tokens
-    ignore_eos: bool | None = None  # vLLM: continue past the end of text
-    # Ollama: at the end of the context, drop the oldest tokens and continue; needs `max_tokens`
-    shift: bool | None = None
-    num_keep: int | None = None  # Ollama: with `shift`, first tokens that are never dropped; -1: the prompt
-    repeat_last_n: int | None = None  # Ollama: penalties read this many of the last tokens; 0: none, -1: all
     # OpenAI: `text`, `json_object`, or a schema: see [structured output](../howto/structured-output.md)
     response_format: Annotated[dict[str, object] | None, forms.of(forms.ResponseFormats)] = None
     # vLLM: one of `json`, `json_object`, `regex`, `choice`, `grammar`: what the answer has to match
     structured_outputs: Annotated[dict[str, object] | None, forms.of(forms.StructuredOutputsForm | None)] = None
     grammar: str | None = None  # llama.cpp: a grammar that the answer has to match, in GBNF or in Lark's notation
     json_schema: dict[str, object] | None = None  # llama.cpp: a schema of JSON that the answer has to be
-    min_length: int | None = None  # transformers: `min_tokens`, counting the prompt too
-    no_repeat_ngram_size: int | None = None  # transformers: no n-gram of this size occurs twice
-    bad_words_ids: list[list[int]] | None = None  # transformers: sequences of token ids that are banned
-    sequence_bias: list[list[object]] | None = None  # transformers: a list of pairs of token ids and a bias
-    suppress_tokens: list[int] | None = None  # transformers: token ids that are banned
-    begin_suppress_tokens: list[int] | None = None  # transformers: token ids that are banned as first token
-    # transformers: a pair of a number of tokens and a factor
-    exponential_decay_length_penalty: list[object] | None = None
-    top_h: float | None = None  # transformers: sampling
-    epsilon_cutoff: float | None = None  # transformers: sampling
-    eta_cutoff: float | None = None  # transformers: sampling
 
 
 AnyBody = TypeVar("AnyBody", bound=CommonBody)
@@ -164,30 +120,27 @@ def checked(
     sent: Fields,
     neutral: Mapping[str, tuple[object, ...]] = NEUTRAL,
     no_effect: Mapping[str, str] = NO_EFFECT,
-) -> AnyBody:
-    """The body. Raises `ApiError` for fields that are not `implemented`, and for values that are not valid."""
-    body = validated(kind, implemented(kind, sent, neutral, no_effect))
+) -> tuple[AnyBody, dict[str, Any]]:
+    """The body, and beside it the sampling parameters that are set, whose values are checked when all are known. Raises
+    `ApiError` for fields that are not `implemented`, and for values that are not valid."""
+    others = {name: value for name, value in sent.items() if name not in SAMPLING}
+    body = validated(kind, implemented(kind, others, neutral, no_effect))
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options needs stream to be true")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs needs stream to be false; echo has them in a stream")
-    return body
+    given = sampling_of(SAMPLING, sent)
+    if body.prompt_logprobs is not None:
+        given["prompt_logprobs"] = body.prompt_logprobs
+    return body, given
 
 
-_CONVERTED = {"logit_bias", "max_tokens", "stop", "stop_token_ids"}  # fields that `_params` converts itself
-_SAMPLING = (CommonBody.model_fields.keys() & {field.name for field in fields(SamplingParams)}) - _CONVERTED
-
-
-def sampling(body: CommonBody) -> dict[str, Any]:
-    """The sampling fields of `GenerationRequest`, without those that the two bodies have in different forms."""
-    given: dict[str, Any] = body.model_dump(include=_SAMPLING)
-    if body.logit_bias is not None:
-        given["logit_bias"] = {_token(key): bias for key, bias in body.logit_bias.items()}
-    if body.stop is not None:
-        given["stop"] = tuple(body.stop)
-    if body.stop_token_ids is not None:
-        given["stop_token_ids"] = tuple(body.stop_token_ids)
-    return given
+def most_tokens(given: Mapping[str, Any], name: str, value: int | None) -> dict[str, Any]:
+    """`max_tokens`, which a body may also have under the newer `name`, as a sampling parameter. Raises `ApiError`."""
+    old = given.get("max_tokens")
+    if None not in (old, value) and old != value:
+        raise invalid(name, f"{name} and max_tokens differ; send one of them")
+    return {"max_tokens": old if value is None else value}
 
 
 def common(body: CommonBody) -> dict[str, Any]:
@@ -221,13 +174,6 @@ def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> 
         tokens_as_ids=bool(body.return_tokens_as_token_ids) or not engine.model.has_text,
         prompt_logprobs=body.prompt_logprobs,
     )
-
-
-def _token(key: str) -> int:
-    if not (key.isascii() and key.isdigit() and len(key) <= 10):
-        message = f"logit_bias must map token ids to numbers; {printable(repr(key), 40)} is not a token id"
-        raise BadRequest(message, "logit_bias")
-    return int(key)
 
 
 def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:

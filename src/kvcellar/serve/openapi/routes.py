@@ -20,15 +20,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from typing_extensions import get_original_bases
 
-from kvcellar.sample.params import bounds
+from kvcellar.sample.params import names_in
 from kvcellar.serve import ignored_fields
 from kvcellar.serve.anthropic.fields import MessagesBody
 from kvcellar.serve.health import OPEN
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.ollama_fields import Options
-from kvcellar.serve.ollama_options import RENAMED
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
+from kvcellar.serve.openai.fields import SAMPLING
 from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
 from kvcellar.serve.openapi.answers_openai import TimingsFields
 from kvcellar.serve.openapi.answers_shared import (
@@ -179,7 +179,7 @@ def document(mounted: Operations = NONE) -> Json:
         types.extend(((*key, part), mode, of) for part, mode, of in _parts(one))
     found, definitions = schemas(types)
     _add_ignored(definitions)
-    _add_bounds(definitions)
+    _add_sampling(definitions)
     paths: dict[str, Json] = {}
     responses: dict[str, Json] = {}
     for (method, path), one in table.items():
@@ -234,16 +234,21 @@ def _add_ignored(definitions: dict[str, Json]) -> None:
             properties.setdefault(name, {"enum": list(values), "description": "Only values that change nothing."})
 
 
-def _add_bounds(definitions: dict[str, Json]) -> None:
-    """Of sampling parameters, which are checked as those of all requests are."""
-    for body in (ChatBody, CompletionBody, ResponsesBody, MessagesBody, Options):
-        for name, schema in definitions[body.__name__]["properties"].items():
-            found = bounds(RENAMED.get(name, name) if body is Options else name)
-            for one in schema.get("anyOf", [schema]) if found is not None else ():
-                if one.get("type") in ("integer", "number"):
-                    one.update(found)
-    score_only: Json = definitions[CompletionBody.__name__]["properties"]["max_tokens"]["anyOf"][0]
-    score_only["minimum"] = 0  # with `echo`
+def _add_sampling(definitions: dict[str, Json]) -> None:
+    """Sampling parameters, from their declarations."""
+    for body, names in (
+        (ChatBody, SAMPLING),
+        (CompletionBody, SAMPLING),
+        (ResponsesBody, SAMPLING),
+        (MessagesBody, names_in("anthropic")),
+        (Options, names_in("ollama")),
+    ):
+        properties = definitions[body.__name__]["properties"]
+        for name, one in names.items():
+            schema = one.kind.schema()
+            kinds = [*schema.get("anyOf", [schema]), {"type": "null"}]
+            properties.setdefault(name, {"anyOf": kinds, "default": None, "description": one.about})
+    definitions[CompletionBody.__name__]["properties"]["max_tokens"]["anyOf"][0]["minimum"] = 0  # with `echo`
 
 
 def _operation(method: str, path: str, operation: Operation, schemas: dict[str, Json]) -> Json:

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.transcript import as_json, shown_from
+from kvcellar.errors import shown
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
@@ -21,7 +22,7 @@ from kvcellar.serve.field_names import Place
 from kvcellar.serve.json_text import json_size, printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.openai.chat import Effort
-from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, sampling, unsupported
+from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, unsupported
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.prepare import prompt_tokens
@@ -109,9 +110,9 @@ def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller
 
 def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
-    body = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
-    if body.n not in (None, 1):
-        raise unsupported("n", f"n is {body.n}; a response has one answer")
+    body, given = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
+    if (n := given.get("n", 1)) != 1:
+        raise unsupported("n", f"n is {shown(n)}; a response has one answer")
     if body.conversation is not None:
         message = "conversation is not supported here; send previous_response_id, or use /v1/chat/completions"
         raise unsupported("conversation", message)
@@ -124,7 +125,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     begun = turn[-1] if continues(body.input) else None
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     choice = tool_choice(body.tool_choice)
-    given = sampling(body) | {"max_tokens": _max_tokens(body), "logprobs": _logprobs(body)}
+    given |= most_tokens(given, "max_output_tokens", body.max_output_tokens) | {"logprobs": _logprobs(body)}
     request = ChatRequest(
         messages=[*system, *messages],
         continue_final_message=begun is not None,
@@ -140,7 +141,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         **_common(body),
     )
     echo = Echo(
-        fields={"model": body.model or engine.model.name, **_echoed(body)},
+        fields={"model": body.model or engine.model.name, **_echoed(body, given["max_tokens"])},
         store=store if body.store is not False else None,
         owner=caller.owner,
         messages=as_json(turn if begun is None else turn[:-1]) if body.store is not False else b"",
@@ -152,12 +153,6 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
     )
     kept = len(echo.messages) + len(echo.input) + json_size(echo.fields)
     return Generation(request, partial(ResponsesWriter, engine, echo), kept)
-
-
-def _max_tokens(body: ResponsesBody) -> int | None:
-    if None not in (body.max_tokens, body.max_output_tokens) and body.max_tokens != body.max_output_tokens:
-        raise invalid("max_output_tokens", "max_output_tokens and max_tokens differ; send one of them")
-    return body.max_tokens if body.max_output_tokens is None else body.max_output_tokens
 
 
 def _logprobs(body: ResponsesBody) -> int | None:
@@ -197,13 +192,13 @@ def _nested(tool: Mapping[str, object], where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _echoed(body: ResponsesBody) -> dict[str, Any]:
+def _echoed(body: ResponsesBody, most: object) -> dict[str, Any]:
     """What the response says of its request."""
     tools: Sequence[Mapping[str, object]] = body.tools or ()
     return {
         "background": False,
         "instructions": body.instructions,
-        "max_output_tokens": _max_tokens(body),
+        "max_output_tokens": most,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.adapters_client import AdaptersClient
-from kvcellar.engine.cache_client import CacheClient, SurveyClient
 from kvcellar.engine.contents import Contents
+from kvcellar.engine.control_clients import AdaptersClient, CacheClient, SurveyClient
 from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.controls import Controls
 from kvcellar.engine.named_engine import open_variant

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.engine.picture import RUNS, CellMap, Kind
+from kvcellar.engine.control_replies import RUNS, CellMap, Kind
 from kvcellar.engine.survey import Holding, mapped
 from kvcellar.plan import Run
 

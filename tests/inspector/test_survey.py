@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks.prefix import Spans, _insert, bushy
 from kvcellar import Engine, SamplingParams
-from kvcellar.engine.cache_client import SurveyClient
 from kvcellar.engine.contents import Contents
+from kvcellar.engine.control_clients import SurveyClient
 from kvcellar.engine.request import Request, SubmitOptions
 from kvcellar.engine.result import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
 from kvcellar.engine.runner import RECENT

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
-from kvcellar.engine.adapters_client import AdaptersClient
-from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.card import ModelCard
 from kvcellar.engine.client import EngineClient
+from kvcellar.engine.control_clients import AdaptersClient, CacheClient
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.named_engine import NamedEngine, open_variant

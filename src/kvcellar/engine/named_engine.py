@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Unpack
 
-from kvcellar.engine.adapters_client import AdaptersClient
-from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.client import EngineClient
+from kvcellar.engine.control_clients import AdaptersClient, CacheClient
 from kvcellar.engine.control_replies import VariantText
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.defaults import default_sampling

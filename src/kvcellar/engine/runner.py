@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
+from kvcellar.engine.control_replies import StepRecord
 from kvcellar.engine.drafting import Drafting
-from kvcellar.engine.picture import StepRecord
 from kvcellar.engine.prompt_rows import PromptRows
 from kvcellar.engine.request import Completion, Scheduled, Status
 from kvcellar.errors import CacheFull, EngineFailed

@@ -4,8 +4,8 @@ does an engine under the name of one of its models, and a fake in tests."""
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
-from kvcellar.engine.cache_client import CacheClient
 from kvcellar.engine.card import ModelCard
+from kvcellar.engine.control_clients import CacheClient
 from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.replies import Replies

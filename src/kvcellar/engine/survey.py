@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from kvcellar.engine.picture import (
+from kvcellar.engine.control_replies import (
     BEGINNING,
     RUNS,
     CellMap,

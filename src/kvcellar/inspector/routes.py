@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from kvcellar.engine.picture import RECENT_SECONDS, Picture
+from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded

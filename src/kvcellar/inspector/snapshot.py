@@ -11,7 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from kvcellar.engine.picture import RECENT_SECONDS, CellMap, LiveRequest, MapRun, Picture, StepRecord, TreeEntry, Way
+from kvcellar.engine.control_replies import (
+    RECENT_SECONDS,
+    CellMap,
+    LiveRequest,
+    MapRun,
+    Picture,
+    StepRecord,
+    TreeEntry,
+    Way,
+)
 from kvcellar.engine.result import Ended
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Recall

@@ -1,4 +1,5 @@
-"""cache_client: what the prefix cache of an engine and its store have, and pictures of the engine, wherever it runs.
+"""control_clients: what is asked of an engine beside requests, wherever it runs: what its prefix cache and its store
+have, pictures of it, its adapters.
 
 All methods may be called from any thread but the engine's, may take long, and raise what those of `EngineClient`
 raise beside what they say.
@@ -9,9 +10,9 @@ from operator import index
 from typing import Any
 
 from kvcellar import messages
+from kvcellar.engine.arguments import Places, adapter_directories, adapter_name
 from kvcellar.engine.client import EngineClient
-from kvcellar.engine.control_replies import NamespaceContents, Removed, StoreDisk
-from kvcellar.engine.picture import Picture, TreeEntry, Way
+from kvcellar.engine.control_replies import AdapterInfo, NamespaceContents, Picture, Removed, StoreDisk, TreeEntry, Way
 from kvcellar.tiers.upkeep import Imported, Readable, Verified, check_named
 
 
@@ -107,3 +108,28 @@ class CacheClient:
 def _begun(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield first
     yield from rest
+
+
+class AdaptersClient:
+    """The adapters of one engine, by name: added, replaced and removed while requests run."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def add(self, name: str, path: Places) -> AdapterInfo:
+        """Load the LoRA adapter of a directory, or the sum of several, under a name. If there is one of that name,
+        requests that run keep it, and later ones have the new one. Blocks while it is read and tested.
+
+        Raises `AdapterRefused` with the reason, and `BadRequest`; then nothing has changed.
+        """
+        name, directories = adapter_name(name), adapter_directories(path)
+        return self._client.ask(messages.AddAdapter(name, tuple(str(one.absolute()) for one in directories)))
+
+    def remove(self, name: str, *, wait: bool = False) -> None:
+        """Let no later request have the adapter of this name. It is freed when those that run with it have ended; with
+        `wait`, that, or the end of the engine, is waited for. Raises `BadRequest` if there is none."""
+        self._client.ask(messages.RemoveAdapter(adapter_name(name), wait))
+
+    def list(self) -> list[AdapterInfo]:
+        """Those that requests can name, by name."""
+        return self._client.ask(messages.ListAdapters())

@@ -10,7 +10,7 @@ import pytest
 from kvcellar import Constraint, Engine
 from kvcellar.errors import BadRequest
 from kvcellar.models import embedded
-from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Reasoning
+from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Reasoning, pieces_of
 from tests.text.templates import THINKER
 
 TOOLS = [
@@ -46,22 +46,24 @@ def answered(engine, text, *, stop=(), reading, **sampling):
     prompt = engine.render(ASKED, tools=TOOLS)
     constraint = Constraint.choice([text])
     stream = engine.stream(prompt, constraint=constraint, stop=list(stop), reading=reading, max_tokens=400, **sampling)
-    reader = reading.reader()
-    pieces = [piece for delta in stream for piece in reader.add(delta)]
-    return pieces, reader, stream.result
+    reasoning, pieces = 0, []
+    for delta in stream:
+        reasoning += delta.reasoning_tokens
+        pieces += pieces_of(delta)
+    return pieces, reasoning, stream.result
 
 
 def test_pieces_come_with_the_deltas(engine):
     reading = engine.replies.reading(tools=TOOLS)
-    pieces, reader, result = answered(engine, f"<think>\nhm\n</think>\n\nSure.\n{CALL}", reading=reading)
+    pieces, reasoning, result = answered(engine, f"<think>\nhm\n</think>\n\nSure.\n{CALL}", reading=reading)
     assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == "hm"
     assert "".join(piece.text for piece in pieces if isinstance(piece, Content)) == "Sure." == result.text
     given = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))
     assert json.loads(given) == {"days": 2, "unit": "C"}
     assert sum(isinstance(piece, CallArguments) for piece in pieces) > 1
     assert isinstance(pieces[-1], CallClosed)
-    assert reader.calls == 1
-    assert 0 < reader.reasoning_tokens < len(result.token_ids)
+    assert sum(isinstance(piece, CallClosed) for piece in pieces) == 1
+    assert 0 < reasoning < len(result.token_ids)
 
 
 def test_stop_strings_apply_to_the_content_alone(engine):
@@ -78,8 +80,8 @@ def test_stop_strings_apply_to_the_content_alone(engine):
 
 def test_an_answer_ends_with_its_first_call_where_one_is_wanted(engine):
     reading = engine.replies.reading(tools=TOOLS, parallel=False)
-    pieces, reader, result = answered(engine, f"{CALL}\n{CALL}", reading=reading)
-    assert reader.calls == 1
+    pieces, _, result = answered(engine, f"{CALL}\n{CALL}", reading=reading)
+    assert sum(isinstance(piece, CallClosed) for piece in pieces) == 1
     assert result.finish_reason == "stop"
     assert len(result.token_ids) < len(engine.encode(f"{CALL}\n{CALL}", special=False))
     assert isinstance(pieces[-1], CallClosed)
@@ -94,7 +96,7 @@ def test_a_required_call_is_one_at_any_temperature(engine):
         stream = engine.stream(
             prompt, constraint=reading.constraint, reading=reading, max_tokens=200, temperature=1.5, seed=seed, top_k=40
         )
-        pieces = [piece for delta in stream for piece in reading.reader().add(delta)]
+        pieces = [piece for delta in stream for piece in pieces_of(delta)]
         opened = [piece for piece in pieces if isinstance(piece, CallOpened)]
         if not any(isinstance(piece, Reasoning) for piece in pieces):
             assert [piece.name for piece in opened] == ["weather"]

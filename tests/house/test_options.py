@@ -8,9 +8,9 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 import pytest
 
 from kvcellar import BadRequest, Engine, RequestOptions, RetentionOptions, SamplingParams, Session, Settings
+from kvcellar.engine.replies import RequestReading
 from kvcellar.engine.settings import EngineOptions
 from kvcellar.sample.params import SamplingOptions
-from kvcellar.text.replies.reading import ReplyReading
 
 SAMPLING = [Engine.params, Session.send, Session.stream]
 REQUESTS = [Engine.generate, Engine.stream, Engine.chat]
@@ -43,7 +43,7 @@ def test_functions_that_sample_say_which_options_there_are(function: Any) -> Non
 @pytest.mark.parametrize("function", REQUESTS, ids=lambda function: function.__qualname__)
 def test_functions_that_submit_requests_also_take_how_they_are_kept_and_read(function: Any) -> None:
     assert inspect.signature(function).parameters["options"].annotation == Unpack[RequestOptions]
-    own = {"retention": RetentionOptions | None, "adapter": str | None, "reading": ReplyReading | None}
+    own = {"retention": RetentionOptions | None, "adapter": str | None, "reading": RequestReading | None}
     assert get_type_hints(RequestOptions) == get_type_hints(SamplingOptions) | own
 
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from kvcellar.errors import DraftRefused, ModelRefused
 from kvcellar.models.draft_fit import DraftFit, draft_fit
 from kvcellar.models.load import Loaded, load
-from kvcellar.text.assets import TextAssets
+from kvcellar.text.tokens import TextAssets
 from tests.text import made
 from tests.zoo import ARCHS
 

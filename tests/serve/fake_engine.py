@@ -29,9 +29,7 @@ from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.text.conversation import Caps, checked
 from kvcellar.text.pieces import Content, Piece
 from kvcellar.text.replies.form import ReplyForm
-from kvcellar.text.replies.machine import Machine, joined
-from kvcellar.text.replies.outline import Outline
-from kvcellar.text.replies.reading import DeltaReader
+from kvcellar.text.replies.machine import Machine, Outline, joined
 from kvcellar.text.replies.tools import checked as checked_tools
 from kvcellar.tiers.archive import Archive
 
@@ -123,9 +121,6 @@ class FakeReading:
 
     def machine(self) -> Machine:
         return Machine(self._outline, lambda kind: f"call_{next(self._numbers)}")
-
-    def reader(self) -> DeltaReader:
-        return DeltaReader()
 
     def read(self, events: Iterable[Event]) -> Iterator[Event]:
         """The events, with what their texts are made of; an answer is over when its machine says so."""

@@ -10,7 +10,7 @@ import pytest
 
 from kvcellar.errors import Overloaded
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import known
 from tests.serve.fake_engine import CONTEXT, PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import MODEL
 

@@ -21,7 +21,7 @@ from kvcellar.serve.responses_api.input_items import page
 from kvcellar.serve.responses_api.items import messages_of
 from kvcellar.serve.responses_api.store import Kept, ResponseStore
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import known
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.test_tools import call
 from tests.serve.wire import error_of

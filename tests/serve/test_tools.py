@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import known
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, chunks_of, completion, error_of
 

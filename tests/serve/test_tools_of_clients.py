@@ -10,7 +10,7 @@ import ollama
 import pytest
 
 from kvcellar.serve import Server
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import known
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import MODEL
 

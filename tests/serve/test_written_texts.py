@@ -18,7 +18,7 @@ from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.replies import Replies, ReplyPart
 from kvcellar.serve.responses_api.response_writer import Echo, ResponsesWriter
 from kvcellar.serve.writer import Writer
-from kvcellar.text.pieces import Content, PlainReader, Reasoning
+from kvcellar.text.pieces import Content, Reasoning
 
 ENGINE: Any = SimpleNamespace(model=SimpleNamespace(name='a "name" of 100 %s', has_text=True), decode=lambda ids: "t")
 TEXTS = st.text(min_size=1) | st.sampled_from(["%", "%(text)s", '"', "\u2028"])
@@ -26,9 +26,7 @@ PIECES = st.lists(st.builds(Content, TEXTS) | st.builds(Reasoning, TEXTS), min_s
 
 
 def replies(params: SamplingParams | None = None) -> Replies:
-    prepared: Any = SimpleNamespace(
-        reader=PlainReader, choices=2, params=params or SamplingParams(), prompt_tokens=[1], prompts=()
-    )
+    prepared: Any = SimpleNamespace(choices=2, params=params or SamplingParams(), prompt_tokens=[1], prompts=())
     return Replies(prepared)
 
 

@@ -1,12 +1,18 @@
-"""Pieces of replies: a reader without a form of calls returns all text as content."""
+"""Pieces of deltas: where it was not said how answers are read, all text is content."""
 
-from kvcellar.events import Delta, Finished
-from kvcellar.text.pieces import Content, PlainReader, ReplyReader
+import pytest
+
+from kvcellar.events import Delta
+from kvcellar.text.pieces import Content, Reasoning, pieces_of
 
 
-def test_a_plain_reader_returns_every_text_as_content():
-    reader: ReplyReader = PlainReader()
-    texts = ["<think>", "", "one", '{"name": "f"}']
-    pieces = [piece for text in texts for piece in reader.add(Delta(0, text, (1,)))]
-    assert pieces + reader.end(Finished(0, "stop")) == [Content(text) for text in texts if text]
-    assert (reader.calls, reader.reasoning_tokens) == (0, 0)
+@pytest.mark.parametrize("text", ["<think>", "one", '{"name": "f"}'])
+def test_text_that_was_not_read_is_content(text):
+    assert [*pieces_of(Delta(0, text, (1,)))] == [Content(text)]
+    assert not pieces_of(Delta(0, "", (1,)))
+
+
+def test_what_was_read_of_a_delta_are_its_pieces():
+    pieces = (Reasoning("hm"), Content("one"))
+    assert pieces_of(Delta(0, "one", (1,), pieces=pieces)) == pieces
+    assert not pieces_of(Delta(0, "two", (1,), pieces=()))

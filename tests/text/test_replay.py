@@ -18,8 +18,7 @@ from kvcellar.snapshot import Snapshot
 from kvcellar.spans import Span
 from kvcellar.text.output import LONG_RUN, open_stream
 from kvcellar.text.rendering import Outcome, Renderer
-from kvcellar.text.replay import Replays
-from kvcellar.text.stored_texts import StoredTexts
+from kvcellar.text.replay import Replays, StoredTexts
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import TextTokenizer
 from kvcellar.text.turns import TURN_BYTES, prompt_key

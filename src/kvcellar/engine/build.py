@@ -53,7 +53,7 @@ from kvcellar.speculate.chain import Key
 from kvcellar.speculate.cost import step_clock
 from kvcellar.speculate.speculator import Speculator
 from kvcellar.text.preamble import Preamble
-from kvcellar.text.stored_texts import first_of
+from kvcellar.text.replay import first_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

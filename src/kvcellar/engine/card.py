@@ -7,8 +7,8 @@ from pathlib import Path
 from kvcellar.events import Pooling
 from kvcellar.sample.params import SamplingParams
 from kvcellar.snapshot import Snapshot
-from kvcellar.text.assets import TextAssets
 from kvcellar.text.preamble import Preamble
+from kvcellar.text.tokens import TextAssets
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.library.library import LibraryModel
 from kvcellar.models.generation_defaults import SAMPLING
 from kvcellar.models.load import Loaded, load
-from kvcellar.text.assets import TextAssets
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
+from kvcellar.text.tokens import TextAssets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
 from kvcellar.text.conversation import texts
-from kvcellar.text.pieces import ReplyReader
-from kvcellar.text.replies.declared import declared
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import declared, known, probed
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.grammar import Grammar
-from kvcellar.text.replies.machine import Machine
-from kvcellar.text.replies.outline import Outline
-from kvcellar.text.replies.probing import probed
-from kvcellar.text.replies.reading import DeltaReader, OpenedReading
+from kvcellar.text.replies.machine import Machine, Outline, opened
 from kvcellar.text.replies.tools import Tool, Tools, checked
 from kvcellar.text.template import OpeningOptions, checked_options
 
@@ -29,17 +24,11 @@ FORMATS = ("json_schema", "json_object")  # constraints of the content; others s
 
 @dataclass(frozen=True, slots=True)
 class RequestReading:
-    """How the answers of a request are read, and what they have to match: `constraint` is for its sampling."""
+    """How the answers of a request are read: each by a copy of `opened`, which has read the end of the prompt; and what
+    they have to match: `constraint` is for its sampling."""
 
-    opened: OpenedReading
+    opened: Machine
     constraint: Constraint | None
-
-    def machine(self) -> Machine:
-        return self.opened.machine()
-
-    def reader(self) -> ReplyReader:
-        """The pieces of one choice, from its deltas."""
-        return DeltaReader()
 
 
 class Replies:
@@ -106,8 +95,8 @@ class Replies:
             message = "tool_choice cannot require a call where the answer continues a message"
             raise BadRequest(message, "tool_choice")
         begun = continued is not None and any(texts(continued))
-        opened = OpenedReading(outline, self._codec.template.opening(checked_options(options)), begun=begun)
-        return RequestReading(opened, self._constraint(opened.thinking, wanted, choice, answer, parallel=parallel))
+        machine = opened(outline, self._codec.template.opening(checked_options(options)), begun=begun)
+        return RequestReading(machine, self._constraint(machine.thinking, wanted, choice, answer, parallel=parallel))
 
     def _constraint(
         self, thinking: str | None, tools: Tools | None, choice: str, answer: Constraint | None, *, parallel: bool

@@ -23,6 +23,7 @@ from enum import Enum
 from typing import NamedTuple, TypedDict, cast
 
 from kvcellar.engine.prompt_reading import Pooled, PromptLogprobs, PromptReading, to_read
+from kvcellar.engine.replies import RequestReading
 from kvcellar.events import Done, Failed, FinishReason, Recall, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.messages import Drawn, Ended, EngineEvent, PoolingMode, Submission
 from kvcellar.prefix.node import ids_of, key_of
@@ -31,7 +32,6 @@ from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import with_adapter
 from kvcellar.spans import Span
-from kvcellar.text.replies.reading import ReplyReading
 
 
 class HowOptions(TypedDict, total=False):
@@ -40,7 +40,7 @@ class HowOptions(TypedDict, total=False):
 
     retention: RetentionOptions | None
     adapter: str | None
-    reading: ReplyReading | None
+    reading: RequestReading | None
 
 
 class SubmitOptions(HowOptions, total=False):

@@ -13,6 +13,7 @@ from typing import Any
 from kvcellar.engine import arguments
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.output_processor import OutputProcessor
+from kvcellar.engine.replies import RequestReading
 from kvcellar.engine.request import SubmitOptions, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.text_codec import TextCodec
@@ -23,7 +24,6 @@ from kvcellar.prefix.node import ids_of, key_of
 from kvcellar.sample.params import SamplingOptions, SamplingParams, check_ids, merged
 from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
-from kvcellar.text.replies.reading import ReplyReading
 
 Started = tuple[Collector, Ticket]
 
@@ -159,7 +159,7 @@ class RequestBuilder:
         prompt: Sequence[int],
         params: SamplingParams,
         deliver: Callable[[Event], None],
-        reading: ReplyReading | None,
+        reading: RequestReading | None,
         chat: Known | None,
         *,
         stop: Callable[[int, int], None],
@@ -167,7 +167,8 @@ class RequestBuilder:
     ) -> OutputProcessor:
         """What makes the text of a request. `reading`: how its answers are read; `chat`: what is known of its prompt,
         whose replies are known from then on. `stop` and `fail` as `OutputProcessor` has them."""
-        replays, output = self._codec.replays, partial(self._codec.output, Stops(params.stop), prompt, reading)
+        replays, machine = self._codec.replays, None if reading is None else reading.opened
+        output = partial(self._codec.output, Stops(params.stop), prompt, machine)
         replied = partial(replays.replied, chat.key) if replays is not None and chat is not None else None
         return OutputProcessor(params, output, deliver, stop=stop, fail=fail, replied=replied)
 

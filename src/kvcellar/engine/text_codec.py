@@ -7,17 +7,14 @@ from typing import Any, Unpack
 from kvcellar.engine.arguments import namespace_name
 from kvcellar.engine.card import EngineCard
 from kvcellar.errors import BadRequest
-from kvcellar.text.assets import TextAssets
 from kvcellar.text.conversation import caps_for
-from kvcellar.text.output import LONG_RUN, Output, Stops, open_stream
+from kvcellar.text.output import LONG_RUN, Output, ReadOutput, Stops, open_stream
 from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 from kvcellar.text.rendering import Renderer
-from kvcellar.text.replay import Replays
-from kvcellar.text.replies.read_output import ReadOutput
-from kvcellar.text.replies.reading import ReplyReading
-from kvcellar.text.stored_texts import StoredTexts
+from kvcellar.text.replay import Replays, StoredTexts
+from kvcellar.text.replies.machine import Machine
 from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
-from kvcellar.text.tokens import TextTokenizer, longest_text
+from kvcellar.text.tokens import TextAssets, TextTokenizer, longest_text
 
 
 class TextCodec:
@@ -131,13 +128,13 @@ class TextCodec:
         if self._tokenizer is not None:
             self._tokenizer.limit.rest()
 
-    def output(self, stops: Stops, prompt: Sequence[int], reading: ReplyReading | None = None) -> Output:
-        """The text of one completion, which continues that of the prompt."""
+    def output(self, stops: Stops, prompt: Sequence[int], machine: Machine | None = None) -> Output:
+        """The text of one completion, which continues that of the prompt and is read by a copy of `machine`."""
         if self._tokenizer is None:
             return Output(None, stops)
         after = prompt[-LONG_RUN:] if prompt[-1] not in self._tokenizer.special_ids else ()
-        if reading is not None:
-            return ReadOutput(self._tokenizer, stops, after, reading.machine())
+        if machine is not None:
+            return ReadOutput(self._tokenizer, stops, after, machine.copy())
         return Output(open_stream(self._tokenizer, after=after), stops)
 
     @property

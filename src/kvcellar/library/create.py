@@ -30,7 +30,7 @@ from kvcellar.library.requires import check_version, required
 from kvcellar.library.sources import Source, adapter_files, model_files, module_files, resolved
 from kvcellar.library.tools import CASTS, Tools
 from kvcellar.progress import report
-from kvcellar.text.sandbox import ChatEnvironment
+from kvcellar.text.rendering import ChatEnvironment
 
 # Actions that templates of Go have and those of Jinja cannot have.
 _GO = re.compile(

@@ -44,7 +44,7 @@ from kvcellar.models.quantize.served import Coding, Served, coding_of, given, re
 from kvcellar.models.weights_files import WeightsFiles, check_depth, check_shapes, opened
 from kvcellar.models.weights_loading import check_types, fill, targets_of
 from kvcellar.progress import report
-from kvcellar.text.assets import TextAssets
+from kvcellar.text.tokens import TextAssets
 from kvcellar.text.trial import TokenizerTrial
 
 MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer

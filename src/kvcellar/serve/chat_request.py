@@ -10,7 +10,6 @@ from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams
 from kvcellar.serve.field_names import Place
-from kvcellar.text.pieces import PlainReader, ReplyReader
 
 Json = dict[str, object]
 Prompts = list[list[int]]
@@ -95,7 +94,3 @@ class Prepared:
     @property
     def choices(self) -> int:
         return len(self.prompt_tokens) * self.params.n
-
-    def reader(self) -> ReplyReader:
-        """A reader of one choice."""
-        return PlainReader() if self.reading is None else self.reading.reader()

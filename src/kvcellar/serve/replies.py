@@ -14,7 +14,7 @@ from msgspec import Struct
 from kvcellar.events import Delta, Done, Event, Finished, PromptScored
 from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.speculations import draft_counts
-from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning, ReplyReader
+from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning, pieces_of
 
 
 @dataclass(slots=True, eq=False)
@@ -22,15 +22,16 @@ class Reply:
     """One choice so far."""
 
     index: int
-    reader: ReplyReader
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    calls: int = 0  # that were closed: one that was opened and then broke off is none
     end: Finished | None = None
 
     @property
     def finish_reason(self) -> str:
         """`stop`, `length`, or `tool_calls` where the model has stopped to call tools."""
         assert self.end is not None, "the choice has not ended"
-        return "tool_calls" if self.end.reason == "stop" and self.reader.calls else self.end.reason
+        return "tool_calls" if self.end.reason == "stop" and self.calls else self.end.reason
 
 
 class ReplyPart(Struct, frozen=True):
@@ -53,7 +54,7 @@ class Replies:
 
     def __init__(self, prepared: Prepared) -> None:
         self.prepared = prepared
-        self.replies = [Reply(index, prepared.reader()) for index in range(prepared.choices)]
+        self.replies = [Reply(index) for index in range(prepared.choices)]
         self.done: dict[int, Done] = {}  # by number of the prompt
         self.scored: dict[int, PromptScored] = {}  # likewise, before any part of its choices
 
@@ -63,12 +64,15 @@ class Replies:
             match event:
                 case Delta():
                     reply = self._reply(number, event.choice)
+                    pieces = pieces_of(event)
                     reply.completion_tokens += len(event.token_ids)
-                    yield ReplyPart(reply, reply.reader.add(event), delta=event)
+                    reply.reasoning_tokens += event.reasoning_tokens
+                    reply.calls += sum(isinstance(piece, CallClosed) for piece in pieces)
+                    yield ReplyPart(reply, pieces, delta=event)
                 case Finished():
                     reply = self._reply(number, event.choice)
                     reply.end = event
-                    yield ReplyPart(reply, reply.reader.end(event), end=event)
+                    yield ReplyPart(reply, (), end=event)
                 case Done():
                     self.done[number] = event
                 case PromptScored():
@@ -99,7 +103,7 @@ class Replies:
 
     @property
     def reasoning_tokens(self) -> int:
-        return sum(one.reader.reasoning_tokens for one in self.replies)
+        return sum(one.reasoning_tokens for one in self.replies)
 
     @property
     def drafts(self) -> tuple[int, int] | None:

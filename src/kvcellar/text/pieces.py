@@ -1,17 +1,17 @@
 """pieces: what a reply is made of, as a client of a chat sees it: reasoning, content, and calls of tools.
 
-A `ReplyReader` reads the deltas of one choice and returns its pieces. The pieces of a choice, in order:
+The pieces of a choice, in order, are those of its deltas:
 
   * the texts of all `Content` make up its content, those of all `Reasoning` its reasoning;
   * calls are numbered from 0 in the order in which they are opened; a call is opened once, then gets its arguments, and
     is closed once; at most one is open; the texts of its `CallArguments` make up JSON, unless the model wrote none.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
 
 from msgspec import Struct
 
-from kvcellar.events import Delta, Finished
+from kvcellar.events import Delta
 
 
 class Reasoning(Struct, frozen=True):
@@ -50,36 +50,8 @@ class CallClosed(Struct, frozen=True):
 Piece = Reasoning | Content | CallOpened | CallArguments | CallClosed
 
 
-class ReplyReader(Protocol):
-    """A reader of one choice. After `end` nothing is added."""
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Tokens of the reasoning so far."""
-        ...
-
-    @property
-    def calls(self) -> int:
-        """Calls that were closed so far: one that was opened and then broke off is none."""
-        ...
-
-    def add(self, delta: Delta) -> list[Piece]:
-        """The pieces that are certain after `delta`; text that may still become a call is kept back."""
-        ...
-
-    def end(self, finished: Finished) -> list[Piece]:
-        """The rest. A call that was not complete becomes content."""
-        ...
-
-
-class PlainReader:
-    """All text is content: the model has no form of calls or of reasoning."""
-
-    reasoning_tokens = 0
-    calls = 0
-
-    def add(self, delta: Delta) -> list[Piece]:
-        return [Content(delta.text)] if delta.text else []
-
-    def end(self, finished: Finished) -> list[Piece]:
-        return []
+def pieces_of(delta: Delta) -> Sequence[Piece]:
+    """What a delta has added. Where the request did not say how its answers are read, all text is content."""
+    if delta.pieces is not None:
+        return delta.pieces
+    return (Content(delta.text),) if delta.text else ()

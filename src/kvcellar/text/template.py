@@ -38,8 +38,7 @@ from kvcellar.text.conversation import (
     unmarked,
     unused,
 )
-from kvcellar.text.rendering import FAULTS, OVER, Outcome, Renderer
-from kvcellar.text.sandbox import ChatEnvironment, Refused
+from kvcellar.text.rendering import FAULTS, OVER, ChatEnvironment, Outcome, Refused, Renderer
 from kvcellar.text.tokens import TextTokenizer
 
 MAX_SOURCE_CHARS = 2**20

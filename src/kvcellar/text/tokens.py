@@ -36,6 +36,17 @@ from tokenizers import Encoding, Tokenizer, models
 
 from kvcellar.errors import BadRequest, NativePanic, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed, panics_of
 
+
+@dataclass(frozen=True, slots=True)
+class TextAssets:
+    """Those of one model. `tokenizer` has passed its trial (`trial`). `chat_template` is None where it has none."""
+
+    tokenizer: Tokenizer
+    special: Mapping[str, str]  # "bos_token" -> its text, and so on
+    chat_template: str | None
+    response_template: Any = None  # how the checkpoint says that answers are read, in transformers' format
+
+
 TOKENIZER = "the tokenizer"
 RELEASE_ABOVE = 4096  # ids; fewer are decoded within milliseconds, without releasing the interpreter lock
 MOST_BYTES = 2**31  # of one text, where there is no other limit

@@ -6,8 +6,7 @@ from typing import Any
 
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 from kvcellar.text.replies.form import ReplyForm
-from kvcellar.text.replies.machine import Machine, joined
-from kvcellar.text.replies.outline import Outline
+from kvcellar.text.replies.machine import Machine, Outline, joined
 from kvcellar.text.replies.tools import Tools, checked
 
 TOOLS = checked(

@@ -5,10 +5,9 @@ import sys
 
 import pytest
 
-from kvcellar.text.replies.bodies import ArgumentsBody, BodyReader, Given, ObjectBody
-from kvcellar.text.replies.foreign_bodies import TagsBody, loose_body, python_body
+from kvcellar.text.replies.bodies import ArgumentsBody, BodyReader, Given, ObjectBody, TagsBody, loose_body, python_body
 from kvcellar.text.replies.form import Tags
-from kvcellar.text.replies.json_scan import MOST_DEPTH, Status
+from kvcellar.text.replies.values import MOST_DEPTH, Status
 
 PROPERTIES = {"a": {"type": "array"}, "b": {"type": "number"}}
 KINDS = Tags("<k>", ("<text>", "<json>"), "</k>", kinds=True)

@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_parsing import ResponseParser
 
-from kvcellar.text.replies.declared import declared
+from kvcellar.text.replies.detection import declared
 from tests.text.replies.reads import pieces_of, read
 
 TEMPLATE = {

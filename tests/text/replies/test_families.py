@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import known
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer
 from tests.text.made import RENDERER, byte_level

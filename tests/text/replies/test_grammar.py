@@ -11,9 +11,8 @@ from tokenizers import AddedToken
 from kvcellar.errors import BadRequest
 from kvcellar.sample.compiler import as_read
 from kvcellar.sample.constraint import Constraint
-from kvcellar.text.replies.families import known
-from kvcellar.text.replies.grammar import Grammar
-from kvcellar.text.replies.rules import Rules
+from kvcellar.text.replies.detection import known
+from kvcellar.text.replies.grammar import Grammar, Rules
 from kvcellar.text.replies.tools import checked
 from tests.text.made import byte_level
 from tests.text.replies.chats import TEMPLATES

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.text.replies.json_scan import MOST_DEPTH, JsonScan, Status, read_json
+from kvcellar.text.replies.values import MOST_DEPTH, JsonScan, Status, read_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

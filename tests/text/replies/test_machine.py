@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.text.pieces import CallOpened, Content
-from kvcellar.text.replies.families import known
+from kvcellar.text.replies.detection import known
 from tests.text.replies.chats import TEMPLATES
 from tests.text.replies.reads import TOOLS, pieces_of, read
 from tests.text.templates import THINKER

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvcellar.text.replies.families import known
-from kvcellar.text.replies.probing import probed
+from kvcellar.text.replies.detection import known, probed
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import TextTokenizer
 from tests.text.made import RENDERER, byte_level

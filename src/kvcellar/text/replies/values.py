@@ -1,18 +1,272 @@
-"""values: arguments that are not written as JSON: tagged text with a schema, Python's literals, unquoted keys."""
+"""values: the values that models write as arguments: JSON that arrives in parts, and what is not written as JSON:
+tagged text with a schema, Python's literals, unquoted keys.
+
+`JsonScan` checks each character when it arrives. Always true:
+  * what was told so far begins some JSON value that every reader of JSON takes, and is the text read so far, except
+    that control characters within strings are escaped (models write line breaks there), half of a surrogate pair is
+    replaced, an escape is told when it is whole, and white space in front is left out;
+  * the cost of a character does not depend on what was read before.
+"""
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from enum import Enum
 from typing import Any, cast
 
-from kvcellar.text.replies.json_scan import read_json
+MOST_DEPTH = 100  # of lists and objects within each other
 
-MOST_DEPTH = 60  # of lists and objects
+_SPACE = re.compile(r"[ \t\r\n]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_WHOLE_WORD = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_LONGEST_WORD = 400  # characters: more digits than a float can have
+_HEX = frozenset("0123456789abcdefABCDEF")
+_LOST = "\\ufffd"  # in place of half of a surrogate pair
+
+
+class Status(Enum):
+    MORE = "more of the text is needed"
+    DONE = "complete"
+    FAILED = "the text is not what was expected"
+
+
+class _At(Enum):
+    VALUE = "a value"
+    ITEM = "a value, or the end of an empty list"
+    FIRST_KEY = "a key, or the end of an empty object"
+    KEY = "a key"
+    COLON = "a colon"
+    AFTER = "a comma or an end"
+    STRING = "inside a string"
+    ESCAPE = "after a backslash"
+    HEX = "inside the digits of an escape"
+    WORD = "inside a number, true, false or null"
+
+
+class JsonScan:
+    """One JSON value."""
+
+    def __init__(self) -> None:
+        self.status = Status.MORE
+        self._at = _At.VALUE
+        self._open: list[str] = []  # the ends of the lists and objects that are open
+        self._key = False  # whether the string that is open is a key
+        self._hex = ""  # digits of the escape that is read
+        self._high = ""  # those of the first half of a surrogate pair, while the second one may follow
+        self._word = ""
+
+    def feed(self, text: str, start: int, told: list[str]) -> int:
+        """Read from `start` on, and append what is told. Returns the place behind what belongs to the value: that of
+        the first character that does not, or the end of the text."""
+        while start < len(text) and self.status is Status.MORE:
+            start = _READ[self._at](self, text, start, told)
+        return start
+
+    def end(self) -> None:
+        """No text follows: a number that was not ended by another character is complete."""
+        if self._at is _At.WORD and not self._open:
+            self._ended_word()
+        if self.status is Status.MORE:
+            self.status = Status.FAILED
+
+    def copy(self) -> "JsonScan":
+        other = copy(self)
+        other._open = self._open[:]
+        return other
+
+    # -- each reads one or more characters, and returns the place behind them ---------------------------------------
+
+    def _value(self, text: str, at: int, told: list[str]) -> int:
+        at = self._space(text, at, told)
+        if at == len(text):
+            return at
+        char = text[at]
+        if char == "]" and self._at is _At.ITEM:
+            return self._close(char, at, told)
+        if char in "{[":
+            self._open.append("}" if char == "{" else "]")
+            self._at = _At.FIRST_KEY if char == "{" else _At.ITEM
+            if len(self._open) > MOST_DEPTH:
+                return self._failed(at)
+        elif char == '"':
+            self._at, self._key = _At.STRING, False
+        elif char in "-0123456789tfn":
+            self._at, self._word = _At.WORD, ""
+            return at
+        else:
+            return self._failed(at)
+        told.append(char)
+        return at + 1
+
+    def _read_key(self, text: str, at: int, told: list[str]) -> int:
+        at = self._space(text, at, told)
+        if at == len(text):
+            return at
+        if text[at] == "}" and self._at is _At.FIRST_KEY:
+            return self._close("}", at, told)
+        if text[at] != '"':
+            return self._failed(at)
+        self._at, self._key = _At.STRING, True
+        told.append('"')
+        return at + 1
+
+    def _colon(self, text: str, at: int, told: list[str]) -> int:
+        at = self._space(text, at, told)
+        if at == len(text):
+            return at
+        if text[at] != ":":
+            return self._failed(at)
+        self._at = _At.VALUE
+        told.append(":")
+        return at + 1
+
+    def _after(self, text: str, at: int, told: list[str]) -> int:
+        at = self._space(text, at, told)
+        if at == len(text):
+            return at
+        if text[at] == ",":
+            self._at = _At.KEY if self._open[-1] == "}" else _At.VALUE
+            told.append(",")
+            return at + 1
+        return self._close(text[at], at, told)
+
+    def _close(self, char: str, at: int, told: list[str]) -> int:
+        if char != self._open[-1]:
+            return self._failed(at)
+        self._open.pop()
+        told.append(char)
+        self._ended()
+        return at + 1
+
+    def _string(self, text: str, at: int, told: list[str]) -> int:
+        match = _PLAIN.match(text, at)
+        end = match.end() if match is not None else at
+        if self._high and text[at] != "\\":
+            told.append(_LOST)
+            self._high = ""
+        told.append(text[at:end])
+        if end == len(text):
+            return end
+        char = text[end]
+        if char == '"':
+            told.append(char)
+            if self._key:
+                self._at = _At.COLON
+            else:
+                self._ended()
+        elif char == "\\":
+            self._at = _At.ESCAPE
+        else:
+            told.append(f"\\u{ord(char):04x}")
+        return end + 1
+
+    def _escape(self, text: str, at: int, told: list[str]) -> int:
+        char = text[at]
+        if char not in '"\\/bfnrtu':
+            return self._failed(at)
+        if char == "u":
+            self._at, self._hex = _At.HEX, ""
+            return at + 1
+        if self._high:
+            told.append(_LOST)
+            self._high = ""
+        told.append("\\" + char)
+        self._at = _At.STRING
+        return at + 1
+
+    def _digit(self, text: str, at: int, told: list[str]) -> int:
+        if text[at] not in _HEX:
+            return self._failed(at)
+        self._hex += text[at]
+        if len(self._hex) == 4:
+            self._at = _At.STRING
+            told.append(self._escaped(self._hex))
+        return at + 1
+
+    def _escaped(self, digits: str) -> str:
+        """The escape with these digits, with what was read in front of it and not told."""
+        high, self._high = self._high, ""
+        if "dc00" <= digits.lower() < "e000":
+            return f"\\u{high}\\u{digits}" if high else _LOST
+        lost = _LOST if high else ""
+        if "d800" <= digits.lower() < "dc00":
+            self._high = digits
+            return lost
+        return f"{lost}\\u{digits}"
+
+    def _in_word(self, text: str, at: int, told: list[str]) -> int:
+        match = _WORD.match(text, at)
+        end = match.end() if match is not None else at
+        self._word += text[at:end]
+        told.append(text[at:end])
+        if len(self._word) > _LONGEST_WORD:
+            return self._failed(end)
+        if end < len(text):
+            self._ended_word()
+        return end
+
+    def _ended_word(self) -> None:
+        if _WHOLE_WORD.fullmatch(self._word) is None or not _finite(self._word):
+            self.status = Status.FAILED
+        else:
+            self._ended()
+
+    def _ended(self) -> None:
+        """A value ends here."""
+        self._at = _At.AFTER
+        if not self._open:
+            self.status = Status.DONE
+
+    def _space(self, text: str, at: int, told: list[str]) -> int:
+        match = _SPACE.match(text, at)
+        end = match.end() if match is not None else at
+        if end > at and self._open:
+            told.append(text[at:end])
+        return end
+
+    def _failed(self, at: int) -> int:
+        self.status = Status.FAILED
+        return at
+
+
+def read_json(text: str) -> Any:
+    """The value that `text` is, by the rules above. Raises `ValueError`."""
+    scan, told = JsonScan(), list[str]()
+    end = scan.feed(text, 0, told)
+    scan.end()
+    if scan.status is not Status.DONE or text[end:].strip():
+        raise ValueError("this is not one JSON value")
+    return json.loads("".join(told))
+
+
+def _finite(word: str) -> bool:
+    """Is it no number, or one that a double can hold?"""
+    return word[0] in "tfn" or math.isfinite(float(word))
+
+
+_READ: dict[_At, Callable[[JsonScan, str, int, list[str]], int]] = {
+    _At.VALUE: JsonScan._value,  # pyright: ignore[reportPrivateUsage]
+    _At.ITEM: JsonScan._value,  # pyright: ignore[reportPrivateUsage]
+    _At.FIRST_KEY: JsonScan._read_key,  # pyright: ignore[reportPrivateUsage]
+    _At.KEY: JsonScan._read_key,  # pyright: ignore[reportPrivateUsage]
+    _At.COLON: JsonScan._colon,  # pyright: ignore[reportPrivateUsage]
+    _At.AFTER: JsonScan._after,  # pyright: ignore[reportPrivateUsage]
+    _At.STRING: JsonScan._string,  # pyright: ignore[reportPrivateUsage]
+    _At.ESCAPE: JsonScan._escape,  # pyright: ignore[reportPrivateUsage]
+    _At.HEX: JsonScan._digit,  # pyright: ignore[reportPrivateUsage]
+    _At.WORD: JsonScan._in_word,  # pyright: ignore[reportPrivateUsage]
+}
+
+
+MOST_NESTED = 60  # of lists and objects
 _WORDS = {"True": True, "true": True, "False": False, "false": False, "None": None, "null": None}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
-_HEX = {"x": 2, "u": 4, "U": 8}
+_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def typed(raw: str, schema: Mapping[str, Any] | None) -> Any:
@@ -97,7 +351,7 @@ class Literals:
         return found
 
     def _value(self, depth: int) -> Any:
-        if depth > MOST_DEPTH:
+        if depth > MOST_NESTED:
             raise ValueError("nested too deep")
         char = self._peek()
         if char in ('"', "'") or (self._raw and self._text.startswith(self._raw, self._at)):
@@ -151,8 +405,8 @@ class Literals:
     def _escaped(self) -> str:
         char = self._text[self._at : self._at + 1]
         self._at += 1
-        if char in _HEX:
-            digits = self._text[self._at : self._at + _HEX[char]]
+        if char in _DIGITS:
+            digits = self._text[self._at : self._at + _DIGITS[char]]
             self._at += len(digits)
             if not re.fullmatch(r"[0-9a-fA-F]{2,8}", digits):
                 raise ValueError("an escape has no digits")

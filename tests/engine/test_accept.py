@@ -3,6 +3,7 @@ split: the same text, end and usage, and nothing is delivered or counted behind 
 given at once are delivered at once."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvcellar import Engine
+from kvcellar.engine.output_processor import OutputProcessor
 from kvcellar.engine.request import Request, Status, Token
 from kvcellar.events import Delta, Done, Event, TokenLogprob
 from kvcellar.messages import Submission
 from kvcellar.prefix.node import key_of
 from kvcellar.sample.params import SamplingParams
+from kvcellar.text.output import Stops
 
 TEXT = 'def f(x):\n    """naïve 🙂 ☕"""\n    return x + 1\n\n\ndef g(y):\n    return f(y)\n'
 CONTEXT = 40
@@ -51,7 +54,8 @@ def given(
     stopped: list[int] = []
     params = SamplingParams(**{"temperature": 0.0, **how})
     ways: Any = {"stop": lambda choice, tokens: stopped.append(choice), "fail": lambda error: None}
-    processor = engine._requests.processor((5, 6, 7), params, events.append, None, None, **ways)
+    output = partial(engine._codec.output, Stops(params.stop), (5, 6, 7))
+    processor = OutputProcessor(params, output, events.append, **ways)
     request = Request(Submission(number=0, prompt=key_of((5, 6, 7)), params=params, seed=1), processor.receive)
     (completion,) = engine._built.intake.completions(request)
     request.completions.append(completion)

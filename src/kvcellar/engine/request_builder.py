@@ -1,8 +1,5 @@
 """request_builder: what a front end checks of a request, and makes of it: the submission, which it sends to the engine,
-and what makes text of the tokens that the engine draws. No torch.
-
-Several prompts of one caller are submitted together without filling the queue (`together`).
-"""
+and what makes text of the tokens that the engine draws. No torch."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +10,6 @@ from typing import Any
 from kvcellar.engine import arguments
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.output_processor import OutputProcessor
-from kvcellar.engine.replies import RequestReading
 from kvcellar.engine.request import SubmitOptions, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.text_codec import TextCodec
@@ -26,37 +22,6 @@ from kvcellar.text.output import Stops
 from kvcellar.text.replay import FIRST_BORDERS, LAST_BORDERS, Known
 
 Started = tuple[Collector, Ticket]
-
-
-def together(starts: Sequence[Callable[[], Started]], max_waiting: int) -> list[Result]:
-    """The results of all prompts; an error of one cancels the others."""
-    results: list[Result] = []
-    running: deque[Started] = deque()
-    try:
-        for start in starts:
-            while not _joins(running, start, max_waiting // 2):
-                results.append(running[0][0].result())
-                running.popleft()
-        while running:
-            results.append(running[0][0].result())
-            running.popleft()
-    finally:
-        for _, ticket in running:
-            ticket.cancel()
-    return results
-
-
-def _joins(running: deque[Started], start: Callable[[], Started], most: int) -> bool:
-    """Submit one more prompt of a batch. False if some of the batch have to end first."""
-    if len(running) > most:
-        return False
-    try:
-        running.append(start())
-    except Overloaded:
-        if not running:
-            raise
-        return False
-    return True
 
 
 _OPTIONAL = frozenset(field.name for field in fields(SamplingParams) if field.default is None)
@@ -84,11 +49,17 @@ class RequestBuilder:
     ) -> Ticket:
         """As `Engine.submit`."""
         params, deliver = arguments.parameters(params), arguments.receiver(deliver)
-        client = self._client
-        submission, chat = self.submission(client.number, prompt_ids, params, how)
-        number, prompt = submission.number, ids_of(submission.prompt)
-        stop, fail = partial(client.stop, number), partial(client.fail, number)
-        processor = self.processor(prompt, params, deliver, how.get("reading"), chat, stop=stop, fail=fail)
+        client, replays, reading = self._client, self._codec.replays, how.get("reading")
+        submission, chat = self._submission(prompt_ids, params, how)
+        number, machine = submission.number, None if reading is None else reading.opened
+        processor = OutputProcessor(
+            params,
+            partial(self._codec.output, Stops(params.stop), ids_of(submission.prompt), machine),
+            deliver,
+            stop=partial(client.stop, number),
+            fail=partial(client.fail, number),
+            replied=partial(replays.replied, chat.key) if replays is not None and chat is not None else None,
+        )
         client.submit(submission, processor.receive)
         return Ticket(partial(client.cancel, number), lambda: processor.begun)
 
@@ -107,8 +78,24 @@ class RequestBuilder:
             ticket.cancel()  # after an interrupted wait
 
     def results(self, starts: Sequence[Callable[[], Started]]) -> list[Result]:
-        """The results of a batch. Blocks; an error of one request cancels the others."""
-        return together(starts, self._client.card.max_waiting)
+        """The results of a batch, which does not fill the queue. Blocks; an error of one request cancels the others."""
+        results, waiting, running = list[Result](), deque(starts), deque[Started]()
+        try:
+            while waiting or running:
+                if waiting and len(running) <= self._client.card.max_waiting // 2:
+                    try:
+                        running.append(waiting[0]())
+                        waiting.popleft()
+                        continue
+                    except Overloaded:
+                        if not running:
+                            raise
+                results.append(running[0][0].result())
+                running.popleft()
+        finally:
+            for _, ticket in running:
+                ticket.cancel()
+        return results
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
@@ -123,8 +110,8 @@ class RequestBuilder:
                 raise PromptTooLong(len(found), cells, f"the memory for {name} layers", hint="Or raise cache_bytes.")
         return found
 
-    def submission(
-        self, number: Callable[[], int], prompt_ids: Sequence[int], params: SamplingParams, how: SubmitOptions
+    def _submission(
+        self, prompt_ids: Sequence[int], params: SamplingParams, how: SubmitOptions
     ) -> tuple[Submission, Known | None]:
         """With what is known of the chat whose prompt this is. Raises what `Engine.submit` raises for its arguments."""
         if unknown := sorted(how.keys() - set(_OPTIONS)):
@@ -141,7 +128,7 @@ class RequestBuilder:
             positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
         made = Submission(
             retention=arguments.retention_options(how.get("retention")),
-            number=number(),
+            number=self._client.number(),
             prompt=key_of(prompt),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
@@ -153,24 +140,6 @@ class RequestBuilder:
             rewrite=chat.rewrite if chat is not None else None,
         )
         return made, chat
-
-    def processor(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        deliver: Callable[[Event], None],
-        reading: RequestReading | None,
-        chat: Known | None,
-        *,
-        stop: Callable[[int, int], None],
-        fail: Callable[[Exception], None],
-    ) -> OutputProcessor:
-        """What makes the text of a request. `reading`: how its answers are read; `chat`: what is known of its prompt,
-        whose replies are known from then on. `stop` and `fail` as `OutputProcessor` has them."""
-        replays, machine = self._codec.replays, None if reading is None else reading.opened
-        output = partial(self._codec.output, Stops(params.stop), prompt, machine)
-        replied = partial(replays.replied, chat.key) if replays is not None and chat is not None else None
-        return OutputProcessor(params, output, deliver, stop=stop, fail=fail, replied=replied)
 
     def _borders(self, prompt: Sequence[int], chat: Known | None) -> tuple[int, ...]:
         """Where messages of a chat begin in a prompt: the first ones, where a system prompt ends, and the last ones. If

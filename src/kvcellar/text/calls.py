@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, NoReturn, cast
 
 from kvcellar.errors import BadRequest
+from kvcellar.text.conversation import texts
 
 Message = dict[str, Any]
 Trial = Callable[[list[Message]], str]  # the template's output for these messages; "" if it fails
@@ -139,16 +140,11 @@ def _flat(call: Message) -> Message:
 def _result(message: Message) -> str:
     names = {"name": "tool", "tool_call_id": "tool_call_id"}
     named = {ours: message[theirs] for theirs, ours in names.items() if theirs in message}
-    return _json({"tool_response": {**named, "content": _text(message)}})
-
-
-def _text(message: Message) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in cast("list[Message]", content))
+    return _json({"tool_response": {**named, "content": "\n".join(texts(message))}})
 
 
 def _after(message: Message, text: str) -> str:
-    before = _text(message)
+    before = "\n".join(texts(message))
     return f"{before}\n{text}" if before else text
 
 

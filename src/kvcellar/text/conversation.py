@@ -339,12 +339,12 @@ def strings(value: Any) -> Iterator[str]:
         yield from chain.from_iterable(map(strings, chain.from_iterable(cast("dict[str, Any]", value).items())))
 
 
-def common(one: str, other: str, at: int = 0) -> int:
-    """How many characters of `one` the other has at `at`."""
+def common(one: Sequence[Any], other: Sequence[Any], at: int = 0) -> int:
+    """How many elements of `one` the other has at `at`: characters, bytes or tokens. In a logarithm of steps."""
     low, high = 0, min(len(one), len(other) - at)
     while low < high:
         middle = (low + high + 1) // 2
-        if other.startswith(one[:middle], at):
+        if one[low:middle] == other[at + low : at + middle]:
             low = middle
         else:
             high = middle - 1

@@ -328,7 +328,7 @@ class Replays:
             head.append(token)
             size += len(self._bytes_of(token))
         places, other = self._ends(head)
-        alike = _alike(text, other)
+        alike = common(text, other)
         after = {end: count for count, end in enumerate(places, start=1) if end <= alike}
         said, written = self._counts(reply), self._counts(head)  # of control tokens up to each place
         same = next(
@@ -481,16 +481,7 @@ def _lost(
     ids: Sequence[int],
 ) -> Rewrite | None:
     """The record of a message that keeps a prompt from beginning with all of `turn` and its reply; None if it does."""
-    same = _alike([*turn.all_ids(), *reply], ids)
+    same = common([*turn.all_ids(), *reply], ids)
     role = rendered.messages[index]["role"] if index is not None else ""
     lost = turn.count + len(reply) - same
     return Rewrite(index, role, by, lost) if lost else None
-
-
-def _alike(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many elements two sequences, or bytes, begin with together."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low

@@ -95,10 +95,6 @@ class BodyReader(Protocol):
     @property
     def status(self) -> Status: ...
     def feed(self, text: str) -> tuple[int, list[Event]]: ...
-    def end(self) -> list[Event]:
-        """No text follows."""
-        ...
-
     def copy(self) -> "BodyReader": ...
 
 
@@ -137,10 +133,6 @@ class ArgumentsBody:
         if self.status is Status.DONE:
             events.append(Ended())
         return used, events
-
-    def end(self) -> list[Event]:
-        self.status = Status.FAILED
-        return []
 
     def copy(self) -> "ArgumentsBody":
         other = copy(self)
@@ -188,10 +180,6 @@ class ObjectBody:
         while at < len(text) and self.status is Status.MORE:
             at = self._in_scan(text, at, events) if self._scan is not None else self._between(text, at, events)
         return at, events
-
-    def end(self) -> list[Event]:
-        self.status = Status.FAILED
-        return []
 
     def copy(self) -> "ObjectBody":
         other = copy(self)
@@ -320,10 +308,6 @@ class TagsBody:
             return len(text), []
         return len(text) - len(self._text), [self._begun, Given(written(self._found)), Ended()]
 
-    def end(self) -> list[Event]:
-        self.status = Status.FAILED
-        return []
-
     def copy(self) -> "TagsBody":
         other = copy(self)
         other._parts, other._found = self._parts[:], dict(self._found)
@@ -421,10 +405,6 @@ class BalancedBody:
         if self.status is not Status.DONE:
             return len(text), []
         return len(text) - len(self._text), self._parsed()
-
-    def end(self) -> list[Event]:
-        self.status = Status.FAILED
-        return []
 
     def copy(self) -> "BalancedBody":
         other = copy(self)

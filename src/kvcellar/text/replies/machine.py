@@ -368,14 +368,12 @@ class Machine:
         if not self._told:
             self._raw.append(raw)
         self._hear(events)
-        if body.status is Status.MORE and ended:
-            self._hear(body.end())
         if body.status is Status.DONE:
             self._body, self._raw = None, []
             self._mode = _Mode.AFTER
-        elif body.status is Status.FAILED:
+        elif body.status is Status.FAILED or ended:
             self._fail()
-        return body.status is not Status.MORE
+        return ended or body.status is not Status.MORE
 
     def _hear(self, events: Sequence[Event]) -> None:
         for event in events:

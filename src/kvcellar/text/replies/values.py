@@ -11,10 +11,10 @@ tagged text with a schema, Python's literals, unquoted keys.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from enum import Enum
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 MOST_DEPTH = 100  # of lists and objects within each other
 
@@ -62,7 +62,7 @@ class JsonScan:
         """Read from `start` on, and append what is told. Returns the place behind what belongs to the value: that of
         the first character that does not, or the end of the text."""
         while start < len(text) and self.status is Status.MORE:
-            start = _READ[self._at](self, text, start, told)
+            start = self._READ[self._at](self, text, start, told)
         return start
 
     def end(self) -> None:
@@ -231,6 +231,19 @@ class JsonScan:
         self.status = Status.FAILED
         return at
 
+    _READ: ClassVar = {
+        _At.VALUE: _value,
+        _At.ITEM: _value,
+        _At.FIRST_KEY: _read_key,
+        _At.KEY: _read_key,
+        _At.COLON: _colon,
+        _At.AFTER: _after,
+        _At.STRING: _string,
+        _At.ESCAPE: _escape,
+        _At.HEX: _digit,
+        _At.WORD: _in_word,
+    }
+
 
 def read_json(text: str) -> Any:
     """The value that `text` is, by the rules above. Raises `ValueError`."""
@@ -245,20 +258,6 @@ def read_json(text: str) -> Any:
 def _finite(word: str) -> bool:
     """Is it no number, or one that a double can hold?"""
     return word[0] in "tfn" or math.isfinite(float(word))
-
-
-_READ: dict[_At, Callable[[JsonScan, str, int, list[str]], int]] = {
-    _At.VALUE: JsonScan._value,  # pyright: ignore[reportPrivateUsage]
-    _At.ITEM: JsonScan._value,  # pyright: ignore[reportPrivateUsage]
-    _At.FIRST_KEY: JsonScan._read_key,  # pyright: ignore[reportPrivateUsage]
-    _At.KEY: JsonScan._read_key,  # pyright: ignore[reportPrivateUsage]
-    _At.COLON: JsonScan._colon,  # pyright: ignore[reportPrivateUsage]
-    _At.AFTER: JsonScan._after,  # pyright: ignore[reportPrivateUsage]
-    _At.STRING: JsonScan._string,  # pyright: ignore[reportPrivateUsage]
-    _At.ESCAPE: JsonScan._escape,  # pyright: ignore[reportPrivateUsage]
-    _At.HEX: JsonScan._digit,  # pyright: ignore[reportPrivateUsage]
-    _At.WORD: JsonScan._in_word,  # pyright: ignore[reportPrivateUsage]
-}
 
 
 MOST_NESTED = 60  # of lists and objects

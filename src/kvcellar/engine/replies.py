@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from kvcellar.engine.request import RequestReading
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
 from kvcellar.text.conversation import texts
 from kvcellar.text.replies.detection import declared, known, probed
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.grammar import Grammar
-from kvcellar.text.replies.machine import Machine, Outline, opened
+from kvcellar.text.replies.machine import Outline, opened
 from kvcellar.text.replies.tools import Tool, Tools, checked
 from kvcellar.text.template import OpeningOptions, checked_options
 
@@ -20,15 +21,6 @@ if TYPE_CHECKING:
 
 CHOICES = ("auto", "none", "required")
 FORMATS = ("json_schema", "json_object")  # constraints of the content; others say what the model writes as a whole
-
-
-@dataclass(frozen=True, slots=True)
-class RequestReading:
-    """How the answers of a request are read: each by a copy of `opened`, which has read the end of the prompt; and what
-    they have to match: `constraint` is for its sampling."""
-
-    opened: Machine
-    constraint: Constraint | None
 
 
 class Replies:

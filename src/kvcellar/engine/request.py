@@ -23,15 +23,25 @@ from enum import Enum
 from typing import NamedTuple, TypedDict, cast
 
 from kvcellar.engine.prompt_reading import Pooled, PromptLogprobs, PromptReading, to_read
-from kvcellar.engine.replies import RequestReading
 from kvcellar.events import Done, Failed, FinishReason, Recall, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.messages import Drawn, Ended, EngineEvent, PoolingMode, Submission
 from kvcellar.prefix.node import ids_of, key_of
 from kvcellar.retention import RetentionOptions
+from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingOptions, SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import with_adapter
 from kvcellar.spans import Span
+from kvcellar.text.replies.machine import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReading:
+    """How the answers of a request are read: each by a copy of `opened`, which has read the end of the prompt; and what
+    they have to match: `constraint` is for its sampling."""
+
+    opened: Machine
+    constraint: Constraint | None
 
 
 class HowOptions(TypedDict, total=False):

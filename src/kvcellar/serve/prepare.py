@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvcellar.engine.pinning import chat_prefix
-from kvcellar.engine.replies import RequestReading
+from kvcellar.engine.request import RequestReading
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.transcript import Render, shortened
 from kvcellar.prefix.node import common_prefix

@@ -770,8 +770,6 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "host_bytes is {} of the {} bytes of {}": "start",
     "draft_bytes is {} of the {} bytes of {}": "start",
     "draft_bytes is set, but what drafts has no memory of its own; leave it out": "start",
-    "{} is larger than {} bytes{}": "start: a file of keys or prompts",
-    "{}, line {}: it is not UTF-8 text": "likewise",
     "dtype is {}, but the network that was given is in {}": "start",
     "device is {}, but the network that was given is on {}": "start",
     "context is {}; this model is {}": "start",

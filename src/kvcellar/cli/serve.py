@@ -33,11 +33,10 @@ from kvcellar.inspector.page import PAGE
 from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
 from kvcellar.serve.key_ring import Keys, Names
-from kvcellar.serve.keys import permission_warning, read_keys
+from kvcellar.serve.keys import permission_warning, read_keys, text_of
 from kvcellar.serve.model_manager import ModelManager
 from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.settings import MetricsCompat, ServeSettings
-from kvcellar.serve.text_file import text_of
 from kvcellar.serve.traces import open_traces, wanted
 
 MOST_BYTES = 64 * 2**20  # of a file

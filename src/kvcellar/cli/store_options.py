@@ -43,13 +43,6 @@ _OPTIONS = (
         help="Bytes of CPU memory for what leaves the device. Default: none on CPUs, else a tenth of what is free.",
     ),
     click.option(
-        "--staging-bytes",
-        type=Size(),
-        default="256MiB",
-        show_default=True,
-        help="Bytes of CPU memory for what is being stored and read back.",
-    ),
-    click.option(
         "--tenant-share",
         type=float,
         default=1.0,

@@ -18,7 +18,6 @@ from kvcellar.errors import BadRequest
 from kvcellar.retention import LEAST_WEIGHT, MOST_WEIGHT
 from kvcellar.serve.key_ring import Keys
 from kvcellar.serve.settings import key_digest
-from kvcellar.serve.text_file import text_of
 
 VARIABLE, ADMIN_VARIABLE, METRICS_VARIABLE = "KVCELLAR_API_KEY", "KVCELLAR_ADMIN_KEY", "KVCELLAR_METRICS_KEY"
 MAX_BYTES = 2**20  # largest key file
@@ -137,3 +136,20 @@ def _digest(key: str, where: str) -> bytes:
 
 def _wrong(message: str) -> BadRequest:
     return BadRequest(message, "api_key_file")
+
+
+def text_of(file: Path, most: int, option: str, hint: str = "") -> str:
+    """The text of a file of at most `most` bytes. Raises `BadRequest` for `option` with the place; `hint` is for one
+    that is larger."""
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(most + 1)
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}", option) from error
+    if len(content) > most:
+        raise BadRequest(f"{file} is larger than {most} bytes{hint}", option)
+    try:
+        return content.decode("utf-8-sig")  # skips the byte order mark that some editors write
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise BadRequest(f"{file}, line {line}: it is not UTF-8 text", option) from error

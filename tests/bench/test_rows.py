@@ -28,6 +28,7 @@ def measured(capsys: pytest.CaptureFixture[str], row: str, *options: str) -> tup
     return table, json.loads(last)["rows"][row]
 
 
+@pytest.mark.slow
 def test_without_a_row_a_few_are_measured(capsys: pytest.CaptureFixture[str]):
     main(["--quick"])
     *table, last = capsys.readouterr().out.splitlines()
@@ -59,6 +60,7 @@ def test_bookkeeping_needs_no_network(capsys: pytest.CaptureFixture[str]):
     assert len(table) == 2
 
 
+@pytest.mark.slow
 def test_gaps_are_measured_beside_each_of_what_others_do(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("zmq")
     table, last = measured(capsys, "gaps")
@@ -185,6 +187,7 @@ def test_a_recorded_step_has_a_profile(tmp_path):
     assert all(took > 0 for took in parts.values())
 
 
+@pytest.mark.slow
 def test_profile_reports_every_part_of_a_step(capsys: pytest.CaptureFixture[str]):
     table, found = measured(capsys, "profile", "--profile", "ragged-8")
     assert found["of"] == "ragged-8"

@@ -39,6 +39,7 @@ def test_samples_on_one_side_only_raise(warm: float) -> None:
         judged("some", samples(1000, 1000), warm=warm)
 
 
+@pytest.mark.slow
 @linux
 def test_a_soak_leaves_nothing_in_memory() -> None:
     with Engine(cache_bytes=32 << 20, context=128, threads=1) as engine:

@@ -62,7 +62,7 @@ def test_a_memory_of_any_layout_is_what_lists_of_tokens_say(layout: str) -> None
     assert done >= ALWAYS | shifts | (INPUTS if INPUT in members else set()), "something was never done"
 
 
-@pytest.mark.parametrize("text", STORED)
+@pytest.mark.parametrize("text", [*STORED[::2], *(pytest.param(text, marks=pytest.mark.slow) for text in STORED[1::2])])
 def test_a_memory_of_any_storage_is_what_lists_of_tokens_say(text: str) -> None:
     stored = StoredAs.parse(text)
     members = [kept_as(m, stored) for m in (TURNING, shifting(REMEMBERING, turns=True), WIDE)]

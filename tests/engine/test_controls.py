@@ -16,7 +16,7 @@ from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_clients import AdaptersClient, CacheClient, SurveyClient
 from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.controls import Controls
-from kvcellar.engine.named_engine import open_variant
+from kvcellar.engine.served_engine import open_variant
 from kvcellar.engine.survey import Survey
 from kvcellar.library.create import create
 from kvcellar.library.library import Library

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.named_engine import NamedEngine
+from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.errors import ModelNotFound
 from kvcellar.serve.model_manager import Limits, ModelManager
 from kvcellar.serve.model_spec import ModelSpec

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcellar.engine.named_engine import NamedEngine
-from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.serve import ModelManager, Server, ServeSettings
 from kvcellar.serve.model_manager import Limits

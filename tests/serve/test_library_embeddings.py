@@ -7,13 +7,13 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.hosting import hosted
 from kvcellar.library.library import Library
 from kvcellar.library.manifest import is_file_path
 from kvcellar.serve import Server, ServeSettings
 from tests.engine.embedding_models import saved
 from tests.library.made import made
 from tests.serve.fake_engine import PATIENCE
+from tests.serve.hosted import hosted
 from tests.serve.test_several_models import OPTIONS
 
 TEXTS = ["the cat sat on the mat", "a dog"]

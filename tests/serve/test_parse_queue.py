@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.serve import parse_queue
+from kvcellar.serve import event_loop
 from kvcellar.serve.connection import Connection
-from kvcellar.serve.parse_queue import FREE, REST, SHARE, CpuBudget, ParseQueue
+from kvcellar.serve.event_loop import FREE, REST, SHARE, CpuBudget, ParseQueue
 from tests.serve.wire import COMPLETIONS, completion, connected, read_response, request
 
 
@@ -62,7 +62,7 @@ def test_costly_connections_get_their_budgets_and_a_third_of_the_time(costs) -> 
         parse(number)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parse_queue, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+        patch.setattr(event_loop, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
         queue, budgets = ParseQueue(clock=loop.time), [CpuBudget(clock=loop.time) for _ in costs]
         for number in range(len(costs)):
             loop.call_later(0.0, partial(arrive, number))

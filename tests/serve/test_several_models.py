@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.hosting import Engines, hosted
+from kvcellar.cli.hosting import Engines
 from kvcellar.collector import settled
 from kvcellar.engine.process_client import ProcessClient
 from kvcellar.errors import BadRequest
@@ -26,6 +26,7 @@ from tests.library.made import made
 from tests.models.lora import layers_of, merged, saved
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
+from tests.serve.hosted import hosted
 from tests.text import made as text
 from tests.zoo import ARCHS
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.hosting import Engines, hosted
+from kvcellar.cli.hosting import Engines
 from kvcellar.engine.request import Request
 from kvcellar.library.library import Library
 from kvcellar.models.adapters import check_adapter
@@ -22,6 +22,7 @@ from kvcellar.serve import ModelManager, Server, ServeSettings
 from tests.library.made import FakeTools, made
 from tests.models.lora import saved
 from tests.serve.fake_engine import PATIENCE
+from tests.serve.hosted import hosted
 from tests.serve.test_several_models import OPTIONS, PROMPT, projections, serving, tiny
 
 __all__ = ["tiny"]  # a fixture

@@ -12,13 +12,13 @@ import ollama
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.hosting import hosted
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings
 from tests.engine.embedding_models import END, saved
 from tests.library.made import made
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE
+from tests.serve.hosted import hosted
 from tests.text.templates import THINKER
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"

@@ -19,8 +19,7 @@ from kvcellar.engine.engine import Engine, import_needed
 from kvcellar.engine.fork_server import starter_for
 from kvcellar.engine.in_library import in_library, located
 from kvcellar.engine.machine import free_cpu_bytes
-from kvcellar.engine.named_engine import NamedEngine
-from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.engine.settings import SHARE_OF_FREE
 from kvcellar.errors import BadRequest
 from kvcellar.library.library import Library, LibraryModel
@@ -62,14 +61,6 @@ class Hosting:
     library: Library | None
     engines: Sequence[Engine]
     load: Callable[[], None]
-
-
-@contextmanager
-def hosted(models: Sequence[str], **options: Any) -> Iterator[tuple[ModelManager, Library | None, Sequence[Engine]]]:
-    """`hosting`, with all models loaded."""
-    with hosting(models, **options) as found:
-        found.load()
-        yield found.host, found.library, found.engines
 
 
 @contextmanager

@@ -14,28 +14,15 @@ Always true:
 """
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # imports torch
-    from kvcellar.cache.storage import Fragments
+    from kvcellar.cache.storage import Fragments, Storage
 
 SHORT = 64  # cells
 PASSES = 4  # a pass over a group moves no cell more than twice, and the next one continues
 
 log = logging.getLogger("kvcellar.engine")
-
-
-class Compactable(Protocol):
-    """The part of a memory's storage that compaction uses."""
-
-    def fragments(self) -> "Mapping[str, Fragments]": ...
-
-    def piece(self, group: str) -> int:
-        """The most cells of a group whose bytes fit in staging."""
-        ...
-
-    def compact(self, budget_cells: int, group: str | None = None) -> int: ...
 
 
 def worth_compacting(found: "Fragments", settled: int) -> bool:
@@ -47,7 +34,7 @@ def worth_compacting(found: "Fragments", settled: int) -> bool:
 class Compaction:
     """Compacts the storage of a memory in bounded calls."""
 
-    def __init__(self, storage: Compactable) -> None:
+    def __init__(self, storage: "Storage") -> None:
         self._storage = storage
         self._group: str | None = None  # of the current pass
         self._left = 0  # cells that the current pass may still move

@@ -24,13 +24,13 @@ from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_clients import AdaptersClient, CacheClient
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.embeddings import Embeddings
-from kvcellar.engine.named_engine import NamedEngine, open_variant
 from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.request_builder import RequestBuilder
 from kvcellar.engine.result import Result, Stream, Ticket
+from kvcellar.engine.served_engine import NamedEngine, open_variant
 from kvcellar.engine.session import Session
 from kvcellar.engine.settings import EngineOptions, Settings, conversation_bytes, settings_of
 from kvcellar.engine.stats import EngineStats

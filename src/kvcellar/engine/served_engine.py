@@ -1,20 +1,35 @@
-"""served_engine: the interface of an engine that a server and its pages use. `kvcellar.Engine` implements it, and so
-does an engine under the name of one of its models, and a fake in tests."""
+"""served_engine: the interface of an engine that a server and its pages use, and an engine under the name of one model.
+
+`kvcellar.Engine` implements the interface, and so do `NamedEngine` and a fake in tests. Models of the library share an
+engine if their weights and drafts are the same files. Each has its own sampling defaults, chat template, system prompt
+and examples, and its own adapter, which is added to the engine while others run.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from kvcellar.engine.card import ModelCard
-from kvcellar.engine.control_clients import CacheClient
+from kvcellar.engine.client import EngineClient
+from kvcellar.engine.control_clients import AdaptersClient, CacheClient
+from kvcellar.engine.control_replies import VariantText
 from kvcellar.engine.conversations import Conversations
+from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.embeddings import Embeddings
+from kvcellar.engine.in_library import preamble_of, shown_name
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.result import Ticket
 from kvcellar.engine.stats import EngineStats
+from kvcellar.engine.text_codec import TextCodec
 from kvcellar.events import Event
+from kvcellar.messages import DescribeVariant
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.template import RenderOptions
+
+if TYPE_CHECKING:
+    from kvcellar.library.library import LibraryModel
 
 
 class ServedEngine(Protocol):
@@ -89,3 +104,102 @@ class ServedEngine(Protocol):
     ) -> Ticket:
         """`deliver` is called on the engine's thread. Raises `BadRequest`, `Overloaded` or `EngineClosed`."""
         ...
+
+
+def _nothing() -> None:
+    """What a model without an adapter has to free."""
+
+
+class NamedEngine:
+    """A `ServedEngine`. `adapter` is that of requests which name none; "": none. `close`, when no request of the model
+    is left, blocks until its memory is free. Without more, it is the model that the engine was made for."""
+
+    def __init__(self, engine: ServedEngine, adapter: str | None = None, close: Callable[[], None] = _nothing) -> None:
+        self._engine, self.adapter, self.close = engine, adapter, close
+        self.model, self.conversations = engine.model, engine.conversations
+        self.render: Callable[..., list[int]] = lambda *given, **options: engine.render(*given, **options)
+        self.replies = engine.replies
+
+    @property
+    def healthy(self) -> bool:
+        return self._engine.healthy
+
+    @property
+    def starting(self) -> bool:
+        return self._engine.starting
+
+    @property
+    def cache_bytes(self) -> int:
+        return self._engine.cache_bytes
+
+    @property
+    def cache(self) -> CacheClient:
+        return self._engine.cache
+
+    @property
+    def embeddings(self) -> Embeddings:
+        """Those of all models of the engine."""
+        return self._engine.embeddings
+
+    @property
+    def last_stats(self) -> EngineStats:
+        return self._engine.last_stats
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def encode(self, text: str, *, special: bool | None = None, limit: int | None = None) -> list[int]:
+        return self._engine.encode(text, special=special, limit=limit)
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        return self._engine.decode(ids, special=special)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._engine.token_bytes(token)
+
+    def written(self, token: int) -> str:
+        return self._engine.written(token)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        deliver: Callable[[Event], None],
+        **how: Unpack[SubmitOptions],
+    ) -> Ticket:
+        if how.get("adapter") is None:
+            how["adapter"] = self.adapter
+        return self._engine.submit(prompt_ids, params, deliver=deliver, **how)
+
+    def share_conversations(self, kept: Conversations, key: str) -> None:
+        """Continue conversations that are `kept` for several engines, this one's under the name of the model. `key`
+        identifies the engine where its tokenizer has no digest."""
+        own, name = self._engine.conversations, self.model.name
+        if own is not kept:
+            self.conversations = own.beside(kept, key, name)
+        elif name != self._engine.model.name:
+            self.conversations = own.beside(own, "", name)
+
+
+def open_variant(engine: ServedEngine, client: EngineClient, codec: TextCodec, model: "LibraryModel") -> NamedEngine:
+    """A model whose weights and drafts are those of the engine, which `client` and `codec` belong to. From any thread
+    but the engine's. Blocks while its adapter is read and tested. Raises `ModelRefused` and `AdapterRefused`; then
+    nothing has changed."""
+    shown, manifest, card = shown_name(model), model.manifest, client.card
+    found: VariantText = client.ask(DescribeVariant(shown, dict(manifest.parameters), manifest.template))
+    sampling = default_sampling(found.defaults, vocab_size=card.model.vocab_size, model=shown)
+    text, template = card.text, found.chat_template
+    if text is not None:
+        text = replace(text, chat_template=template, response_template=found.response_template)
+    own = codec.variant(text, preamble_of(manifest))
+    if model.adapters:
+        name, adapters = f"{shown}@{model.id[:12]}", AdaptersClient(client)
+        adapters.add(name, model.adapters)
+        made = NamedEngine(engine, name, partial(adapters.remove, name, wait=True))
+    else:
+        made = NamedEngine(engine, adapter="")
+    made.render, made.replies = own.render, Replies(own)
+    about = {"default_sampling": sampling, "chat_template": template, "has_chat": template is not None}
+    made.model = replace(engine.model, **about)
+    return made

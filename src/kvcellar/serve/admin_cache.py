@@ -21,8 +21,7 @@ from starlette.types import Receive, Scope, Send
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.body import RequestBody, receive_json
-from kvcellar.serve.body_parts import next_part
+from kvcellar.serve.body import RequestBody, next_part, receive_json
 from kvcellar.serve.json_text import json_chunks, printable
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.model_manager import Lease

@@ -10,8 +10,10 @@ one body as text and as objects.
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope
 
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, overloaded
@@ -142,3 +144,16 @@ def _any_type(scope: Scope, headers: Headers) -> bool:
 def _too_large(settings: ServeSettings) -> ApiError:
     message = f"the body is longer than {settings.max_body_bytes} bytes, which is the limit of this server"
     return ApiError(413, message, code="request_too_large")
+
+
+async def next_part(parts: AsyncIterator[bytes], seconds: float, what: str) -> bytes | None:
+    """The next part of a body that is too large to be held; None after the last. Raises `ApiError` 408 if none arrives
+    in time, and `ClientDisconnected`."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await anext(parts, None)
+    except TimeoutError:
+        message = f"no part of the {what} arrived within {seconds:g} seconds"
+        raise ApiError(408, message, code="request_timeout", headers={"connection": "close"}) from None
+    except ClientDisconnect:
+        raise ClientDisconnected from None

@@ -8,7 +8,7 @@ Always true:
   * a connection whose client does not read has a timer that aborts it and drops unsent data;
   * at most `READ` bytes of one connection are parsed at a time on the event loop, or `READ_OF_BODY` of a body of known
     length, in which nothing is parsed; a connection over its CPU budget is parsed from a queue, and nothing more is
-    read from it meanwhile (see `parse_queue`).
+    read from it meanwhile (see `event_loop`).
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvcellar.serve.api_errors import ApiError, overloaded
+from kvcellar.serve.event_loop import CpuBudget, ParseQueue
 from kvcellar.serve.middleware import headers_too_large
-from kvcellar.serve.parse_queue import CpuBudget, ParseQueue
 from kvcellar.serve.request_log import RequestLog, new_id
 from kvcellar.serve.room import Room
 from kvcellar.serve.sending import ADMIT, WRITE

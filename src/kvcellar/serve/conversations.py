@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.conversations import ConversationInfo
-from kvcellar.engine.named_engine import NamedEngine
+from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.engine.transcript import Transcript
 from kvcellar.serve import forms
 from kvcellar.serve.api_errors import ApiError

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.embeddings import PARAMS
-from kvcellar.engine.named_engine import NamedEngine
 from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.events import Embedded as Pooled
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.serve.body import RequestBody

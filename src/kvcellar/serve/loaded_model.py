@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcellar.engine.named_engine import NamedEngine
-from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.serve.model_spec import ModelKey, ModelSpec
 
 FOREVER = float("inf")

@@ -31,8 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from kvcellar.engine.conversations import Conversations
-from kvcellar.engine.named_engine import NamedEngine
-from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.serve.api_errors import ApiError, model_refused
 from kvcellar.serve.failed_loads import forget, log_failure, refused

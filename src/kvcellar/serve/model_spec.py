@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.named_engine import NamedEngine
-from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST, ModelName

@@ -21,8 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.durations import seconds_of
-from kvcellar.engine.named_engine import NamedEngine
-from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.errors import EngineClosed
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import Json

@@ -34,7 +34,7 @@ from kvcellar.library.parameters import from_json
 from kvcellar.library.uploads import Upload, Uploads, UploadsFull, check_names
 from kvcellar.progress import Listener, Progress, listening
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error
-from kvcellar.serve.body_parts import next_part
+from kvcellar.serve.body import next_part
 from kvcellar.serve.failed_loads import without_paths
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.model_spec import ModelSpec, listed, not_served

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvcellar.engine.defaults import default_sampling
+from kvcellar.engine.card import default_sampling
 from kvcellar.engine.engine import Engine
 from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, ModelRefused

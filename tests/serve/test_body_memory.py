@@ -14,11 +14,10 @@ import pytest
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.lifecycle import Drain, Startup
 from kvcellar.serve.middleware import RequestMiddleware
 from kvcellar.serve.shared import Mounted
-from kvcellar.serve.startup import Startup
 from tests.serve.fake_engine import FakeEngine, FakeModel
 from tests.serve.wire import connected, read_until
 

@@ -14,8 +14,8 @@ from kvcellar.engine.transcript import Transcript
 from kvcellar.serve import ServeSettings
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.lifecycle import Drain
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.sending import SEND_BYTES

@@ -9,8 +9,8 @@ import pytest
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.lifecycle import Drain
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.server import hosting

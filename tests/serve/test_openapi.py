@@ -13,8 +13,8 @@ from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.api_errors import ApiError, anthropic_shape, health_shape, ollama_shape, openai_shape
 from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.lifecycle import Drain
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.openapi.routes import document
 from kvcellar.serve.openapi.routes_table import ABOUT, TABLE

@@ -29,9 +29,9 @@ from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
+from kvcellar.serve.lifecycle import Startup
 from kvcellar.serve.model_manager import Limits, ModelManager
 from kvcellar.serve.model_spec import Caches, LibraryModels, ModelSpec, engine_key
-from kvcellar.serve.startup import Startup
 from kvcellar.worker import own_python
 
 log = logging.getLogger("kvcellar.serve")

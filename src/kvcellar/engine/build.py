@@ -17,8 +17,7 @@ from kvcellar.cache.memory import Memory
 from kvcellar.engine.adapters import Adapters, open_adapters
 from kvcellar.engine.allocate import Needs, allocated, divided
 from kvcellar.engine.capacity import Capacity
-from kvcellar.engine.card import EngineCard, ModelCard
-from kvcellar.engine.defaults import default_sampling
+from kvcellar.engine.card import EngineCard, ModelCard, default_sampling
 from kvcellar.engine.device import DeviceThread, Inbox
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting

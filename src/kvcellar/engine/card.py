@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.events import Pooling
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sample.params import SamplingParams, check_ids
 from kvcellar.snapshot import Snapshot
 from kvcellar.text.preamble import Preamble
 from kvcellar.text.tokens import TextAssets
@@ -49,3 +51,14 @@ class EngineCard:
     text_bytes: int  # CPU memory for tokenizing
     replay_bytes: int  # CPU memory for the texts and tokens of chats
     stored: tuple[Snapshot, ...]  # what its store has, as far as `replay_bytes` allow
+
+
+def default_sampling(defaults: Mapping[str, Any], *, vocab_size: int, model: str) -> SamplingParams:
+    """The sampling parameters of requests that set none: from the library, else from the files of the model, else those
+    of `SamplingParams`. Raises `ModelRefused` if they name tokens that it does not have: each request would."""
+    params = SamplingParams(**defaults)
+    try:
+        check_ids(params, vocab_size)
+    except BadRequest as error:
+        raise ModelRefused(f"the default sampling parameters of {model} cannot be followed: {error}") from error
+    return params

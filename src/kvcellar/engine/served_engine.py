@@ -10,12 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from kvcellar.engine.card import ModelCard
+from kvcellar.engine.card import ModelCard, default_sampling
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_clients import AdaptersClient, CacheClient
 from kvcellar.engine.control_replies import VariantText
 from kvcellar.engine.conversations import Conversations
-from kvcellar.engine.defaults import default_sampling
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.in_library import preamble_of, shown_name
 from kvcellar.engine.replies import Replies

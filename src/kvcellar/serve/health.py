@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from kvcellar.serve.api_errors import HEALTH, ApiError, shutting_down
 from kvcellar.serve.json_text import to_json
+from kvcellar.serve.lifecycle import loading
 from kvcellar.serve.shared import Shared
-from kvcellar.serve.startup import loading
 
 # paths that need no key and are served while the server shuts down
 OPEN = frozenset({HEALTH, "/live", "/ready", "/ping"})

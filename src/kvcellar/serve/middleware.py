@@ -26,16 +26,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KvcellarError
 from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.failed_loads import forget
 from kvcellar.serve.health import OPEN
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.lifecycle import Drain, Startup
 from kvcellar.serve.records import Records
 from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.sending import ADMIT
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Mounted
-from kvcellar.serve.startup import Startup
 
 log = logging.getLogger("kvcellar.serve")
 

@@ -36,9 +36,9 @@ from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefuse
 from kvcellar.serve.api_errors import ApiError, model_refused
 from kvcellar.serve.failed_loads import forget, log_failure, refused
 from kvcellar.serve.json_text import printable
+from kvcellar.serve.lifecycle import Startup
 from kvcellar.serve.loaded_model import FOREVER, LoadedEngine, LoadedModel, Stage
 from kvcellar.serve.model_spec import Catalogue, ModelKey, ModelSpec, not_served
-from kvcellar.serve.startup import Startup
 
 log = logging.getLogger("kvcellar.serve")
 

@@ -30,16 +30,15 @@ from kvcellar.library.tools import Tools
 from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
 from kvcellar.serve.connection import ServeConfig
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.event_loop import new_event_loop
 from kvcellar.serve.key_ring import KeyRing, Keys
+from kvcellar.serve.lifecycle import Drain, LoadThread
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.model_manager import Limits, ModelManager
 from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Mount, Shared, nothing
-from kvcellar.serve.startup import LoadThread
 from kvcellar.serve.traces import Traces
 
 

@@ -9,8 +9,8 @@ from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
 from kvcellar.serve.arrivals import Arrivals
 from kvcellar.serve.body import BodyBudget
-from kvcellar.serve.drain import Drain
 from kvcellar.serve.key_ring import KeyRing
+from kvcellar.serve.lifecycle import Drain
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.model_manager import ModelManager
 from kvcellar.serve.operation import Operation

@@ -13,7 +13,7 @@ import torch
 from kvcellar.attention.choose import backends, named
 from kvcellar.engine.build import Built, build, card_of
 from kvcellar.engine.capacity import sized
-from kvcellar.engine.defaults import default_sampling
+from kvcellar.engine.card import default_sampling
 from kvcellar.engine.in_library import located
 from kvcellar.engine.machine import threads_of
 from kvcellar.engine.replies import Replies

@@ -1,18 +1,27 @@
-"""startup: the models that a server loads once it listens, before it serves requests.
+"""lifecycle: when a server refuses requests: until its models are loaded, and from when it shuts down.
 
-One thread loads them. Until it has ended, `/ready` is 503 and says how far it is, and other requests are refused.
+A server listens before its models are loaded. One thread loads them; until it has ended, `/ready` is 503 and says how
+far it is, and other requests are refused. When the server shuts down, requests that arrive, are still being received,
+or wait in the engine's queue are refused with 503, so that their clients can use another server. Requests that the
+engine has begun continue until the server cancels them.
 
 Always true:
-  * a server whose models are loaded when it starts, or that has none to load, never refuses a request here;
-  * once a startup has ended it does not begin again.
+  * a server whose models are loaded when it starts, or that has none to load, never refuses a request at its start;
+  * once a startup has ended it does not begin again;
+  * on the event loop: once the drain has started, no request is submitted to the engine.
 """
 
+import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from kvcellar.errors import EngineClosed
 from kvcellar.progress import Progress
-from kvcellar.serve.api_errors import ApiError
+from kvcellar.serve.api_errors import ApiError, shutting_down
+
+T = TypeVar("T")
 
 LOADING = "loading_model"  # the code of errors meanwhile
 RETRY_SECONDS = "5"
@@ -107,3 +116,43 @@ class LoadThread:
                 return
             self._error = error
             self._stop()
+
+
+class Drain:
+    """The drain of one server. All methods are called on its event loop."""
+
+    def __init__(self) -> None:
+        self._start = asyncio.Event()
+        self._callbacks: set[Callable[[], None]] = set()
+
+    @property
+    def started(self) -> bool:
+        return self._start.is_set()
+
+    def start(self) -> None:
+        """May be called again."""
+        self._start.set()
+        for callback in list(self._callbacks):
+            callback()
+
+    @contextmanager
+    def on_start(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Within the block, `callback` is called when the drain starts."""
+        self._callbacks.add(callback)
+        try:
+            yield
+        finally:
+            self._callbacks.discard(callback)
+
+    async def run_before(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. If the drain starts first, cancels `work` and raises `ApiError` 503."""
+        worker, start = asyncio.ensure_future(work), asyncio.ensure_future(self._start.wait())
+        try:
+            await asyncio.wait((worker, start), return_when=asyncio.FIRST_COMPLETED)
+            if self.started or not worker.done():
+                raise shutting_down()
+            return worker.result()
+        finally:
+            worker.cancel()
+            start.cancel()
+            await asyncio.gather(worker, start, return_exceptions=True)

@@ -1,6 +1,6 @@
 """Write docs/reference/ from the code: `python -m scripts.reference`.
 
-The description of a setting or field is its comment (`kvcellar.serve.openapi.routes`).
+The description of a setting or field is its comment (`kvcellar.serve.openapi`).
 """
 
 import inspect
@@ -45,16 +45,15 @@ from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import SAMPLING as SAMPLING_FIELDS
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
-from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
-from kvcellar.serve.openapi.errors import EVERY, MEANINGS
-from kvcellar.serve.openapi.routes import Comments
-from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
-from kvcellar.serve.recalls import RECALL
-from kvcellar.serve.request_log import LOG_FIELDS
+from kvcellar.serve.openai.usage import TimingsFields
+from kvcellar.serve.openapi import ABOUT, EVERY, MEANINGS, Comments
+from kvcellar.serve.recalls import RecallFields
+from kvcellar.serve.request_log import LogLine
 from kvcellar.serve.responses_api import fields as responses_fields
 from kvcellar.serve.responses_api.fields import ReasoningOptions, ResponsesBody, TextOptions
+from kvcellar.serve.routes import TABLE
 from kvcellar.serve.settings import ServeSettings
-from kvcellar.serve.speculations import SPECULATION
+from kvcellar.serve.speculations import SpeculationFields
 from kvcellar.serve.tokenizing import DetokenizeBody, TokenizeBody
 
 COMMENTS = Comments()
@@ -233,11 +232,13 @@ def _meaning(field: Any, comment: str) -> str:
 
 def _http_statistics() -> Iterator[str]:
     for title, table in (
-        ("`timings` of an HTTP response", TIMINGS),
-        ("The same where drafts were used (`--draft`)", DRAFT_TIMINGS),
-        ("`speculation` in the timings of an HTTP response", SPECULATION),
-        ("`recall` in the usage of an HTTP response", RECALL),
-        ("Log line of an HTTP request", LOG_FIELDS),
+        (
+            "`timings` of an HTTP response; the last three where drafts were used (`--draft`)",
+            COMMENTS.of(TimingsFields),
+        ),
+        ("`speculation` in the timings of an HTTP response", COMMENTS.of(SpeculationFields)),
+        ("`recall` in the usage of an HTTP response", COMMENTS.of(RecallFields)),
+        ("Log line of an HTTP request", COMMENTS.of(LogLine)),
     ):
         yield f"## {title}\n"
         yield _table(("name", "meaning"), [(f"`{name}`", meaning) for name, meaning in table.items()])

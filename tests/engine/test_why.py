@@ -111,10 +111,10 @@ def test_a_doubled_first_token_is_seen_where_a_prompt_diverges() -> None:
         ids = engine.encode("import os\nimport sys\n")
         asked(engine, ids)
         found = recall_fields(asked(engine, [ids[0], *ids]), engine)
-        assert isinstance(ours := found["ours"], dict)
-        assert isinstance(theirs := found["theirs"], dict)
-        assert ours["text"].startswith("<|bos|>import os\n")
-        assert theirs["text"].startswith("import os\n")
+        assert found.ours is not None
+        assert found.theirs is not None
+        assert (found.ours.text or "").startswith("<|bos|>import os\n")
+        assert (found.theirs.text or "").startswith("import os\n")
 
 
 def test_what_was_read_back_has_its_tier_and_the_time_that_it_took(tmp_path) -> None:

@@ -11,8 +11,9 @@ import httpx
 from jsonschema import Draft202012Validator
 
 from kvcellar.inspector.routes import OPERATIONS
-from kvcellar.serve.openapi.errors import error_type
-from kvcellar.serve.openapi.routes import document
+from kvcellar.serve.api_errors import error_format
+from kvcellar.serve.openapi import document
+from kvcellar.serve.routes import TABLE
 
 Json = dict[str, Any]
 STREAMS = ("text/event-stream", "application/x-ndjson")
@@ -71,7 +72,7 @@ class Declared:
         assert content_type.partition(";")[0] == "application/json", f"{method} {url}: an error of {content_type!r}"
         if method == "HEAD":
             return
-        form = {"$ref": f"#/components/schemas/{error_type(url).__name__}", "components": self._components}
+        form = {"$ref": f"#/components/schemas/{error_format(url).__name__}", "components": self._components}
         for error in Draft202012Validator(form).iter_errors(json.loads(body)):
             raise AssertionError(f"{method} {url}: {error.json_path}: {error.message[:500]}")
 
@@ -110,7 +111,7 @@ def _values(kind: str, body: bytes) -> Iterator[Any]:
 @cache
 def declared() -> Declared:
     """Of a server with its inspector."""
-    return Declared(document(OPERATIONS))
+    return Declared(document({**TABLE, **OPERATIONS}))
 
 
 class DeclaredClient(httpx.Client):

@@ -162,7 +162,7 @@ def test_a_record_does_not_change_when_the_log_line_is_written_after_it_was_read
     before = record.summary()
     log.write()
     assert before == record.summary()
-    assert before["ms"] < log.ms()
+    assert before.ms < log.ms()
 
 
 def test_records_are_bounded_by_requests_and_by_prompts() -> None:

@@ -1,12 +1,14 @@
-"""What is encoded once has the bytes of what is encoded each time."""
+"""Answers and other values as JSON, whole and in chunks."""
 
 import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET, Raw
 
-from kvcellar.serve.json_text import EncodedList, JsonTemplate, json_chunks, to_json
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.json_text import json_chunks, to_json
 
 TEXTS = st.text() | st.sampled_from(["%", "%s", "%(text)s", '"', "\\", "\u2028", "\U0001f600", "{}", ""])
 VALUES = st.recursive(
@@ -16,25 +18,28 @@ VALUES = st.recursive(
 )
 
 
-@given(constant=VALUES, key=TEXTS, texts=st.lists(TEXTS, max_size=4), number=st.integers(0, 10**9))
-def test_a_template_returns_what_the_function_returns_that_it_was_made_of(constant, key, texts, number):
-    def write(text: object, number: object) -> bytes:
-        return b"data: " + to_json({"a": constant, "text": text, key + "_": [text], "number": number}) + b"\n"
-
-    template = JsonTemplate(write, "text", "number")
-    for text in texts:
-        assert template.fill(text=text, number=number) == write(text, number)
+class Fields(Answer):
+    constant: object
+    texts: object
+    maybe: object = UNSET
 
 
-@given(items=st.lists(VALUES, max_size=6), more=st.lists(VALUES, max_size=3), around=VALUES)
-def test_a_list_that_was_encoded_is_written_like_one_that_was_not(items, more, around):
-    encoded = EncodedList([to_json(item) for item in items])
-    before = encoded.copy()
-    encoded.extend([to_json(item) for item in more])
-    for made, plain in ((before, items), (encoded, items + more)):
-        assert len(made) == len(plain)
-        written = b"".join(json_chunks({"around": around, "of": [{"logprobs": made}], "at": {"end": made}}))
-        assert json.loads(written) == {"around": around, "of": [{"logprobs": plain}], "at": {"end": plain}}
+@given(constant=VALUES, texts=st.lists(TEXTS, max_size=4), more=st.dictionaries(TEXTS, VALUES, max_size=3))
+def test_what_is_written_is_ascii_on_one_line_and_reads_back(constant, texts, more):
+    """Of a dictionary, and of an answer with the same fields, whole and in chunks."""
+    plain = {"constant": constant, "texts": texts}
+    for value, read in (
+        (plain | more, plain | more),
+        (Fields(constant, texts), plain),
+        (Fields(constant, iter(texts), more), plain | {"maybe": more}),
+        ([Fields(constant, texts, None)], [plain | {"maybe": None}]),
+    ):
+        written = to_json(value)
+        assert written.isascii()
+        assert b"\n" not in written
+        assert json.loads(written) == read
+    for value in (Fields(constant, texts), {"around": [Fields(constant, texts, more)], "raw": Raw(to_json(plain))}):
+        assert b"".join(json_chunks(value)) == to_json(value)
 
 
 def test_items_with_long_lists_are_made_a_few_at_a_time():

@@ -42,7 +42,7 @@ def scored(token: int) -> TokenLogprob:
 def test_the_bytes_of_tokens_are_those_of_the_text(kind: str, text: str) -> None:
     tokenizer = words(kind)
     tokens = TokenText(Words(tokenizer), as_ids=False)  # type: ignore[arg-type]
-    raw = b"".join(bytes(tokens.utf8(token) or []) for token in tokenizer.encode(text, special=False))
+    raw = b"".join((tokens.raw(token) or b"") for token in tokenizer.encode(text, special=False))
     assert raw.decode().removeprefix(" ") == tokenizer.decode(tokenizer.encode(text, special=False))
 
 
@@ -53,8 +53,9 @@ def test_tokens_of_a_prompt_begin_where_their_characters_do(kind: str, text: str
     engine, ids = Words(tokenizer), tokenizer.encode(text, special=False)
     text = tokenizer.decode(ids)
     tokens = TokenText(engine, as_ids=False)  # type: ignore[arg-type]
-    body: Any = Echo(engine, [text]).body(0, PromptScored(tuple(ids), tuple(map(scored, ids))), 0, tokens)  # type: ignore[arg-type]
-    offsets = [*body["logprobs"]["text_offset"]]
+    about = PromptScored(tuple(ids), tuple(map(scored, ids)))
+    opening: Any = Echo(engine, [text]).opening(0, 0, about, 0, tokens)  # type: ignore[arg-type]
+    offsets = [*opening.logprobs.text_offset]
     check(text, offsets, [tokens.raw(token) or b"" for token in ids])
 
 

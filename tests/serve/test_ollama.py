@@ -415,10 +415,10 @@ def test_a_model_that_stays_and_is_removed_is_listed_with_its_size(tmp_path: Pat
 def test_details_are_those_of_the_model_that_is_meant(world: World) -> None:
     details, old = Details(world.library), world.catalogue.find("one")
     world.library.copy("owner/two:small", "one")
-    assert details.named(old)["details"]["family"] == "unknown"
+    assert details.named(old).details.family == "unknown"
     world.library.copy("one", "three")
-    assert details.named(world.catalogue.find("three"))["details"]["family"] == "llama"
-    assert details.named(old)["details"]["family"] == "unknown"
+    assert details.named(world.catalogue.find("three")).details.family == "llama"
+    assert details.named(old).details.family == "unknown"
 
 
 def comes(condition: Callable[[], bool]) -> bool:

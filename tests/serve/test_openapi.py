@@ -10,38 +10,33 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.api_errors import ApiError, anthropic_shape, health_shape, ollama_shape, openai_shape
+from kvcellar.serve.api_errors import AnthropicError, ApiError, HealthError, OllamaError, OpenAIError
 from kvcellar.serve.app import build_app
 from kvcellar.serve.body import BodyBudget
+from kvcellar.serve.json_text import to_json
 from kvcellar.serve.key_ring import KeyRing
 from kvcellar.serve.lifecycle import Drain
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.openapi.routes import document
-from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
+from kvcellar.serve.openapi import ABOUT, document
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.routes import TABLE
 from kvcellar.serve.server import hosting
 from kvcellar.serve.shared import Shared
 from tests.serve.declared import declared
-from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion
 
-DOCUMENT = document()
+DOCUMENT = document(TABLE)
 
 
-def routes(engine: FakeEngine) -> set[tuple[str, str]]:
-    """Methods and paths of a server that has every kind of keys."""
-    settings, host = ServeSettings(admin_digests=(key_digest("an-admin-key"),)), hosting(engine)
-    threads, bodies = ReaderThreads(), BodyBudget(1)
-    app = build_app(Shared(host, settings, threads, bodies, Drain(), EngineCounts(host), KeyRing(settings)))
+def test_only_a_server_with_admin_keys_has_routes_of_operators(shared_engine):
+    host, threads = hosting(shared_engine), ReaderThreads()
+    for settings in (ServeSettings(), ServeSettings(admin_digests=(key_digest("an-admin-key"),))):
+        counts, keys = EngineCounts(host), KeyRing(settings)
+        app = build_app(Shared(host, settings, threads, BodyBudget(1), Drain(), counts, keys))
+        paths = {re.sub(r":\w+\}", "}", one.path) for one in app.routes if isinstance(one, Route)}
+        operated = bool(settings.admin_digests)
+        assert paths == {path for (_, path), one in TABLE.items() if operated or one.api != "Operator"}
     threads.close()
-    found = [one for one in app.routes if isinstance(one, Route)]
-    assert len(found) == len(app.routes)
-    pairs = {(method, re.sub(r":\w+\}", "}", one.path)) for one in found for method in one.methods or ()}
-    return {(method, path) for method, path in pairs if method != "HEAD" or ("GET", path) not in pairs}
-
-
-def test_every_route_has_a_row_and_every_row_a_route(shared_engine):
-    assert routes(shared_engine) == set(TABLE)
 
 
 def test_the_document_is_valid(http, engine):
@@ -124,17 +119,17 @@ def test_what_the_schema_of_a_body_refuses_the_server_refuses(http, path, body):
 @pytest.mark.parametrize(
     ("path", "form"),
     [
-        ("/v1/models", openai_shape),
-        ("/v1/messages", anthropic_shape),
-        ("/api/tags", ollama_shape),
-        ("/health", health_shape),
+        ("/v1/models", OpenAIError),
+        ("/v1/messages", AnthropicError),
+        ("/api/tags", OllamaError),
+        ("/health", HealthError),
     ],
 )
 def test_an_error_that_no_route_declares_must_have_the_form_of_its_api(path, form):
     method = "POST" if path == "/v1/messages" else "GET"
-    for shape in (openai_shape, anthropic_shape, ollama_shape, health_shape):
-        body = json.dumps(shape(ApiError(405, "x", code="y"))).encode()
-        if shape is form:
+    for one in (OpenAIError, AnthropicError, OllamaError, HealthError):
+        body = to_json(one.of_error(ApiError(405, "x", code="y")))
+        if one is form:
             declared().check(method, path, 405, "application/json", body)
         else:
             with pytest.raises(AssertionError, match=path):

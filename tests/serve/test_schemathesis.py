@@ -21,9 +21,9 @@ from kvcellar.inspector.routes import OPERATIONS, inspector
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.admin_cache import ARCHIVE
-from kvcellar.serve.openapi.routes import document
-from kvcellar.serve.openapi.routes_table import TABLE
+from kvcellar.serve.openapi import document
 from kvcellar.serve.operation import Operation
+from kvcellar.serve.routes import TABLE
 from tests.library.made import FakeTools
 from tests.serve.declared import declared
 from tests.serve.fake_library import World
@@ -94,7 +94,7 @@ def schema() -> Any:
     def sent(context: Any, value: Any) -> bytes:
         return value if isinstance(value, bytes) else str(value).encode()
 
-    return schemathesis.openapi.from_dict(document(OPERATIONS))
+    return schemathesis.openapi.from_dict(document({**TABLE, **OPERATIONS}))
 
 
 def name_known(case: Any, served: Served) -> None:

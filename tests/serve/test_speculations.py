@@ -9,7 +9,7 @@ from openai import OpenAI
 
 from kvcellar.events import Speculation
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.speculations import SPECULATION
+from kvcellar.serve.speculations import SpeculationFields
 from tests.cli.command import kvcellar
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion
@@ -54,7 +54,7 @@ def test_a_response_has_the_counts_of_openai_and_of_llama_cpp_and_the_record(htt
     assert last["usage"]["completion_tokens_details"] == DETAILS
     timings = last["timings"]
     assert (timings["draft_n"], timings["draft_n_accepted"], timings["speculation"]) == (20, 9, [RECORD])
-    assert list(RECORD) == list(SPECULATION)
+    assert list(RECORD) == list(SpeculationFields.__struct_fields__)
 
 
 def test_without_drafts_there_is_nothing_of_them(http):

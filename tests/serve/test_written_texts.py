@@ -1,4 +1,4 @@
-"""Chunks with nothing but a text are filled into what was encoded once: they are what encoding each of them gives."""
+"""What writers make of texts: chunks, events and lines that have each of them once."""
 
 import json
 from types import SimpleNamespace
@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from kvcellar.events import Delta, TokenLogprob
 from kvcellar.sample.params import SamplingParams
+from kvcellar.serve import ollama_writer
 from kvcellar.serve.anthropic.message_writer import MessageWriter
-from kvcellar.serve.ollama_writer import OllamaWriter, chat_shape, generate_shape
-from kvcellar.serve.openai.chat_format import ChatFormat
-from kvcellar.serve.openai.completions import CompletionFormat
+from kvcellar.serve.json_text import to_json
+from kvcellar.serve.ollama_writer import OllamaWriter
+from kvcellar.serve.openai.formats import ChatFormat, TextFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.replies import Replies, ReplyPart
-from kvcellar.serve.responses_api.response_writer import Echo, ResponsesWriter
+from kvcellar.serve.responses_api.response_writer import Echo, RequestFields, ResponsesWriter
 from kvcellar.serve.writer import Writer
 from kvcellar.text.pieces import Content, Reasoning
 
@@ -45,18 +46,28 @@ def values(stream: bytes) -> list[Any]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-@given(pieces=PIECES, usage=st.booleans(), names=st.sampled_from([(), ("reasoning",), ("reasoning", "thinking")]))
+@given(
+    pieces=PIECES, usage=st.booleans(), names=st.sampled_from([(), ("reasoning",), ("reasoning", "reasoning_content")])
+)
 def test_chunks_of_chats_and_completions(pieces, usage, names):
     of = replies()
-    for form in (ChatFormat(names), CompletionFormat()):
+    for form in (ChatFormat(names), TextFormat()):
         writer = ResponseWriter(ENGINE, options(include_usage=usage), form, of)
         for number, piece in enumerate(pieces):
-            one = part(of, piece, number % 2)
-            assert writer.chunk(one) == writer._chunks(one)
+            found = values(writer.chunk(part(of, piece, number % 2)))
+            told = isinstance(piece, Content) or (names and isinstance(form, ChatFormat))
+            assert len(found) == bool(told)
+            for chunk in found:
+                (choice,) = chunk["choices"]
+                common = {"index": number % 2, "logprobs": None, "finish_reason": None}
+                delta = dict.fromkeys(names, piece.text) if isinstance(piece, Reasoning) else {"content": piece.text}
+                own = {"delta": delta} if isinstance(form, ChatFormat) else {"text": piece.text}
+                assert choice == common | own
+                assert chunk.get("usage", "absent") == (None if usage else "absent")
 
 
 @pytest.mark.parametrize("wanted", [{"token_ids": True}, {"include_usage": True, "continuous_usage": True}])
-def test_chunks_that_have_more_of_each_token_are_not_filled_in(wanted):
+def test_chunks_that_have_more_of_each_token(wanted):
     of = replies()
     writer = ResponseWriter(ENGINE, options(**wanted), ChatFormat(()), of)
     found = []
@@ -91,21 +102,27 @@ def test_deltas_of_messages(pieces):
 
 @given(pieces=PIECES)
 def test_lines_of_ollama(pieces):
-    for shape, place in ((chat_shape, lambda line: line["message"]), (generate_shape, lambda line: line)):
+    for form in (ollama_writer.ChatFormat, ollama_writer.GenerateFormat):
         of = replies()
-        writer = OllamaWriter(ENGINE, "m", 0.0, shape, of)
+        writer = OllamaWriter(ENGINE, "m", 0.0, form, of)
         lines = [line for piece in pieces for line in values(writer.chunk(part(of, piece)))]
         for piece, line in zip(pieces, lines, strict=True):
-            assert line["done"] is False
             thinking = isinstance(piece, Reasoning)
-            fields = shape("" if thinking else piece.text, piece.text if thinking else "", ())
-            assert place(line).items() >= place(fields).items()
-            assert set(line) == {"model", "created_at", "done", *fields}
+            fields = form.fields(thinking=piece.text) if thinking else form.fields(piece.text)
+            assert line == json.loads(to_json(form.line(model="m", created_at=line["created_at"], **fields)))
+            text = line["response"] if "response" in line else line["message"]["content"]
+            found = line.get("message", line)["thinking"] if thinking else text
+            assert (found, line["done"]) == (piece.text, False)
         assert [line["created_at"] for line in lines] == sorted(line["created_at"] for line in lines)
 
 
+def echo(logprobs: bool) -> Echo:
+    fields: Any = dict.fromkeys(RequestFields.__struct_fields__)
+    return Echo("m", RequestFields(**fields), None, "", b"[]", None, 0, logprobs)
+
+
 def responses(of: Replies, *, logprobs: bool = False) -> Writer:
-    return ResponsesWriter(ENGINE, Echo({}, None, "", b"[]", None, 0, logprobs), of)
+    return ResponsesWriter(ENGINE, echo(logprobs), of)
 
 
 @given(pieces=PIECES)
@@ -129,7 +146,7 @@ def test_log_probabilities_of_a_response_are_the_same_in_all_places_and_encoded_
     real = response_writer.to_json
     monkeypatch.setattr(response_writer, "to_json", lambda value: encoded.append(value) or real(value))
     of = replies(SamplingParams(logprobs=2))
-    writer = ResponsesWriter(ENGINE, Echo({}, None, "", b"[]", None, 0, True), of)
+    writer = ResponsesWriter(ENGINE, echo(True), of)
     deltas = list[Any]()
     for number in range(50):
         entry = TokenLogprob(number, -float(number), ((number, -float(number)), (7, -9.0)))

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.text_codec import TextCodec
@@ -13,19 +14,20 @@ from kvcellar.errors import ModelRefused
 from kvcellar.text.tokens import MOST_BYTES, bytes_for
 from kvcellar.worker import own_python
 
-NOTHING = ("completion",)  # of every model
+Capability = Literal["completion", "tools", "thinking", "embedding"]
+NOTHING: tuple[Capability, ...] = ("completion",)  # of every model
 CONTEXT = 2**20  # tokens; no conversation is rendered
 READ_SECONDS = 120.0  # until a tokenizer is given up
 log = logging.getLogger("kvcellar.serve")
 
 
-def capabilities(replies: Replies, *, embeds: bool) -> tuple[str, ...]:
+def capabilities(replies: Replies, *, embeds: bool) -> tuple[Capability, ...]:
     """By the names that Ollama has for them."""
-    known = {"tools": replies.refusal is None, "thinking": replies.reasons, "embedding": embeds}
+    known: dict[Capability, bool] = {"tools": replies.refusal is None, "thinking": replies.reasons, "embedding": embeds}
     return (*NOTHING, *(name for name, has in known.items() if has))
 
 
-def capabilities_of(directory: Path, template: str | None = None) -> tuple[str, ...]:
+def capabilities_of(directory: Path, template: str | None = None) -> tuple[Capability, ...]:
     """Those that an engine of the model in a directory would have, whose chat template is `template`, if that is given.
     Another process reads the tokenizer, for seconds, and no weights: this one needs no transformers for that."""
     asked, environment = own_python("-m", __name__, str(directory))
@@ -45,7 +47,7 @@ def capabilities_of(directory: Path, template: str | None = None) -> tuple[str, 
     return tuple(json.loads(found.stdout))
 
 
-def read(directory: Path, template: str | None) -> tuple[str, ...]:
+def read(directory: Path, template: str | None) -> tuple[Capability, ...]:
     """As `capabilities_of`, in this process."""
     from kvcellar.engine.open_model import with_template  # import transformers
     from kvcellar.models.config_file import pooling_of

@@ -6,18 +6,25 @@ They exist only where the server has an admin key, which the middleware has chec
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvcellar.errors import BadRequest
-from kvcellar.serve.admin_cache import cache_routes, whole
+from kvcellar.serve.admin_cache import whole
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.json_text import printable, to_json
-from kvcellar.serve.records import MOST, Records
+from kvcellar.serve.json_text import printable
+from kvcellar.serve.records import MOST, Records, RequestSummaries
+from kvcellar.serve.sending import json_response
 from kvcellar.serve.shared import Shared
 
 
-def key_routes(server: Shared) -> list[Route]:
-    return [Route("/admin/keys/reload", KeysHandler(server).reload, methods=["POST"])]
+class KeyCounts(Answer):
+    api: int
+    admin: int
+    metrics: int
+
+
+class ReloadedKeys(Answer):
+    keys: KeyCounts
 
 
 class KeysHandler:
@@ -31,32 +38,22 @@ class KeysHandler:
         except BadRequest as error:  # the message may name files of the server
             message = "the keys were not changed; the log of the server has the reason"
             raise ApiError(409, message, code="keys_not_changed") from error
-        return Response(to_json({"keys": keys.counts()}), media_type="application/json")
+        return json_response(ReloadedKeys(KeyCounts(**keys.counts())))
 
 
 LISTED = 20  # requests, unless `limit` is sent
-
-
-def admin_routes(server: Shared, records: Records) -> list[Route]:
-    """The records belong to the middleware."""
-    requests = RequestsHandler(server, records)
-    return [
-        Route("/admin/requests", requests.list, methods=["GET"]),
-        Route("/admin/requests/{id}", requests.get, methods=["GET"]),
-        *cache_routes(server),
-        *key_routes(server),
-    ]
 
 
 class RequestsHandler:
     """What the last requests read from memory."""
 
     def __init__(self, server: Shared, records: Records) -> None:
+        """The records belong to the middleware."""
         self._host, self._records = server.host, records
 
     async def list(self, request: Request) -> Response:
         most = whole(request, "limit", LISTED, MOST)
-        return answer({"requests": [record.summary() for record in self._records.last(most)]})
+        return json_response(RequestSummaries([record.summary() for record in self._records.last(most)]))
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["id"]
@@ -65,11 +62,7 @@ class RequestsHandler:
             raise ApiError(404, message, code="not_found")
         lease = self._host.take(record.log.spec) if record.log.spec is not None else None
         try:
-            return answer(record.whole(lease.engine if lease is not None else None))
+            return json_response(record.whole(lease.engine if lease is not None else None))
         finally:
             if lease is not None:
                 lease.release()
-
-
-def answer(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")

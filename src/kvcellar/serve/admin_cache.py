@@ -8,18 +8,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from threading import Condition
-from typing import Any
+from typing import Any, Literal
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, next_part, receive_json
 from kvcellar.serve.json_text import json_chunks, printable
@@ -51,19 +50,103 @@ class RemoveBody(StrictModel):
     prefix: str | list[int] | None = None  # a text, or token ids
 
 
-def cache_routes(server: Shared) -> list[Route]:
-    handler = CacheHandler(server)
-    return [
-        Route("/admin/cache", handler.totals, methods=["GET"]),
-        Route("/admin/cache/tree", handler.tree, methods=["GET"]),
-        Route("/admin/cache/hot", handler.hot, methods=["GET"]),
-        Route("/admin/cache/remove", handler.remove, methods=["POST"]),
-        Route("/admin/cache/clear", handler.clear, methods=["POST"]),
-        Route("/admin/cache/collect", handler.collect, methods=["POST"]),
-        Route("/admin/cache/verify", handler.verify, methods=["POST"]),
-        Route("/admin/cache/export", handler.export, methods=["POST"]),
-        Route("/admin/cache/import", handler.import_from, methods=["POST"]),
-    ]
+class DeviceNamespace(Answer):
+    namespace: str
+    entries: int
+    tokens: int
+    checkpoints: int
+    bytes: int
+    in_use: int  # tokens that running requests use
+
+
+class DeviceContents(Answer):
+    namespaces: list[DeviceNamespace]
+
+
+class StoredNamespace(Answer):
+    identity: str
+    namespace: str | None  # `null`: sealed with another key
+    entries: int
+    tokens: int
+    bytes: int
+
+
+class StoreContents(Answer):
+    directory: str
+    bytes: int
+    limit_bytes: int
+    namespaces: list[StoredNamespace]
+
+
+class CacheContents(Answer):
+    device: DeviceContents
+    store: StoreContents | None
+
+
+class DeviceEntry(Answer, kw_only=True):
+    tier: Literal["device"]
+    namespace: str
+    name: str
+    parent: str  # empty at the beginning of a text
+    start: int
+    end: int
+    tokens: list[int]  # the first ones
+    checkpoints: list[int]
+    users: int  # running sequences
+    reused: bool
+    value: float  # to eviction
+    leaf: bool
+    pinned: bool
+    expires: float | None  # seconds of the wall clock
+    owner: str
+    adapter: str
+    text: str | None
+
+
+class StoredEntry(Answer, kw_only=True):
+    """Of one that was sealed with another key, neither namespace, span nor tokens are known."""
+
+    tier: Literal["disk"]
+    name: str
+    parent: str
+    identity: str
+    bytes: int
+    uses: int
+    value: float
+    pinned: bool
+    expires: float | None
+    namespace: str | None
+    start: int | None
+    end: int | None
+    tokens: list[int] | None
+    adapter: str | None
+    text: str | None
+
+
+class CacheEntries(Answer):
+    entries: list[DeviceEntry | StoredEntry]
+    more: bool
+
+
+class RemovedEntries(Answer):
+    tokens: int  # in memory, as far as no running request uses them
+    stored: int  # entries of the store
+
+
+class CollectedEntries(Answer):
+    removed: int
+
+
+class VerifiedEntries(Answer):
+    read: int
+    bytes: int
+    damaged: int
+    unreadable: int  # sealed with another key, or gone
+
+
+class ImportedEntries(Answer):
+    stored: int
+    refused: dict[str, int]  # entries that were not stored, by reason
 
 
 class CacheHandler:
@@ -77,13 +160,13 @@ class CacheHandler:
     async def totals(self, request: Request) -> Response:
         return await self._answer(request, self._totals)
 
-    def _totals(self, engine: ServedEngine) -> object:
+    def _totals(self, engine: ServedEngine) -> CacheContents:
         cache = engine.cache
-        device = {"namespaces": [asdict(one) for one in cache.namespaces()]}
+        device = DeviceContents(list(map(DeviceNamespace.of, cache.namespaces())))
         if (disk := cache.disk) is None:
-            return {"device": device, "store": None}
-        about = {"directory": disk.directory, "bytes": disk.bytes, "limit_bytes": disk.cap}
-        return {"device": device, "store": about | {"namespaces": cache.stored_totals()}}
+            return CacheContents(device, None)
+        stored = [StoredNamespace(**one) for one in cache.stored_totals()]
+        return CacheContents(device, StoreContents(disk.directory, disk.bytes, disk.cap, stored))
 
     async def tree(self, request: Request) -> Response:
         most, namespace = whole(request, "limit", LISTED, MOST_LISTED), request.query_params.get("namespace")
@@ -97,25 +180,27 @@ class CacheHandler:
     async def remove(self, request: Request) -> Response:
         body = validated(RemoveBody, await self._body(request))
 
-        def remove(engine: ServedEngine) -> object:
+        def remove(engine: ServedEngine) -> Answer:
             prefix = body.prefix
             check_named(body.namespace, body.entry, prefix)  # the text: a tokenizer may put a token in front of ""
             ids = engine.encode(prefix) if isinstance(prefix, str) else prefix
-            return asdict(engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
+            return RemovedEntries.of(engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
 
         return await self._answer(request, remove)
 
     async def clear(self, request: Request) -> Response:
         body = validated(ClearBody, await self._body(request))
-        return await self._answer(request, lambda engine: asdict(engine.cache.clear(all_models=body.all_models)))
+        return await self._answer(
+            request, lambda engine: RemovedEntries.of(engine.cache.clear(all_models=body.all_models))
+        )
 
     async def collect(self, request: Request) -> Response:
         await self._no_fields(request)
-        return await self._answer(request, lambda engine: {"removed": engine.cache.collect()})
+        return await self._answer(request, lambda engine: CollectedEntries(engine.cache.collect()))
 
     async def verify(self, request: Request) -> Response:
         await self._no_fields(request)
-        return await self._answer(request, lambda engine: asdict(engine.cache.verify()))
+        return await self._answer(request, lambda engine: VerifiedEntries.of(engine.cache.verify()))
 
     async def export(self, request: Request) -> Response:
         await self._no_fields(request)
@@ -137,7 +222,7 @@ class CacheHandler:
             raise ApiError(415, f"the body must be an archive; send it with Content-Type: {ARCHIVE}")
         arriving = Arriving(asyncio.get_running_loop())
         reading = asyncio.ensure_future(
-            self._answer(request, lambda engine: asdict(engine.cache.import_from(arriving)))
+            self._answer(request, lambda engine: ImportedEntries.of(engine.cache.import_from(arriving)))
         )
         reading.add_done_callback(lambda _: arriving.close())  # what still arrives is discarded
         parts = request.stream()
@@ -162,7 +247,7 @@ class CacheHandler:
         finally:
             body.release()
 
-    async def _answer(self, request: Request, work: Callable[[ServedEngine], object]) -> Response:
+    async def _answer(self, request: Request, work: Callable[[ServedEngine], Answer]) -> Response:
         def answered() -> bytes:
             with self._host.loaded(request.query_params.get("model")) as lease:
                 return b"".join(json_chunks(work(lease.engine)))
@@ -188,16 +273,17 @@ class Exported(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _listed(engine: ServedEngine, entries: Iterator[dict[str, Any]], most: int) -> object:
+def _listed(engine: ServedEngine, entries: Iterator[dict[str, Any]], most: int) -> CacheEntries:
     """With the texts of the entries; `more` if there are more than `most`."""
-    found: list[dict[str, Any]] = []
+    found: list[DeviceEntry | StoredEntry] = []
     for one in entries:
         if len(found) == most:
-            return {"entries": found, "more": True}
+            return CacheEntries(found, more=True)
         tokens = one["tokens"]
         text = None if tokens is None or not engine.model.has_text else engine.decode(tokens, special=True)
-        found.append(one | {"text": text})
-    return {"entries": found, "more": False}
+        kind = DeviceEntry if one["tier"] == "device" else StoredEntry
+        found.append(kind(**one, text=text))
+    return CacheEntries(found, more=False)
 
 
 def tier(request: Request) -> str:

@@ -1,17 +1,18 @@
 """api_errors: errors in the formats of the APIs, and the conversion of exceptions to them.
 
-The format is that of OpenAI, `{"error": {"message", "type", "param", "code"}}`, except below the paths of `SHAPES`. The
-status is 4xx for what the client can correct and 5xx for what it cannot; clients retry 408, 429 and 5xx themselves.
+The format is that of OpenAI, `{"error": {"message", "type", "param", "code"}}`, except below the paths of `FORMATS`.
+The status is 4xx for what the client can correct and 5xx for what it cannot; clients retry 408, 429 and 5xx themselves.
 Details of unexpected errors are only in the log.
 
 Messages name fields of the API, never options of the command line or names in Python; tests/serve/test_messages.py
 contains every message.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
+from typing import Literal
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -33,23 +34,13 @@ from kvcellar.errors import (
     ScoresNotNumbers,
     UnknownConversation,
 )
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.json_text import printable, to_json
 
 RETRY_SECONDS = "1"
 OLLAMA = "/api/"  # the routes below it have errors in the format of Ollama's API
 ANTHROPIC = "/v1/messages"  # this route, and those below it, have errors in the format of Anthropic's API
 HEALTH = "/health"  # this route has errors in the format of llama.cpp's server, whose clients read it
-HEALTH_TYPES: Mapping[int, str] = MappingProxyType({401: "authentication_error", 404: "not_found_error"})
-ANTHROPIC_TYPES: Mapping[int, str] = MappingProxyType(  # by status; others below 500 are invalid requests
-    {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-    }
-)
 
 
 @dataclass(eq=False)
@@ -65,39 +56,110 @@ class ApiError(Exception):
     def __post_init__(self) -> None:
         super().__init__(self.message)
 
-    def body(self, path: str = "") -> dict[str, object]:
+    def body(self, path: str = "") -> Answer:
         """In the format of the API that has `path`."""
-        return next((shape(self) for prefix, shape in SHAPES.items() if path.startswith(prefix)), openai_shape(self))
+        return error_format(path).of_error(self)
 
     def response(self, path: str = "") -> Response:
         """For a request to `path`."""
         return Response(to_json(self.body(path)), self.status, self.headers, "application/json")
 
 
-def openai_shape(error: ApiError) -> dict[str, object]:
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+class OpenAIErrorFields(Answer):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None  # the field that the client can correct
+    code: str | None
 
 
-def ollama_shape(error: ApiError) -> dict[str, object]:
-    return {"error": error.message}
+class OpenAIError(Answer):
+    error: OpenAIErrorFields
+
+    @staticmethod
+    def of_error(error: ApiError) -> "OpenAIError":
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        return OpenAIError(OpenAIErrorFields(error.message, kind, error.param, error.code))
 
 
-def anthropic_shape(error: ApiError) -> dict[str, object]:
-    other = "api_error" if error.status >= 500 else "invalid_request_error"
-    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(error.status, other), "message": error.message}}
+class OllamaError(Answer):
+    error: str
+
+    @staticmethod
+    def of_error(error: ApiError) -> "OllamaError":
+        return OllamaError(error.message)
 
 
-def health_shape(error: ApiError) -> dict[str, object]:
-    other = "unavailable_error" if error.status == 503 else HEALTH_TYPES.get(error.status, "invalid_request_error")
-    kind = "server_error" if error.status == 500 else other
-    return {"error": {"code": error.status, "message": error.message, "type": kind}}
-
-
-# Formats of errors by the beginnings of paths.
-SHAPES: Mapping[str, Callable[[ApiError], dict[str, object]]] = MappingProxyType(
-    {OLLAMA: ollama_shape, ANTHROPIC: anthropic_shape, HEALTH: health_shape}
+AnthropicKind = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "permission_error",
+    "not_found_error",
+    "request_too_large",
+    "rate_limit_error",
+    "overloaded_error",
+    "api_error",
+]
+ANTHROPIC_TYPES: Mapping[int, AnthropicKind] = MappingProxyType(  # by status; others below 500 are invalid requests
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+    }
 )
+
+
+class AnthropicErrorFields(Answer):
+    type: AnthropicKind
+    message: str
+
+
+class AnthropicError(Answer):
+    error: AnthropicErrorFields
+    type: Literal["error"] = "error"
+
+    @staticmethod
+    def of_error(error: ApiError) -> "AnthropicError":
+        other = "api_error" if error.status >= 500 else "invalid_request_error"
+        return AnthropicError(AnthropicErrorFields(ANTHROPIC_TYPES.get(error.status, other), error.message))
+
+
+HealthKind = Literal[
+    "invalid_request_error", "authentication_error", "not_found_error", "server_error", "unavailable_error"
+]
+HEALTH_TYPES: Mapping[int, HealthKind] = MappingProxyType(
+    {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "unavailable_error"}
+)
+
+
+class HealthErrorFields(Answer):
+    code: int  # the status
+    message: str
+    type: HealthKind
+
+
+class HealthError(Answer):
+    """As llama.cpp's server has it."""
+
+    error: HealthErrorFields
+
+    @staticmethod
+    def of_error(error: ApiError) -> "HealthError":
+        kind = HEALTH_TYPES.get(error.status, "invalid_request_error")
+        return HealthError(HealthErrorFields(error.status, error.message, kind))
+
+
+ErrorFormat = type[OpenAIError] | type[OllamaError] | type[AnthropicError] | type[HealthError]
+FORMATS: Mapping[str, ErrorFormat] = MappingProxyType(  # by the beginnings of paths
+    {OLLAMA: OllamaError, ANTHROPIC: AnthropicError, HEALTH: HealthError}
+)
+
+
+def error_format(path: str) -> ErrorFormat:
+    """What errors of a path are."""
+    return next((form for prefix, form in FORMATS.items() if path.startswith(prefix)), OpenAIError)
 
 
 class ClientDisconnected(Exception):

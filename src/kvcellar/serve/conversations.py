@@ -4,23 +4,23 @@ A conversation belongs to the API key that it was created with; for other keys i
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.conversations import ConversationInfo
 from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.engine.transcript import Transcript
 from kvcellar.serve import forms
+from kvcellar.serve.answers import Answer, Anything
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
-from kvcellar.serve.chat_request import Json
 from kvcellar.serve.json_text import json_chunks
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.namespaces import owner
@@ -33,7 +33,7 @@ from kvcellar.text.conversation import Caps, checked
 PATH = "/kvcellar/conversations"
 NAMED = f"{PATH}/{{name}}"
 WHOLE = 4  # conversations that are sent at the same time
-Work = Callable[[str, bytearray], Json]  # of the owner and the body
+Work = Callable[[str, bytearray], Answer]  # of the owner and the body
 
 
 class CreateBody(StrictModel):
@@ -52,16 +52,32 @@ class RewindBody(StrictModel):
     turns: int = 1  # to discard
 
 
-def conversation_routes(server: Shared) -> list[Route]:
-    handler = ConversationsHandler(server)
-    return [
-        Route(PATH, handler.index, methods=["GET"]),
-        Route(PATH, handler.create, methods=["POST"]),
-        Route(NAMED, WholeHandler(server), methods=["GET"]),
-        Route(NAMED, handler.delete, methods=["DELETE"]),
-        Route(f"{NAMED}/fork", handler.fork, methods=["POST"]),
-        Route(f"{NAMED}/rewind", handler.rewind, methods=["POST"]),
-    ]
+class ConversationFields(Answer, kw_only=True):
+    object: Literal["conversation"] = "conversation"
+    name: str
+    kind: Literal["chat", "text"]
+    model: str
+    created_at: int
+    changed_at: int
+    turns: int
+    messages_count: int
+    tokens_count: int
+
+
+class ConversationList(Answer):
+    data: list[ConversationFields]
+    object: Literal["list"] = "list"
+
+
+class WholeConversation(ConversationFields):
+    messages: Sequence[Anything] | UnsetType = UNSET  # of a chat, as templates read them
+    token_ids: Iterable[int] | UnsetType = UNSET  # of a text
+
+
+class DeletedConversation(Answer):
+    name: str
+    object: Literal["conversation.deleted"] = "conversation.deleted"
+    deleted: Literal[True] = True
 
 
 class ConversationsHandler:
@@ -75,9 +91,9 @@ class ConversationsHandler:
         return self._server.host.default
 
     async def index(self, request: Request) -> Response:
-        def work(owner: str, body: bytearray) -> Json:
+        def work(owner: str, body: bytearray) -> Answer:
             found = self._engine.conversations.list(owner=owner)
-            return {"object": "list", "data": list(map(described, found))}
+            return ConversationList(list(map(described, found)))
 
         return await self._run(request, work)
 
@@ -87,21 +103,21 @@ class ConversationsHandler:
     async def delete(self, request: Request) -> Response:
         name = request.path_params["name"]
 
-        def work(owner: str, body: bytearray) -> Json:
+        def work(owner: str, body: bytearray) -> Answer:
             self._engine.conversations.delete(name, owner=owner)
-            return {"object": "conversation.deleted", "name": name, "deleted": True}
+            return DeletedConversation(name)
 
         return await self._run(request, work)
 
     async def fork(self, request: Request) -> Response:
-        def work(owner: str, raw: bytearray) -> Json:
+        def work(owner: str, raw: bytearray) -> Answer:
             body = validated(ForkBody, self._fields(raw))
             return described(self._engine.conversations.fork(request.path_params["name"], body.to, owner=owner))
 
         return await self._run(request, work, status=201)
 
     async def rewind(self, request: Request) -> Response:
-        def work(owner: str, raw: bytearray) -> Json:
+        def work(owner: str, raw: bytearray) -> Answer:
             body = validated(RewindBody, self._fields(raw))
             return described(self._engine.conversations.rewind(request.path_params["name"], body.turns, owner=owner))
 
@@ -123,7 +139,7 @@ class ConversationsHandler:
     def _fields(self, raw: bytearray) -> dict[str, object]:
         return parse_object(raw, Limits(context=self._engine.model.context))
 
-    def _create(self, owner: str, raw: bytearray) -> Json:
+    def _create(self, owner: str, raw: bytearray) -> Answer:
         body = validated(CreateBody, self._fields(raw))
         if body.prompt is not None and body.messages is not None:
             raise ApiError(400, "prompt cannot be sent with messages; send one of them", "prompt", "invalid_value")
@@ -165,14 +181,21 @@ class WholeHandler:
 
     def _encoded(self, name: str, owner: str) -> bytes:
         info, transcript = self._server.host.default.conversations.read(name, owner=owner)
-        content: Json = {"messages": transcript.messages} if transcript.chat else {"token_ids": iter(transcript.tokens)}
-        return b"".join(json_chunks(described(info) | content))
+        whole = WholeConversation(**_fields(info))
+        if transcript.chat:
+            whole.messages = transcript.messages
+        else:
+            whole.token_ids = iter(transcript.tokens)
+        return b"".join(json_chunks(whole))
 
 
-def described(info: ConversationInfo) -> Json:
+def described(info: ConversationInfo) -> ConversationFields:
     """Without the text."""
+    return ConversationFields(**_fields(info))
+
+
+def _fields(info: ConversationInfo) -> dict[str, Any]:
     return {
-        "object": "conversation",
         "name": info.name,
         "kind": "chat" if info.chat else "text",
         "model": info.model,

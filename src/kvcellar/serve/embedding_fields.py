@@ -2,22 +2,54 @@
 
 import base64
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from kvcellar.serve import forms
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.messages import StrictModel
 from kvcellar.serve.ollama_fields import NamedBody
+from kvcellar.serve.openai.usage import PromptTokensDetails
 from kvcellar.serve.parsing import Fields, validated
 
 MAX_INPUTS = 2048  # as OpenAI allows
-Json = dict[str, object]
 Vector = tuple[float, ...]
 Named = TypeVar("Named", bound=NamedBody)
+
+
+class EmbeddingVector(Answer):
+    index: int
+    embedding: Sequence[float] | str  # as `encoding_format` says
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsUsage(Answer):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embeddings(Answer):
+    data: Iterable[EmbeddingVector]
+    model: str
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
+class OllamaEmbeddings(Answer):
+    model: str
+    embeddings: Iterable[Vector]
+    total_duration: int  # nanoseconds, as `load_duration`
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OneEmbedding(Answer):
+    embedding: Vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +68,7 @@ class EmbeddingRequest:
     """`normalised`: of length 1; None: as the model says. `write` makes the response."""
 
     inputs: Sequence[str | list[int]]
-    write: Callable[[Embedded], Json]
+    write: Callable[[Embedded], Answer]
     dimensions: int | None = None
     truncate: bool = False
     normalised: bool | None = None
@@ -74,14 +106,10 @@ def parse_embeddings(sent: Fields) -> EmbeddingRequest:
     body = validated(EmbeddingsBody, sent)
     encode = _base64 if body.encoding_format == "base64" else list[float]
 
-    def write(found: Embedded) -> Json:
-        data = ({"object": "embedding", "index": at, "embedding": encode(v)} for at, v in enumerate(found.vectors))
-        usage = {
-            "prompt_tokens": found.tokens,
-            "total_tokens": found.tokens,
-            "prompt_tokens_details": {"cached_tokens": found.cached},
-        }
-        return {"object": "list", "data": data, "model": found.model, "usage": usage}
+    def write(found: Embedded) -> Embeddings:
+        data = (EmbeddingVector(at, encode(vector)) for at, vector in enumerate(found.vectors))
+        usage = EmbeddingsUsage(found.tokens, found.tokens, PromptTokensDetails(found.cached))
+        return Embeddings(data, found.model, usage)
 
     inputs = _inputs(body.input, empty=False)
     return EmbeddingRequest(
@@ -94,14 +122,14 @@ def parse_embed(sent: Fields) -> EmbeddingRequest:
     body = _named(validated(EmbedBody, sent))
     inputs = [] if body.input in (None, "") else _inputs(body.input, empty=True)
 
-    def write(found: Embedded) -> Json:
-        return {
-            "model": body.model,
-            "embeddings": iter(found.vectors),
-            "total_duration": int(1e9 * found.seconds),
-            "load_duration": 0,
-            "prompt_eval_count": found.tokens,
-        }
+    def write(found: Embedded) -> OllamaEmbeddings:
+        return OllamaEmbeddings(
+            model=body.named,
+            embeddings=iter(found.vectors),
+            total_duration=int(1e9 * found.seconds),
+            load_duration=0,
+            prompt_eval_count=found.tokens,
+        )
 
     truncate = body.truncate is not False
     return EmbeddingRequest(inputs=inputs, write=write, dimensions=body.dimensions, truncate=truncate, normalised=True)
@@ -112,8 +140,8 @@ def parse_embedding(sent: Fields) -> EmbeddingRequest:
     body = _named(validated(EmbeddingBody, sent))
     inputs = [body.prompt] if body.prompt else []
 
-    def write(found: Embedded) -> Json:
-        return {"embedding": found.vectors[0] if found.vectors else []}
+    def write(found: Embedded) -> OneEmbedding:
+        return OneEmbedding(found.vectors[0] if found.vectors else ())
 
     return EmbeddingRequest(inputs=inputs, write=write, truncate=True, normalised=False, field="prompt")
 

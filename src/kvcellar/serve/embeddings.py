@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.embeddings import PARAMS
@@ -19,19 +18,16 @@ from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.events import Embedded as Pooled
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.body import RequestBody
 from kvcellar.serve.embedding_fields import (
     Embedded,
     EmbeddingRequest,
-    Json,
     Vector,
-    parse_embed,
-    parse_embedding,
-    parse_embeddings,
 )
 from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import HttpRequest
-from kvcellar.serve.model_use import KeepAlive, ModelUse, answered, no_keep_alive, sent_keep_alive
+from kvcellar.serve.model_use import KeepAlive, ModelUse, answered, no_keep_alive
 from kvcellar.serve.namespaces import namespace, owner
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.request_log import RequestLog
@@ -42,14 +38,6 @@ from kvcellar.serve.shared import Shared
 GROUP = 32  # inputs that are submitted at once
 
 Parse = Callable[[Fields], EmbeddingRequest]
-
-
-def embedding_routes(server: Shared) -> list[Route]:
-    return [
-        Route("/v1/embeddings", EmbeddingHandler(server, parse_embeddings), methods=["POST"]),
-        Route("/api/embed", EmbeddingHandler(server, parse_embed, sent_keep_alive), methods=["POST"]),
-        Route("/api/embeddings", EmbeddingHandler(server, parse_embedding, sent_keep_alive), methods=["POST"]),
-    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +62,7 @@ class EmbeddingHandler:
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         await send_json(send, await self._answered(body, scope))
 
-    async def _answered(self, body: RequestBody, scope: Scope) -> Json:
+    async def _answered(self, body: RequestBody, scope: Scope) -> Answer:
         """The response, when the model is not used any more."""
         began, server, log = time.perf_counter(), self._server, RequestLog.of(scope)
         with ExitStack() as stack:

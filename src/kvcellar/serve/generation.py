@@ -17,9 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import api_error, shutting_down
 from kvcellar.serve.body import RequestBody, receive_json
-from kvcellar.serve.chat_request import ChatRequest, Json, Prepared
+from kvcellar.serve.chat_request import ChatRequest, Prepared
 from kvcellar.serve.conversation_turn import ConversationTurn
 from kvcellar.serve.field_names import naming_fields
 from kvcellar.serve.http_request import Batch, HttpRequest
@@ -37,7 +38,7 @@ from kvcellar.serve.writer import Caller, Generation, MakeWriter, Parse, Writer
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ResponseParts:
     """What the events of a request are made into."""
 
     replies: Replies
@@ -78,7 +79,7 @@ class GenerationHandler:
         if response is not None:  # sent without a reference to the engine, which may be unloaded meanwhile
             await send_json(send, response)
 
-    async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Json | None:
+    async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Answer | None:
         """The response, when the model is not used any more; None if it was sent as a stream."""
         server, log = self._server, RequestLog.of(scope)
         naming = partial(namespace, scope, server.settings.share_prefixes)
@@ -105,14 +106,14 @@ class GenerationHandler:
             _, (writer, prepared, kept) = await server.drain.run_before(use.run(submit))
             body.keep(kept)
             replies = Replies(prepared)
-            answer = Answer(replies, writer(replies), turn, log)
+            answer = ResponseParts(replies, writer(replies), turn, log)
             log.response_id, log.namespace, log.owner = answer.writer.id, prepared.namespace, caller.owner
             if prepared.stream:
                 await self._stream(request, answer, Stream(scope, send, request.waiting_for_client))
                 return None
             return await self._whole(request, answer)
 
-    async def _whole(self, request: HttpRequest, answer: Answer) -> Json:
+    async def _whole(self, request: HttpRequest, answer: ResponseParts) -> Answer:
         while not request.finished:
             for part in answer.parts(await request.next_batch()):
                 answer.writer.add(part)
@@ -124,7 +125,7 @@ class GenerationHandler:
         if turn.begun:
             await self._server.threads.run("files", turn.save)
 
-    async def _stream(self, request: HttpRequest, answer: Answer, stream: Stream) -> None:
+    async def _stream(self, request: HttpRequest, answer: ResponseParts, stream: Stream) -> None:
         """The status is sent with the first event, or after `ping_seconds` without one."""
         writer, batch = answer.writer, await request.next_batch(self._server.settings.ping_seconds)
         await stream.start(_headers(writer))
@@ -140,7 +141,7 @@ class GenerationHandler:
             raise
         await stream.end(last)
 
-    async def _send_parts(self, request: HttpRequest, answer: Answer, stream: Stream, batch: Batch) -> None:
+    async def _send_parts(self, request: HttpRequest, answer: ResponseParts, stream: Stream, batch: Batch) -> None:
         writer, first = answer.writer, answer.writer.first()
         while chunks := list(islice(first, CHUNK_ITEMS)):
             await stream.part(b"".join(chunks))

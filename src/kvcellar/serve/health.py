@@ -7,27 +7,25 @@
 /ping     as /live
 """
 
+from typing import Literal
+
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import HEALTH, ApiError, shutting_down
-from kvcellar.serve.json_text import to_json
 from kvcellar.serve.lifecycle import loading
+from kvcellar.serve.sending import json_response
 from kvcellar.serve.shared import Shared
 
 # paths that need no key and are served while the server shuts down
 OPEN = frozenset({HEALTH, "/live", "/ready", "/ping"})
 
 
-def health_routes(server: Shared) -> list[Route]:
-    handler = HealthHandler(server)
-    return [
-        Route(HEALTH, handler.health, methods=["GET"]),
-        Route("/live", handler.alive, methods=["GET"]),
-        Route("/ready", handler.ready, methods=["GET"]),
-        Route("/ping", handler.alive, methods=["GET", "POST"]),
-    ]
+class ServerState(Answer):
+    status: Literal["ok", "ready"]
+    model: str | UnsetType = UNSET  # where the server has no API keys
 
 
 class HealthHandler:
@@ -55,8 +53,10 @@ class HealthHandler:
         if self._host.starting:
             raise loading("the engine has died and is started again; requests wait for it")
 
-    def _state(self, status: str) -> Response:
+    def _state(self, status: Literal["ok", "ready"]) -> Response:
         if not self._host.healthy:
             raise ApiError(503, "the engine has stopped; the server must be started again", code="engine_unhealthy")
-        named = {"model": self._host.find(None).name} if self._named and not self._host.startup.loading else {}
-        return Response(to_json({"status": status, **named}), media_type="application/json")
+        state = ServerState(status)
+        if self._named and not self._host.startup.loading:
+            state.model = self._host.find(None).name
+        return json_response(state)

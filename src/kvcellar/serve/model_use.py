@@ -23,8 +23,8 @@ from starlette.types import Receive, Scope, Send
 from kvcellar.durations import seconds_of
 from kvcellar.engine.served_engine import NamedEngine, ServedEngine
 from kvcellar.errors import EngineClosed
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.body import RequestBody, receive_json
-from kvcellar.serve.chat_request import Json
 from kvcellar.serve.model_manager import Lease, ModelManager
 from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.namespaces import namespace, owner
@@ -111,14 +111,14 @@ class ModelUse:
         self._release()
 
 
-Answer = Callable[[ServedEngine, Fields, Caller], Json]  # slow, in a thread; raises `ApiError` and `BadRequest`
+Respond = Callable[[ServedEngine, Fields, Caller], Answer]  # slow, in a thread; raises `ApiError` and `BadRequest`
 
 
 class ModelRoute:
     """An ASGI application."""
 
-    def __init__(self, server: Shared, answer: Answer) -> None:
-        self._server, self._answer = server, answer
+    def __init__(self, server: Shared, respond: Respond) -> None:
+        self._server, self._answer = server, respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
@@ -129,7 +129,7 @@ class ModelRoute:
         caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
         with ModelUse(server.host, server.threads, body) as use:
 
-            def work(engine: ServedEngine, sent: Fields) -> Json:
+            def work(engine: ServedEngine, sent: Fields) -> Answer:
                 RequestLog.of(scope).spec = use.spec
                 return self._answer(engine, sent, caller)
 

@@ -5,14 +5,37 @@ Clients of Anthropic's API read the same routes: the list and each model have it
 
 import time
 from datetime import UTC, datetime
+from typing import Literal
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcellar.serve.chat_request import Json
-from kvcellar.serve.json_text import to_json
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.model_spec import ModelSpec
+from kvcellar.serve.sending import json_response
 from kvcellar.serve.shared import Shared
+
+
+class ModelFields(Answer, kw_only=True):
+    """With the fields of OpenAI's API and of Anthropic's."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvcellar"
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    max_model_len: int | UnsetType = UNSET  # its context, where it is known before the model is loaded
+
+
+class ModelList(Answer, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelFields]
+    has_more: Literal[False] = False
+    first_id: str | None
+    last_id: str | None
 
 
 class ModelsHandler:
@@ -24,19 +47,21 @@ class ModelsHandler:
 
     async def list(self, request: Request) -> Response:
         models = await self._server.threads.run("models", self._server.host.all)
-        data = list(map(self._model, models))
-        ends: Json = {"first_id": models[0].name if data else None, "last_id": models[-1].name if data else None}
-        return self._json({"object": "list", "data": data, "has_more": False} | ends)
+        data = [self._model(one) for one in models]
+        first, last = (data[0].id, data[-1].id) if data else (None, None)
+        return json_response(ModelList(data=data, first_id=first, last_id=last))
 
     async def get(self, request: Request) -> Response:
         name = request.path_params["name"]
-        return self._json(self._model(await self._server.threads.run("models", lambda: self._server.host.find(name))))
+        return json_response(
+            self._model(await self._server.threads.run("models", lambda: self._server.host.find(name)))
+        )
 
-    def _model(self, spec: ModelSpec) -> Json:
-        created = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        fields: Json = {"id": spec.name, "object": "model", "created": self._created, "owned_by": "kvcellar"}
-        fields |= {"type": "model", "display_name": spec.name, "created_at": created}
-        return fields if spec.context is None else fields | {"max_model_len": spec.context}
-
-    def _json(self, value: object) -> Response:
-        return Response(to_json(value), media_type="application/json")
+    def _model(self, spec: ModelSpec) -> ModelFields:
+        return ModelFields(
+            id=spec.name,
+            created=self._created,
+            display_name=spec.name,
+            created_at=datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            max_model_len=UNSET if spec.context is None else spec.context,
+        )

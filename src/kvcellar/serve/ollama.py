@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
+from msgspec.structs import asdict
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.durations import seconds_of
@@ -21,16 +21,16 @@ from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import BadRequest
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import renamed
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.body import RequestBody, receive_json
 from kvcellar.serve.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.field_names import Place
 from kvcellar.serve.generation import GenerationHandler
-from kvcellar.serve.json_text import to_json
 from kvcellar.serve.loaded_model import FOREVER, LoadedModel
 from kvcellar.serve.model_spec import ModelSpec
 from kvcellar.serve.model_use import sent_keep_alive
-from kvcellar.serve.ollama_details import Details
+from kvcellar.serve.ollama_details import Details, ListedModel, NamedModel, ShownModel
 from kvcellar.serve.ollama_fields import (
     Effort,
     GenerateBody,
@@ -40,10 +40,10 @@ from kvcellar.serve.ollama_fields import (
     ShowBody,
     sampling_options,
 )
-from kvcellar.serve.ollama_writer import OllamaWriter, Shape, chat_shape, generate_shape
+from kvcellar.serve.ollama_writer import ChatFormat, Format, GenerateFormat, OllamaWriter
 from kvcellar.serve.parsing import Fields, Limits, parse_object, validated
 from kvcellar.serve.replies import Replies
-from kvcellar.serve.sending import until_disconnected
+from kvcellar.serve.sending import json_response, until_disconnected
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller, Generation, Parse
 from kvcellar.version import __version__
@@ -64,7 +64,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
         names={**NAMES, "prompt": "messages"},
         **_common(body),
     )
-    return Generation(request, partial(_writer, engine, body.named, caller, chat_shape))
+    return Generation(request, partial(_writer, engine, body.named, caller, ChatFormat))
 
 
 def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -84,11 +84,11 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
             messages.insert(0, {"role": "system", "content": body.system})
             places.insert(0, Place("system"))
         request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, places=places, **common)
-    return Generation(request, partial(_writer, engine, body.named, caller, generate_shape))
+    return Generation(request, partial(_writer, engine, body.named, caller, GenerateFormat))
 
 
-def _writer(engine: ServedEngine, named: str, caller: Caller, shape: Shape, replies: Replies) -> OllamaWriter:
-    return OllamaWriter(engine, named, caller.seconds, shape, replies)
+def _writer(engine: ServedEngine, named: str, caller: Caller, form: Format, replies: Replies) -> OllamaWriter:
+    return OllamaWriter(engine, named, caller.seconds, form, replies)
 
 
 def _common(body: LoadBody) -> dict[str, Any]:
@@ -162,21 +162,27 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
 
 
 Body = TypeVar("Body", bound=BaseModel)
-Json = dict[str, Any]
 NEVER = 292 * 365 * 86400.0  # seconds; Ollama writes a time so far away for what stays loaded
 
 
-def ollama_routes(server: Shared) -> list[Route]:
-    handler = OllamaHandler(server)
-    return [
-        Route("/", handler.root, methods=["GET"]),
-        Route("/api/version", handler.version, methods=["GET"]),
-        Route("/api/tags", handler.tags, methods=["GET"]),
-        Route("/api/ps", handler.running, methods=["GET"]),
-        Route("/api/show", handler.show, methods=["POST"]),
-        Route("/api/generate", OllamaGeneration(server, handler, GENERATE), methods=["POST"]),
-        Route("/api/chat", OllamaGeneration(server, handler, CHAT), methods=["POST"]),
-    ]
+class Version(Answer):
+    version: str
+
+
+class ListedModels(Answer):
+    models: list[ListedModel]
+
+
+class RunningModel(NamedModel, kw_only=True):
+    size: int  # bytes
+    size_vram: int
+    shared_size: int  # of `size`, the bytes that other loaded models use too
+    expires_at: str
+    context_length: int
+
+
+class LoadedModels(Answer):
+    models: list[RunningModel]
 
 
 class OllamaHandler:
@@ -188,18 +194,18 @@ class OllamaHandler:
         return PlainTextResponse("kvcellar is running")
 
     async def version(self, request: Request) -> Response:
-        return answer({"version": __version__})
+        return json_response(Version(__version__))
 
     async def tags(self, request: Request) -> Response:
-        def work() -> Json:
-            return {"models": [self._details.listed(one) for one in self._host.all()]}
+        def work() -> ListedModels:
+            return ListedModels([self._details.listed(one) for one in self._host.all()])
 
-        return answer(await self._server.threads.run("models", work))
+        return json_response(await self._server.threads.run("models", work))
 
     async def show(self, request: Request) -> Response:
         body = await read(self._server, request, ShowBody)
 
-        def work() -> Json:
+        def work() -> ShownModel:
             spec = self._host.find(body.named)
             with_engine = self._host.take(spec)
             try:
@@ -209,29 +215,29 @@ class OllamaHandler:
                 if with_engine is not None:
                     with_engine.release()
 
-        return answer(await self._server.threads.run("models", work))
+        return json_response(await self._server.threads.run("models", work))
 
     async def running(self, request: Request) -> Response:
-        def work() -> Json:
-            return {"models": [self._running(one) for one in self._host.models()]}
+        def work() -> LoadedModels:
+            return LoadedModels([self._running(one) for one in self._host.models()])
 
-        return answer(await self._server.threads.run("models", work))
+        return json_response(await self._server.threads.run("models", work))
 
-    def _running(self, one: LoadedModel) -> Json:
-        """`shared_size`: of `size`, the bytes that other models that are loaded use, too."""
+    def _running(self, one: LoadedModel) -> RunningModel:
         on, limits = one.on, self._host.limits
         engine, size = on.engine, on.size + one.size
         seconds = NEVER if one.fixed or one.keep_alive == FOREVER else self._host.seconds_left(one)
-        return self._details.named(one.spec) | {
-            "size": size,
-            "size_vram": size if limits.device == "cuda" else 0,
-            "shared_size": on.size if len(on.models) > 1 else 0,
-            "expires_at": datetime.fromtimestamp(time.time() + seconds, UTC).isoformat(),
-            "context_length": engine.model.context if engine is not None else 0,
-        }
+        return RunningModel(
+            **asdict(self._details.named(one.spec)),
+            size=size,
+            size_vram=size if limits.device == "cuda" else 0,
+            shared_size=on.size if len(on.models) > 1 else 0,
+            expires_at=datetime.fromtimestamp(time.time() + seconds, UTC).isoformat(),
+            context_length=engine.model.context if engine is not None else 0,
+        )
 
-    async def load(self, receive: Receive, body: LoadBody) -> Json:
-        """Load a model, or with `keep_alive` 0 unload it."""
+    async def load(self, receive: Receive, body: LoadBody) -> Literal["load", "unload"]:
+        """Load a model, or with `keep_alive` 0 unload it. Returns what was done."""
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
         spec: ModelSpec = await self._server.threads.run("library", lambda: self._host.find(body.named))
         if keep_alive == 0:
@@ -245,27 +251,21 @@ class OllamaHandler:
                 (await self._host.lease(spec, keep_alive)).release()
 
             await self._server.drain.run_before(until_disconnected(receive, load()))
-        return {
-            "model": body.named,
-            "created_at": datetime.now(UTC).isoformat(),
-            "done": True,
-            "done_reason": "unload" if keep_alive == 0 else "load",
-        }
+        return "unload" if keep_alive == 0 else "load"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A route that generates. `empty`: the field whose absence means that a model is to be loaded or unloaded, and the
-    answer then."""
+    """A route that generates. `empty`: the field whose absence means that a model is to be loaded or unloaded."""
 
     body: type[LoadBody]
     parse: Parse
     empty: str
-    answer: Json
+    form: Format
 
 
-GENERATE = Kind(GenerateBody, parse_generate, "prompt", {"response": ""})
-CHAT = Kind(OllamaChatBody, parse_chat, "messages", {"message": {"role": "assistant", "content": ""}})
+GENERATE = Kind(GenerateBody, parse_generate, "prompt", GenerateFormat)
+CHAT = Kind(OllamaChatBody, parse_chat, "messages", ChatFormat)
 
 
 class OllamaGeneration:
@@ -295,7 +295,10 @@ class OllamaGeneration:
             if found is None:
                 await self._generation.handle(body, scope, receive, send)
                 return
-            loaded = answer(await self._handler.load(receive, found) | kind.answer)
+            reason = await self._handler.load(receive, found)
+            now = datetime.now(UTC).isoformat()
+            answer = kind.form.end(model=found.named, created_at=now, done_reason=reason, **kind.form.fields())
+            loaded = json_response(answer)
         finally:
             body.release()
         await loaded(scope, receive, send)
@@ -313,7 +316,3 @@ async def read(server: Shared, request: Request, kind: type[Body]) -> Body:
         return await server.threads.read(body, parse)
     finally:
         body.release()
-
-
-def answer(value: object) -> Response:
-    return Response(to_json(value), media_type="application/json")

@@ -13,7 +13,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvcellar.engine.capabilities import NOTHING, capabilities, capabilities_of
+from msgspec import UNSET, UnsetType
+from msgspec.structs import asdict
+
+from kvcellar.engine.capabilities import NOTHING, Capability, capabilities, capabilities_of
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.library.details import modelfile_of, shape_of, template_in, template_of
@@ -21,14 +24,53 @@ from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST
 from kvcellar.library.parameters import listed
 from kvcellar.models.weights_bytes import Weights, weights_of
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import model_refused
 from kvcellar.serve.model_spec import ModelSpec, not_served
 
 log = logging.getLogger("kvcellar.serve")
 
-Json = dict[str, Any]
 KEPT = 1024  # models whose details are remembered
 FORMAT, WHOLE = "safetensors", "unknown"
+
+
+class ModelDetails(Answer):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class NamedModel(Answer):
+    name: str
+    model: str
+    digest: str
+    details: ModelDetails
+
+
+class ListedModel(NamedModel):
+    modified_at: str
+    size: int  # bytes
+
+
+class ShownMessage(Answer):
+    role: str
+    content: str
+
+
+class ShownModel(Answer, kw_only=True):
+    modelfile: str = ""
+    parameters: str = ""
+    template: str
+    license: str = ""
+    system: str | UnsetType = UNSET
+    messages: list[ShownMessage] | UnsetType = UNSET
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: Sequence[Capability]
+    modified_at: str
 
 
 def whole_name(spec: ModelSpec) -> str:
@@ -59,30 +101,31 @@ class Details:
     def __init__(self, library: Library | None) -> None:
         self._library, self._began = library, time.time()
         self._models: dict[str, LibraryModel] = {}  # by id
-        self._described: dict[str, Json] = {}  # by digest: `details` and `model_info`
-        self._capable: dict[str, Sequence[str]] = {}  # by digest
+        self._described: dict[str, tuple[ModelDetails, dict[str, Any]]] = {}  # by digest, with the `model_info`
+        self._capable: dict[str, Sequence[Capability]] = {}  # by digest
 
-    def named(self, spec: ModelSpec) -> Json:
+    def named(self, spec: ModelSpec) -> NamedModel:
         return self._named(spec, self._files(spec))
 
-    def listed(self, spec: ModelSpec) -> Json:
+    def listed(self, spec: ModelSpec) -> ListedModel:
         files = self._files(spec)
-        return self._named(spec, files) | {"modified_at": _time(files.modified), "size": files.size}
+        named = self._named(spec, files)
+        return ListedModel(**asdict(named), modified_at=_time(files.modified), size=files.size)
 
-    def shown(self, spec: ModelSpec, engine: ServedEngine | None, *, verbose: bool) -> Json:
+    def shown(self, spec: ModelSpec, engine: ServedEngine | None, *, verbose: bool) -> ShownModel:
         """Raises `ApiError` for a model that is damaged, and `ModelNotFound` for one that was removed."""
         files = self._files(spec) if self._library is None else self._checked(self._library, spec)
         report = None if files.model is None else files.model.manifest.report
-        about = self._of(files)
-        info = about["model_info"]
+        details, info = self._of(files)
         if verbose:
             info = info | {"kvcellar.report": None if report is None else dict(report)}
-        return _texts(spec, files) | {
-            "details": about["details"],
-            "capabilities": self._capabilities(files, engine),
-            "model_info": info,
-            "modified_at": _time(files.modified),
-        }
+        return ShownModel(
+            **_texts(spec, files),
+            details=details,
+            capabilities=self._capabilities(files, engine),
+            model_info=info,
+            modified_at=_time(files.modified),
+        )
 
     def _checked(self, library: Library, spec: ModelSpec) -> Files:
         """Of a model of the library as it is now, whatever was known of it."""
@@ -96,9 +139,9 @@ class Details:
         except (ModelNotFound, FileNotFoundError) as error:
             raise not_served(spec.name) from error
 
-    def _named(self, spec: ModelSpec, files: Files) -> Json:
-        name = whole_name(spec)
-        return {"name": name, "model": name, "digest": files.digest, "details": self._of(files)["details"]}
+    def _named(self, spec: ModelSpec, files: Files) -> NamedModel:
+        name, (details, _) = whole_name(spec), self._of(files)
+        return NamedModel(name, name, files.digest, details)
 
     def _files(self, spec: ModelSpec) -> Files:
         try:
@@ -115,7 +158,7 @@ class Details:
         digest = spec.id or sha256(f"{spec.key}\n{spec.name}".encode()).hexdigest()
         return Files(digest, self._began, spec.weights + spec.own)
 
-    def _of(self, files: Files) -> Json:
+    def _of(self, files: Files) -> tuple[ModelDetails, dict[str, Any]]:
         """`details` and `model_info`."""
         if files.digest not in self._described:
             if files.directory is None:
@@ -124,7 +167,7 @@ class Details:
             _keep(self._described, files.digest, described)
         return self._described[files.digest]
 
-    def _capabilities(self, files: Files, engine: ServedEngine | None) -> Sequence[str]:
+    def _capabilities(self, files: Files, engine: ServedEngine | None) -> Sequence[Capability]:
         """The same, whether the model is loaded or not."""
         if engine is not None:
             return capabilities(engine.replies, embeds=engine.embeddings.refused is None)
@@ -155,44 +198,41 @@ def _listing(name: str, directory: Path) -> Files:
     return Files(digest.hexdigest(), modified, size, directory)
 
 
-def _texts(spec: ModelSpec, files: Files) -> Json:
+def _texts(spec: ModelSpec, files: Files) -> dict[str, Any]:
     if files.model is None:
-        template = "" if files.directory is None else template_in(files.directory) or ""
-        return {"modelfile": "", "parameters": "", "template": template, "license": ""}
+        return {"template": "" if files.directory is None else template_in(files.directory) or ""}
     manifest = files.model.manifest
-    texts: Json = {
+    return {
         "modelfile": str(modelfile_of(whole_name(spec), manifest)),
         "parameters": listed(manifest.parameters),
         "template": template_of(files.model) or "",
         "license": "\n".join(manifest.licenses),
+        "system": UNSET if manifest.system is None else manifest.system,
+        "messages": list(map(ShownMessage.of, manifest.messages)) or UNSET,
     }
-    if manifest.system is not None:
-        texts["system"] = manifest.system
-    if manifest.messages:
-        texts["messages"] = [{"role": one.role, "content": one.content} for one in manifest.messages]
-    return texts
 
 
-def _described(shape: Mapping[str, Any], weights: Weights, model: LibraryModel | None) -> Json:
+def _described(
+    shape: Mapping[str, Any], weights: Weights, model: LibraryModel | None
+) -> tuple[ModelDetails, dict[str, Any]]:
     family: str = shape.get("architecture") or WHOLE
     source, quantized = ("", None) if model is None else (model.manifest.source, model.manifest.quantized)
-    return {
-        "details": {
-            "parent_model": source,
-            "format": FORMAT,
-            "family": family,
-            "families": [family],
-            "parameter_size": _counted(weights.elements),
-            "quantization_level": (quantized or weights.kind).upper(),
-        },
-        "model_info": {
-            "general.architecture": family,
-            "general.parameter_count": weights.elements,
-            f"{family}.context_length": shape.get("context_length"),
-            f"{family}.embedding_length": shape.get("embedding_length"),
-            f"{family}.block_count": shape.get("layers"),
-        },
+    details = ModelDetails(
+        parent_model=source,
+        format=FORMAT,
+        family=family,
+        families=[family],
+        parameter_size=_counted(weights.elements),
+        quantization_level=(quantized or weights.kind).upper(),
+    )
+    info = {
+        "general.architecture": family,
+        "general.parameter_count": weights.elements,
+        f"{family}.context_length": shape.get("context_length"),
+        f"{family}.embedding_length": shape.get("embedding_length"),
+        f"{family}.block_count": shape.get("layers"),
     }
+    return details, info
 
 
 def _weights(directory: Path) -> Weights:

@@ -19,10 +19,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
+from typing import Literal
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound
 from kvcellar.library import hub
@@ -33,27 +34,41 @@ from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import from_json
 from kvcellar.library.uploads import Upload, Uploads, UploadsFull, check_names
 from kvcellar.progress import Listener, Progress, listening
-from kvcellar.serve.api_errors import ApiError, ClientDisconnected, api_error
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.api_errors import ApiError, ClientDisconnected, OllamaError, api_error
 from kvcellar.serve.body import next_part
 from kvcellar.serve.failed_loads import without_paths
-from kvcellar.serve.json_text import to_json
 from kvcellar.serve.model_spec import ModelSpec, listed, not_served
-from kvcellar.serve.ollama import answer, read
+from kvcellar.serve.ollama import read
 from kvcellar.serve.ollama_fields import CopyBody, CreateModelBody, NamedBody, PullBody
 from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.sending import json_response
 from kvcellar.serve.shared import Shared
+from kvcellar.serve.writer import json_line
 
 SECONDS = 0.1  # between two lines of one stage
-Json = dict[str, object]
 Work = Callable[[Listener], None]  # calls the listener, or `progress.report`
+
+
+class ProgressLine(Answer):
+    status: str  # the last line is `success`, or an error
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+
+
+class Succeeded(Answer):
+    status: Literal["success"] = "success"
+
+
+ProgressEvent = ProgressLine | OllamaError
 
 
 async def lines(threads: ReaderThreads, work: Work) -> AsyncIterator[bytes]:
     """A line for each report of `work`, then one with success or the error."""
     with Run(threads, work) as run:
         while (line := await run.next()) is not None:
-            yield to_json(line) + b"\n"
-        yield to_json({"status": "success"} if run.error is None else {"error": run.error.message}) + b"\n"
+            yield json_line(line)
+        yield json_line(Succeeded() if run.error is None else OllamaError.of_error(run.error))
 
 
 async def result(threads: ReaderThreads, work: Work) -> None:
@@ -70,7 +85,7 @@ class Run:
 
     def __init__(self, threads: ReaderThreads, work: Work) -> None:
         self._loop, self._work = asyncio.get_running_loop(), work
-        self._lines: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._lines: asyncio.Queue[ProgressLine | None] = asyncio.Queue()
         self._abandoned, self._last, self._stage = False, 0.0, ""
         self.error: ApiError | None = None
         threads.begin(self._run)
@@ -81,7 +96,7 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._abandoned = True
 
-    async def next(self) -> Json | None:
+    async def next(self) -> ProgressLine | None:
         """The next line; None after the last."""
         return await self._lines.get()
 
@@ -104,12 +119,10 @@ class Run:
         if progress.stage == self._stage and progress.done < progress.total and now < self._last + SECONDS:
             return
         self._last, self._stage = now, progress.stage
-        line: Json = {"status": progress.stage}
-        if progress.total:
-            line |= {"total": progress.total, "completed": progress.done}
-        self._post(line)
+        counts = (progress.total, progress.done) if progress.total else ()
+        self._post(ProgressLine(progress.stage, *counts))
 
-    def _post(self, line: Json | None) -> None:
+    def _post(self, line: ProgressLine | None) -> None:
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
 
@@ -181,19 +194,6 @@ class BlobHandler:
 
 NDJSON = "application/x-ndjson"
 UPLOADED = "uploaded files"  # the value of FROM, or of ADAPTER
-
-
-def library_routes(server: Shared) -> list[Route]:
-    blobs = BlobHandler(server)
-    handler = LibraryHandler(server, blobs.uploads)
-    return [
-        Route("/api/create", handler.create, methods=["POST"]),
-        Route("/api/copy", handler.copy, methods=["POST"]),
-        Route("/api/delete", handler.delete, methods=["DELETE"]),
-        Route("/api/pull", handler.pull, methods=["POST"]),
-        Route("/api/push", handler.push, methods=["POST"]),
-        Route("/api/blobs/{digest}", blobs.__call__, methods=["HEAD", "POST"]),
-    ]
 
 
 class LibraryHandler:
@@ -275,7 +275,7 @@ class LibraryHandler:
         """Lines by default, as Ollama."""
         if stream is False:
             await result(self._server.threads, work)
-            return answer({"status": "success"})
+            return json_response(Succeeded())
         return StreamingResponse(lines(self._server.threads, work), media_type=NDJSON)
 
 

@@ -4,18 +4,19 @@ A call of a tool is told whole, with its arguments as an object. Durations are i
 are counted with those that came from memory, which have a count of their own beside it.
 """
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 from uuid import uuid4
+
+from msgspec import UNSET, Raw, UnsetType
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import TokenLogprob
-from kvcellar.serve.api_errors import OLLAMA, ApiError
-from kvcellar.serve.chat_request import Json
-from kvcellar.serve.json_text import JsonTemplate
-from kvcellar.serve.openai.logprobs import TokenText, finite
+from kvcellar.serve.answers import Answer, Anything, EncodedAs
+from kvcellar.serve.api_errors import OLLAMA, ApiError, OllamaError
+from kvcellar.serve.openai.logprobs import ScoredToken, TokenText
 from kvcellar.serve.replies import Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.writer import NDJSON, json_line
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
@@ -23,36 +24,103 @@ from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content,
 NANO = 10**9
 
 
-# The fields of a line with a content, reasoning and calls, which differ by route; with none: of the last line.
-Shape = Callable[[str, str, Sequence[Json]], Json]
+class CalledTool(Answer):
+    index: int
+    name: str
+    arguments: Annotated[Raw, EncodedAs(Anything)]
 
 
-def chat_shape(content: str, thinking: str, calls: Sequence[Json]) -> Json:
-    message: Json = {"role": "assistant", "content": content}
-    if thinking:
-        message["thinking"] = thinking
-    if calls:
-        message["tool_calls"] = calls
-    return {"message": message}
+class OllamaToolCall(Answer):
+    id: str
+    function: CalledTool
 
 
-def generate_shape(content: str, thinking: str, calls: Sequence[Json]) -> Json:
-    found: Json = {"response": content}
-    return found | {"thinking": thinking} if thinking else found
+class OllamaAnswer(Answer):
+    content: str
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaToolCall] | UnsetType = UNSET
+    role: Literal["assistant"] = "assistant"
+
+
+class LineHead(Answer, kw_only=True):
+    model: str
+    created_at: str
+    logprobs: Iterable[ScoredToken] | UnsetType = UNSET
+
+
+class LineEnd(LineHead, kw_only=True):
+    """Durations are nanoseconds. A model that was loaded or unloaded has none."""
+
+    done: Literal[True] = True
+    done_reason: Literal["stop", "length", "load", "unload"]
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_cached_count: int | UnsetType = UNSET  # prompt tokens that came from memory
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+
+
+class GenerateLine(LineHead, kw_only=True):
+    response: str
+    thinking: str | UnsetType = UNSET
+    done: Literal[False] = False
+
+
+class GenerateAnswer(LineEnd, kw_only=True):
+    """The whole answer, or the last line of a stream."""
+
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+class ChatLine(LineHead, kw_only=True):
+    message: OllamaAnswer
+    done: Literal[False] = False
+
+
+class ChatLineEnd(LineEnd, kw_only=True):
+    """The whole answer, or the last line of a stream."""
+
+    message: OllamaAnswer
+
+
+GenerateEvent = GenerateLine | GenerateAnswer | OllamaError
+ChatLineEvent = ChatLine | ChatLineEnd | OllamaError
+
+
+class GenerateFormat:
+    line, end = GenerateLine, GenerateAnswer
+
+    @staticmethod
+    def fields(content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
+        """Of a line, or with none of the last line."""
+        return {"response": content, "thinking": thinking or UNSET}
+
+
+class ChatFormat:
+    line, end = ChatLine, ChatLineEnd
+
+    @staticmethod
+    def fields(content: str = "", thinking: str = "", calls: Sequence[OllamaToolCall] = ()) -> dict[str, Any]:
+        return {"message": OllamaAnswer(content, thinking or UNSET, [*calls] or UNSET)}
+
+
+Format = type[GenerateFormat] | type[ChatFormat]
 
 
 class OllamaWriter:
     media_type = NDJSON
 
-    def __init__(self, engine: ServedEngine, name: str, loading: float, shape: Shape, replies: Replies) -> None:
+    def __init__(self, engine: ServedEngine, name: str, loading: float, form: Format, replies: Replies) -> None:
         """`name`: of the model, as the client has sent it. `loading`: seconds from the request to its submission."""
         self.id = "ollama-" + uuid4().hex
-        self._name, self._loading, self._shape, self._replies = name, loading, shape, replies
+        self._name, self._loading, self._format, self._replies = name, loading, form, replies
         self._whole = WholeReply()
         self._tokens = TokenText(engine, not engine.model.has_text)
         self._logprobs: list[TokenLogprob] = []
         self._wants_logprobs = replies.prepared.params.logprobs is not None
-        self._templates: dict[type[Content | Reasoning], JsonTemplate] = {}  # of lines with a piece and no more
         self._begun = time.perf_counter()
 
     # -- one response ---------------------------------------------------------------------------------------------
@@ -61,10 +129,10 @@ class OllamaWriter:
         self._whole.add(part.pieces)
         self._logprobs += (part.delta.logprobs if part.delta is not None else None) or ()
 
-    def response(self) -> Json:
+    def response(self) -> GenerateAnswer | ChatLineEnd:
         whole = self._whole
         calls = [_call(number, call) for number, call in enumerate(whole.calls)]
-        return self._line(self._shape(whole.content, whole.reasoning, calls)) | self._end()
+        return self._end(self._format.fields(whole.content, whole.reasoning, calls))
 
     # -- a stream -------------------------------------------------------------------------------------------------
 
@@ -73,26 +141,14 @@ class OllamaWriter:
 
     def chunk(self, part: ReplyPart) -> bytes:
         self.add(part)
-        if len(part.pieces) == 1 and not self._wants_logprobs and isinstance(part.pieces[0], Content | Reasoning):
-            return self._template(type(part.pieces[0])).fill(time=_now(), text=part.pieces[0].text)
-        lines = [line for piece in part.pieces if (line := self._piece(piece)) is not None]
+        found = [fields for piece in part.pieces if (fields := self._piece(piece)) is not None]
+        lines = [self._format.line(model=self._name, created_at=_now(), **fields) for fields in found]
         if lines:
-            lines[0] |= self._new_logprobs()
-        return b"".join(json_line(self._line(line) | {"done": False}) for line in lines)
-
-    def _template(self, kind: type[Content | Reasoning]) -> JsonTemplate:
-        if kind not in self._templates:
-
-            def write(time: str, text: str) -> bytes:
-                line = self._piece(kind(text))
-                assert line is not None, "each text has a line"
-                return json_line(self._line(line) | {"created_at": time, "done": False})
-
-            self._templates[kind] = JsonTemplate(write, "time", "text")
-        return self._templates[kind]
+            lines[0].logprobs = self._new_logprobs()
+        return b"".join(map(json_line, lines))
 
     def last(self) -> bytes:
-        return json_line(self._line(self._shape("", "", ())) | self._end())
+        return json_line(self._end(self._format.fields()))
 
     def failed(self, error: ApiError) -> bytes:
         return json_line(error.body(OLLAMA))
@@ -100,58 +156,51 @@ class OllamaWriter:
     def ping(self) -> bytes:
         return b""  # NDJSON has no comments
 
-    def _piece(self, piece: Piece) -> Json | None:
+    def _piece(self, piece: Piece) -> dict[str, Any] | None:
         match piece:
             case Content(text=text):
-                return self._shape(text, "", ())
+                return self._format.fields(text)
             case Reasoning(text=text):
-                return self._shape("", text, ())
+                return self._format.fields(thinking=text)
             case CallClosed(call=call):
-                return self._shape("", "", [_call(call, self._whole.calls[call])])
+                return self._format.fields(calls=[_call(call, self._whole.calls[call])])
             case CallOpened() | CallArguments():
                 return None
 
     # -- of both --------------------------------------------------------------------------------------------------
 
-    def _line(self, fields: Json) -> Json:
-        return {"model": self._name, "created_at": _now()} | fields
-
-    def _new_logprobs(self) -> Json:
+    def _new_logprobs(self) -> Iterator[ScoredToken] | UnsetType:
         """Those that were not sent yet; an iterator, so that those of a long response are encoded in chunks."""
         if not self._wants_logprobs:
-            return {}
+            return UNSET
         found, self._logprobs = self._logprobs, []
-        return {"logprobs": map(self._logprob, found)}
+        return map(self._tokens.scored, found)
 
-    def _logprob(self, entry: TokenLogprob) -> Json:
-        def one(token: int, logprob: float) -> Json:
-            return {"token": self._tokens.text(token), "logprob": finite(logprob), "bytes": self._tokens.utf8(token)}
-
-        return one(entry.token_id, entry.logprob) | {"top_logprobs": [one(*top) for top in entry.top]}
-
-    def _end(self) -> Json:
+    def _end(self, fields: dict[str, Any]) -> GenerateAnswer | ChatLineEnd:
         (reply,) = self._replies.replies
         (done,) = self._replies.done.values()
         assert reply.end is not None, "the choice has not ended"
         times = done.timings
         total = self._loading + time.perf_counter() - self._begun
-        return self._new_logprobs() | {
-            "done": True,
-            "done_reason": reply.end.reason,
-            "total_duration": int(NANO * total),
-            "load_duration": int(NANO * self._loading),
-            "prompt_eval_count": self._replies.prompt_tokens,
-            "prompt_eval_cached_count": self._replies.cached_tokens,
-            "prompt_eval_duration": int(NANO * max(0.0, times.first_token - times.queued)),
-            "eval_count": self._replies.completion_tokens,
-            "eval_duration": int(NANO * times.decoding),
-        }
+        return self._format.end(
+            model=self._name,
+            created_at=_now(),
+            logprobs=self._new_logprobs(),
+            done_reason="length" if reply.end.reason == "length" else "stop",
+            total_duration=int(NANO * total),
+            load_duration=int(NANO * self._loading),
+            prompt_eval_count=self._replies.prompt_tokens,
+            prompt_eval_cached_count=self._replies.cached_tokens,
+            prompt_eval_duration=int(NANO * max(0.0, times.first_token - times.queued)),
+            eval_count=self._replies.completion_tokens,
+            eval_duration=int(NANO * times.decoding),
+            **fields,
+        )
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat()
 
 
-def _call(number: int, call: Item) -> Json:
-    arguments = json.loads(call.text) if call.text.strip() else {}
-    return {"id": call.id, "function": {"index": number, "name": call.name, "arguments": arguments}}
+def _call(number: int, call: Item) -> OllamaToolCall:
+    return OllamaToolCall(call.id, CalledTool(number, call.name, call.arguments()))

@@ -1,7 +1,7 @@
 """operation: what the OpenAPI document says of one method of one route."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
@@ -19,13 +19,14 @@ class Parameter:
     schema: Schema
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """A type is one that pydantic makes a schema of. `errors`: statuses beside those that every request may get, or
     every one with a body."""
 
     api: Api
     about: str
+    _: KW_ONLY
     body: type[BaseModel] | None = None  # the model that checks the body
     binary: str | None = None  # media type of a body that is no JSON
     path: Mapping[str, Schema] = field(default_factory=dict[str, Schema])  # of the parameters of the path
@@ -36,3 +37,6 @@ class Operation:
     streams: str | None = None  # media type of the response if `stream` is set
     event: Any = None  # type of an event, or a line, of that stream
     errors: tuple[int, ...] = ()
+
+
+Operations = Mapping[tuple[str, str], Operation]  # by method and path

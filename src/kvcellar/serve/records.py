@@ -16,14 +16,43 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
+
+from msgspec.structs import asdict
 
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.serve.recalls import Json, recall_fields
-from kvcellar.serve.request_log import RequestLog
-from kvcellar.serve.speculations import speculation_fields
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.recalls import OperatorsRecall, operators_recall
+from kvcellar.serve.request_log import LogLine, RequestLog
+from kvcellar.serve.speculations import SpeculationFields
 
 MOST = 1000
 MOST_PROMPTS = 8192  # each takes about a kilobyte
+
+
+class RequestSummary(LogLine, kw_only=True):
+    """`id`: of the response. The other fields are those of the log line."""
+
+    id: str | None
+    created: float  # seconds of the wall clock
+
+
+class RequestSummaries(Answer):
+    requests: list[RequestSummary]
+
+
+class PromptRecord(Answer):
+    prompt: int
+    prompt_tokens: int
+    queued_ms: float
+    first_token_ms: float
+    recall: OperatorsRecall | None
+    speculation: SpeculationFields | None
+
+
+class RequestRecord(RequestSummary, kw_only=True):
+    namespace: str
+    prompts: list[PromptRecord]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,21 +63,27 @@ class Record:
     ms: float
     created: float = field(default_factory=time.time)
 
-    def summary(self) -> Json:
-        return {"id": self.log.response_id, "created": self.created, **self.log.fields(), "ms": self.ms}
+    def summary(self) -> RequestSummary:
+        return RequestSummary(**self._fields())
 
-    def whole(self, engine: ServedEngine | None) -> Json:
+    def whole(self, engine: ServedEngine | None) -> RequestRecord:
         """With what an operator may know: `salted` is told to no client. Without an engine, because the model has been
         unloaded, tokens have no text."""
-        prompts: list[Json] = []
-        for number, done in sorted(self.log.done.items()):
-            times = {"queued_ms": 1e3 * done.timings.queued, "first_token_ms": 1e3 * done.timings.first_token}
-            found: Json = {"prompt": number, "prompt_tokens": done.usage.prompt_tokens, **times, "recall": None}
-            if done.recall is not None:
-                found["recall"] = recall_fields(done.recall, engine) | {"salted": done.recall.salted}
-            found["speculation"] = speculation_fields(done.speculation) if done.speculation is not None else None
-            prompts.append(found)
-        return self.summary() | {"namespace": self.log.namespace, "prompts": prompts}
+        prompts = [
+            PromptRecord(
+                prompt=number,
+                prompt_tokens=done.usage.prompt_tokens,
+                queued_ms=1e3 * done.timings.queued,
+                first_token_ms=1e3 * done.timings.first_token,
+                recall=None if done.recall is None else operators_recall(done.recall, engine),
+                speculation=done.speculation and SpeculationFields.of(done.speculation),
+            )
+            for number, done in sorted(self.log.done.items())
+        ]
+        return RequestRecord(**self._fields(), namespace=self.log.namespace, prompts=prompts)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"id": self.log.response_id, "created": self.created, **asdict(self.log.line()), "ms": self.ms}
 
 
 class Records:

@@ -5,16 +5,19 @@ Always true:
   * the counts of a choice include the part that was returned last.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from kvcellar.events import Delta, Done, Event, Finished, PromptScored
 from kvcellar.serve.chat_request import Json, Prepared
 from kvcellar.serve.speculations import draft_counts
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning, pieces_of
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(slots=True, eq=False)
@@ -28,9 +31,10 @@ class Reply:
     end: Finished | None = None
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> FinishReason:
         """`stop`, `length`, or `tool_calls` where the model has stopped to call tools."""
         assert self.end is not None, "the choice has not ended"
+        assert self.end.reason != "cancelled", "the request has a response"
         return "tool_calls" if self.end.reason == "stop" and self.calls else self.end.reason
 
 
@@ -123,6 +127,11 @@ class Item:
     @property
     def text(self) -> str:
         return "".join(self.texts)
+
+    def arguments(self) -> Raw:
+        """Of a call, as JSON on one line: its reader has found the text to be JSON, or none."""
+        found: object = json.loads(self.text) if self.text.strip() else {}
+        return Raw(json.dumps(found, allow_nan=False, separators=(",", ":")).encode())
 
     def as_call(self) -> Json:
         """In the form of OpenAI's chat API."""

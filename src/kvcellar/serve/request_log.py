@@ -14,14 +14,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from msgspec.structs import asdict
 from starlette.types import Scope
 
 from kvcellar.events import Delta, Done, Event, Finished
 from kvcellar.sample.params import SamplingParams
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.buckets import SECONDS, Buckets
 from kvcellar.serve.speculations import draft_counts
 
@@ -35,24 +36,25 @@ _KEY = "kvcellar.request_log"  # in the scope of a request
 _MAX_PATH = 200  # characters
 PROBES = frozenset({"/health", "/live", "/ready", "/ping", "/metrics"})  # routes
 _MAX_TRACE = 512  # characters of a header
-LOG_FIELDS: Mapping[str, str] = MappingProxyType(  # meaning of the fields of a log line, in their order
-    {
-        "request_id": "id of the request, also in the header `x-request-id` of the response",
-        "method": "HTTP method; `-` if the request could not be parsed",
-        "route": "path, escaped and cut",
-        "status": "HTTP status; 0 if no response was sent",
-        "outcome": "`ok`, the code of the error, or `client_gone`",
-        "key": "name of the API key, never its value",
-        "model": "name of the model",
-        "prompt_tokens": "tokens of the prompts",
-        "cached_tokens": "prompt tokens that came from memory",
-        "recall": "why no more prompt tokens came from memory; of several prompts, the first reason",
-        "completion_tokens": "generated tokens",
-        "draft_tokens": "drafts that were computed",
-        "accepted_tokens": "drafts that became tokens",
-        "ms": "milliseconds from the request to the end of the response",
-    }
-)
+
+
+class LogLine(Answer, kw_only=True):
+    """The log line of a request, in this order."""
+
+    request_id: str  # id of the request, also in the header `x-request-id` of the response
+    method: str  # HTTP method; `-` if the request could not be parsed
+    route: str  # path, escaped and cut
+    status: int  # HTTP status; 0 if no response was sent
+    outcome: str  # `ok`, the code of the error, or `client_gone`
+    key: str | None  # name of the API key, never its value
+    model: str | None  # name of the model
+    prompt_tokens: int | None  # tokens of the prompts
+    cached_tokens: int | None  # prompt tokens that came from memory
+    recall: str | None  # why no more prompt tokens came from memory; of several prompts, the first reason
+    completion_tokens: int | None  # generated tokens
+    draft_tokens: int | None  # drafts that were computed
+    accepted_tokens: int | None  # drafts that became tokens
+    ms: float  # milliseconds from the request to the end of the response
 
 
 @dataclass(slots=True)
@@ -154,24 +156,29 @@ class RequestLog:
         self._ended = time.monotonic()
         if not log.isEnabledFor(logging.INFO) or (self.route in PROBES and self.result == "ok"):
             return
-        fields = {name: value for name, value in self.fields().items() if value is not None}
+        fields = {name: value for name, value in asdict(self.line()).items() if value is not None}
         known = " ".join(f"{name}={value}" for name, value in list(fields.items())[5:])
         line = (self.request_id, self.method, self.route, self.status, fields["outcome"], known)
         log.info("%s: %s %s %d %s %s", *line, extra={"request": fields})
 
-    def fields(self) -> dict[str, Any]:
-        """Of the log line, by name."""
-        values = (
-            *(self.request_id, self.method, self.route, self.status),
-            self.result,
-            self.key,
-            self.spec.name if self.spec is not None else None,
-            *(self.prompt_tokens, self.cached_tokens, self.recall),
-            self.generated if self.prompt_tokens is not None else None,
-            *(draft_counts(self.done) or (None, None)),
-            self.ms(),
+    def line(self) -> LogLine:
+        drafted, accepted = draft_counts(self.done) or (None, None)
+        return LogLine(
+            request_id=self.request_id,
+            method=self.method,
+            route=self.route,
+            status=self.status,
+            outcome=self.result,
+            key=self.key,
+            model=self.spec.name if self.spec is not None else None,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            recall=self.recall,
+            completion_tokens=self.generated if self.prompt_tokens is not None else None,
+            draft_tokens=drafted,
+            accepted_tokens=accepted,
+            ms=self.ms(),
         )
-        return dict(zip(LOG_FIELDS, values, strict=True))
 
     def ms(self) -> float:
         """From the request to the end of the response, or to now while it has not ended."""

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.api_errors import ClientDisconnected
-from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks
+from kvcellar.serve.json_text import CHUNK_ITEMS, json_chunks, to_json
 
 SEND_BYTES = 2**18  # of a response that are sent at once
 # An extension of the scope: writes a part of the body of a response that has begun and has no content-length. False: it
@@ -34,6 +35,11 @@ async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    """A short one: it is encoded at once."""
+    return Response(to_json(value), status, media_type="application/json")
 
 
 async def send_json(send: Send, value: object) -> None:

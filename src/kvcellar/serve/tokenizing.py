@@ -9,31 +9,22 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve import forms
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import ChatRequest, Json
+from kvcellar.serve.chat_request import ChatRequest
 from kvcellar.serve.field_names import naming_fields
-from kvcellar.serve.json_text import to_json
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, template_messages
-from kvcellar.serve.model_use import ModelRoute
 from kvcellar.serve.openai.chat import Effort, continued
 from kvcellar.serve.openai.fields import implemented
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.prepare import chat_tokens
+from kvcellar.serve.sending import json_response
 from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller
-
-
-def tokenizing_routes(server: Shared) -> list[Route]:
-    return [
-        Route("/tokenize", ModelRoute(server, tokenize), methods=["POST"]),
-        Route("/detokenize", ModelRoute(server, detokenize), methods=["POST"]),
-        Route("/tokenizer_info", TokenizerInfo(server).get, methods=["GET"]),
-    ]
 
 
 class TokenizeBody(StrictModel):
@@ -62,7 +53,44 @@ class DetokenizeBody(StrictModel):
     tokens: Annotated[list[int], FailFast()]  # vLLM, llama.cpp: token ids
 
 
-def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+class Tokenized(Answer):
+    """For `prompt` and `messages`, as vLLM."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenPiece(Answer):
+    id: int
+    piece: str | list[int]  # bytes, where they are no text
+
+
+class TokenizedContent(Answer):
+    """For `content`, as llama.cpp."""
+
+    tokens: list[int] | list[TokenPiece]
+
+
+class Detokenized(Answer):
+    """The text under the names of vLLM and of llama.cpp."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerFields(Answer):
+    model: str
+    max_model_len: int
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+
+
+def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Tokenized | TokenizedContent:
     """Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than twice the context."""
     body = validated(TokenizeBody, implemented(TokenizeBody, sent))
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
@@ -79,16 +107,16 @@ _OF_CHATS = ("tools", "continue_final_message")  # fields that would change the 
 _OF_TEXTS = ("add_special_tokens", "add_special")
 
 
-def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Json:
+def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Tokenized | TokenizedContent:
     if body.content is not None:
         ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
-        return {"tokens": [_piece(engine, token) for token in ids] if body.with_pieces else ids}
+        return TokenizedContent([_piece(engine, token) for token in ids] if body.with_pieces else ids)
     if body.prompt is not None:
         ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
     else:
         ids = chat_tokens(engine, _chat(body), namespace="", limit=limit)
     strings = [engine.written(token) for token in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": engine.model.context, "tokens": ids, "token_strs": strings}
+    return Tokenized(len(ids), engine.model.context, ids, strings)
 
 
 def _chat(body: TokenizeBody) -> ChatRequest:
@@ -105,21 +133,21 @@ def _chat(body: TokenizeBody) -> ChatRequest:
     )
 
 
-def _piece(engine: ServedEngine, token: int) -> Json:
+def _piece(engine: ServedEngine, token: int) -> TokenPiece:
     """As llama.cpp: bytes that are no text are a list."""
     raw = engine.token_bytes(token)
     try:
-        return {"id": token, "piece": raw.decode()}
+        return TokenPiece(token, raw.decode())
     except UnicodeDecodeError:
-        return {"id": token, "piece": list(raw)}
+        return TokenPiece(token, list(raw))
 
 
-def detokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+def detokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Detokenized:
     """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
     tokens = validated(DetokenizeBody, sent).tokens
     with naming_fields({"ids": "tokens"}):
         text = engine.decode(tokens) if tokens else ""
-    return {"prompt": text, "content": text}
+    return Detokenized(text, text)
 
 
 class TokenizerInfo:
@@ -134,11 +162,14 @@ class TokenizerInfo:
         lease = await server.drain.run_before(server.host.lease(spec))
         with lease:
             model = lease.engine.model
-            info: Json = {
-                "model": model.name,
-                "max_model_len": model.context,
-                "vocab_size": model.vocab_size,
-                "chat_template": model.chat_template,
-                **{role: model.special_tokens.get(role) for role in ("bos_token", "eos_token", "pad_token")},
-            }
-        return Response(to_json(info), media_type="application/json")
+            return json_response(
+                TokenizerFields(
+                    model=model.name,
+                    max_model_len=model.context,
+                    vocab_size=model.vocab_size,
+                    chat_template=model.chat_template,
+                    bos_token=model.special_tokens.get("bos_token"),
+                    eos_token=model.special_tokens.get("eos_token"),
+                    pad_token=model.special_tokens.get("pad_token"),
+                )
+            )

@@ -4,15 +4,16 @@
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from starlette.datastructures import Headers
 
 from kvcellar.engine.served_engine import ServedEngine
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import ChatRequest, Json, TextRequest
+from kvcellar.serve.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.parsing import Fields
 from kvcellar.serve.replies import Replies, ReplyPart
@@ -38,7 +39,7 @@ class Writer(Protocol):
         ...
 
     def add(self, part: ReplyPart) -> None: ...
-    def response(self) -> Json:
+    def response(self) -> Answer:
         """When all prompts have ended. Iterators in it become lists, which are encoded in chunks."""
         ...
 
@@ -104,21 +105,16 @@ class Generation:
 Parse = Callable[[ServedEngine, Fields, Caller], Generation]  # slow, in a thread; raises `ApiError` and `BadRequest`
 
 
-def data_events(values: Iterable[Json]) -> bytes:
-    """Server-sent events without names."""
-    return b"".join(b"data: " + to_json(value) + b"\n\n" for value in values)
+def data_event(value: Answer) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + to_json(value) + b"\n\n"
 
 
-def named_event(name: str, value: Mapping[str, Any]) -> bytes:
+def named_event(name: str, value: Answer) -> bytes:
     """A server-sent event."""
-    return encoded_event(name, to_json(value))
+    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
 
 
-def encoded_event(name: str, value: bytes) -> bytes:
-    """A server-sent event whose value is JSON already."""
-    return b"event: " + name.encode() + b"\ndata: " + value + b"\n\n"
-
-
-def json_line(value: Json) -> bytes:
+def json_line(value: Answer) -> bytes:
     """A line of NDJSON."""
     return to_json(value) + b"\n"

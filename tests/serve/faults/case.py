@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.serve.openapi.routes_table import TABLE
+from kvcellar.serve.routes import TABLE
 from tests.serve.every_api import APIS
 
 MODEL = "m"

@@ -7,20 +7,149 @@ The tokens of a request as Anthropic counts them: `input_tokens` are those of th
 read from memory nor lie before a breakpoint.
 """
 
-import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Literal
 from uuid import uuid4
 
-from kvcellar.serve.api_errors import ANTHROPIC, ApiError
-from kvcellar.serve.chat_request import Json
-from kvcellar.serve.json_text import JsonTemplate
-from kvcellar.serve.replies import Item, Replies, ReplyPart, WholeReply
+from msgspec import Raw
+from msgspec.structs import replace
+
+from kvcellar.serve.answers import Answer, Anything, EncodedAs
+from kvcellar.serve.api_errors import ANTHROPIC, AnthropicError, ApiError
+from kvcellar.serve.replies import FinishReason, Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.writer import SSE, named_event
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 
+StopReason = Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"]
+STOP_REASONS: Mapping[FinishReason, StopReason] = MappingProxyType(
+    {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+)
+SIGNATURE = "kvcellar"  # of reasoning: clients send it back, and it is not read then
 
-def usage(replies: Replies, cached: int | None = None) -> Json:
+
+class TextBlock(Answer, kw_only=True):
+    type: Literal["text"] = "text"
+    text: str = ""
+
+
+class ThinkingBlock(Answer, kw_only=True):
+    type: Literal["thinking"] = "thinking"
+    thinking: str = ""
+    signature: str = ""
+
+
+class ToolUseBlock(Answer, kw_only=True):
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: Annotated[Raw, EncodedAs(Anything)] = Raw(b"{}")
+
+
+AnswerBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class CacheCreation(Answer):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class MessageUsage(Answer, kw_only=True):
+    input_tokens: int  # neither read from memory, nor before a breakpoint
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
+    output_tokens: int
+    service_tier: Literal["standard"] = "standard"
+
+
+class MessageEnd(Answer):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageAnswer(Answer, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: Sequence[AnswerBlock] = ()
+    stop_reason: StopReason | None = None  # `null` at the beginning of a stream
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class MessageStartEvent(Answer, kw_only=True):
+    type: Literal["message_start"] = "message_start"
+    message: MessageAnswer
+
+
+class BlockStartEvent(Answer, kw_only=True):
+    type: Literal["content_block_start"] = "content_block_start"
+    index: int
+    content_block: AnswerBlock
+
+
+class TextDelta(Answer, kw_only=True):
+    type: Literal["text_delta"] = "text_delta"
+    text: str
+
+
+class ThinkingDelta(Answer, kw_only=True):
+    type: Literal["thinking_delta"] = "thinking_delta"
+    thinking: str
+
+
+class SignatureDelta(Answer, kw_only=True):
+    type: Literal["signature_delta"] = "signature_delta"
+    signature: str
+
+
+class InputDelta(Answer, kw_only=True):
+    type: Literal["input_json_delta"] = "input_json_delta"
+    partial_json: str
+
+
+Delta = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class BlockDeltaEvent(Answer, kw_only=True):
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int
+    delta: Delta
+
+
+class BlockStopEvent(Answer, kw_only=True):
+    type: Literal["content_block_stop"] = "content_block_stop"
+    index: int
+
+
+class MessageDeltaEvent(Answer, kw_only=True):
+    type: Literal["message_delta"] = "message_delta"
+    delta: MessageEnd
+    usage: MessageUsage
+
+
+class MessageMarkEvent(Answer):
+    type: Literal["message_stop", "ping"]
+
+
+MessageEvent = (
+    MessageStartEvent
+    | BlockStartEvent
+    | BlockDeltaEvent
+    | BlockStopEvent
+    | MessageDeltaEvent
+    | MessageMarkEvent
+    | AnthropicError
+)
+
+
+class TokenCount(Answer):
+    input_tokens: int
+
+
+def usage(replies: Replies, cached: int | None = None) -> MessageUsage:
     """`cached`: tokens that came from memory, before it is known from the end of the request.
 
     Computed tokens before the last breakpoint are `cache_creation_input_tokens`; without breakpoints there are none,
@@ -32,19 +161,14 @@ def usage(replies: Replies, cached: int | None = None) -> Json:
     marked = max(prepared.breakpoints, default=0)
     created = max(0, marked - read)
     hour = created if prepared.retention.ttl == 3600.0 else 0
-    return {
-        "input_tokens": prompt - read - created,
-        "cache_read_input_tokens": read,
-        "cache_creation_input_tokens": created,
-        "cache_creation": {"ephemeral_5m_input_tokens": created - hour, "ephemeral_1h_input_tokens": hour},
+    return MessageUsage(
+        input_tokens=prompt - read - created,
+        cache_read_input_tokens=read,
+        cache_creation_input_tokens=created,
+        cache_creation=CacheCreation(created - hour, hour),
         # at the end with the token that ended the answer, which no delta has
-        "output_tokens": replies.completion_tokens if cached is None else replies.replies[0].completion_tokens,
-        "service_tier": "standard",
-    }
-
-
-SIGNATURE = "kvcellar"  # of reasoning: clients send it back, and it is not read then
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+        output_tokens=replies.completion_tokens if cached is None else replies.replies[0].completion_tokens,
+    )
 
 
 class MessageWriter:
@@ -55,17 +179,18 @@ class MessageWriter:
         self._model, self._replies = model, replies
         self._whole = WholeReply()
         self._begun = False  # `message_start` was sent
-        self._open: str | None = None  # the type of the open block
+        self._open: AnswerBlock | None = None  # as it was opened
         self._blocks = 0  # that were opened
-        self._deltas: dict[str, JsonTemplate] = {}  # of the open block, by kind
 
     # -- one response ---------------------------------------------------------------------------------------------
 
     def add(self, part: ReplyPart) -> None:
         self._whole.add(part.pieces)
 
-    def response(self) -> Json:
-        return self._message(list(map(_block, self._whole.items))) | self._end() | {"usage": usage(self._replies)}
+    def response(self) -> MessageAnswer:
+        end, content = self._end(), list(map(_block, self._whole.items))
+        message = self._message(usage(self._replies))
+        return replace(message, content=content, stop_reason=end.stop_reason, stop_sequence=end.stop_sequence)
 
     # -- a stream -------------------------------------------------------------------------------------------------
 
@@ -82,90 +207,76 @@ class MessageWriter:
 
     def last(self) -> bytes:
         used = usage(self._replies)
-        events = [] if self._begun else [self._start(used | {"output_tokens": 0})]
-        end = {"type": "message_delta", "delta": self._end(), "usage": used}
-        return b"".join((*events, *self._close(), named_event("message_delta", end), _event("message_stop")))
+        events = [] if self._begun else [self._start(replace(used, output_tokens=0))]
+        end = _event(MessageDeltaEvent(delta=self._end(), usage=used))
+        return b"".join((*events, *self._close(), end, _event(MessageMarkEvent("message_stop"))))
 
     def failed(self, error: ApiError) -> bytes:
         return named_event("error", error.body(ANTHROPIC))
 
     def ping(self) -> bytes:
-        return _event("ping")
+        return _event(MessageMarkEvent("ping"))
 
-    def _start(self, used: Json) -> bytes:
+    def _start(self, used: MessageUsage) -> bytes:
         self._begun = True
-        message = self._message([]) | {"stop_reason": None, "stop_sequence": None, "usage": used}
-        return named_event("message_start", {"type": "message_start", "message": message})
+        return _event(MessageStartEvent(message=self._message(used)))
 
     def _piece(self, piece: Piece) -> Iterator[bytes]:
         match piece:
             case Reasoning(text=text):
-                yield from self._opened("thinking", {"thinking": "", "signature": ""})
-                yield self._delta("thinking_delta", "thinking", text)
+                yield from self._opened(ThinkingBlock())
+                yield self._delta(ThinkingDelta(thinking=text))
             case Content(text=text):
-                yield from self._opened("text", {"text": ""})
-                yield self._delta("text_delta", "text", text)
+                yield from self._opened(TextBlock())
+                yield self._delta(TextDelta(text=text))
             case CallOpened(id=id, name=name):
-                yield from self._close()
-                yield from self._opened("tool_use", {"id": id, "name": name, "input": {}})
+                yield from self._opened(ToolUseBlock(id=id, name=name))
             case CallArguments(text=text):
-                yield self._delta("input_json_delta", "partial_json", text)
+                yield self._delta(InputDelta(partial_json=text))
             case CallClosed():
                 yield from self._close()
 
-    def _opened(self, kind: str, fields: Json) -> Iterator[bytes]:
-        """Events that open a block of this type, unless it is open."""
-        if self._open == kind:
+    def _opened(self, block: AnswerBlock) -> Iterator[bytes]:
+        """Events that open a block, unless one like it is open."""
+        if self._open == block:
             return
         yield from self._close()
-        self._open = kind
+        self._open = block
         self._blocks += 1
-        self._deltas.clear()
-        yield _event("content_block_start", index=self._blocks - 1, content_block={"type": kind} | fields)
+        yield _event(BlockStartEvent(index=self._blocks - 1, content_block=block))
 
     def _close(self) -> Iterator[bytes]:
         if self._open is None:
             return
-        if self._open == "thinking":
-            yield self._delta("signature_delta", "signature", SIGNATURE)
+        if isinstance(self._open, ThinkingBlock):
+            yield self._delta(SignatureDelta(signature=SIGNATURE))
         self._open = None
-        yield _event("content_block_stop", index=self._blocks - 1)
+        yield _event(BlockStopEvent(index=self._blocks - 1))
 
-    def _delta(self, kind: str, name: str, text: str) -> bytes:
-        if (template := self._deltas.get(kind)) is None:
-            index = self._blocks - 1
-            template = self._deltas[kind] = JsonTemplate(
-                lambda text: _event("content_block_delta", index=index, delta={"type": kind, name: text}), "text"
-            )
-        return template.fill(text=text)
+    def _delta(self, delta: Delta) -> bytes:
+        return _event(BlockDeltaEvent(index=self._blocks - 1, delta=delta))
 
     # -- of both --------------------------------------------------------------------------------------------------
 
-    def _message(self, content: list[Json]) -> Json:
-        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model, "content": content}
+    def _message(self, used: MessageUsage) -> MessageAnswer:
+        return MessageAnswer(id=self.id, model=self._model, usage=used)
 
-    def _end(self) -> Json:
+    def _end(self) -> MessageEnd:
         (reply,) = self._replies.replies
         assert reply.end is not None, "the choice has not ended"
         stop = reply.end.stop_string
-        reason = "stop_sequence" if stop is not None else STOP_REASONS[reply.finish_reason]
-        return {"stop_reason": reason, "stop_sequence": stop}
+        return MessageEnd("stop_sequence" if stop is not None else STOP_REASONS[reply.finish_reason], stop)
 
 
-def _event(kind: str, **fields: object) -> bytes:
-    return named_event(kind, {"type": kind, **fields})
+def _event(event: MessageEvent) -> bytes:
+    return named_event(event.type, event)
 
 
-def _block(item: Item) -> Json:
+def _block(item: Item) -> AnswerBlock:
     match item.kind:
         case "reasoning":
-            return {"type": "thinking", "thinking": item.text, "signature": SIGNATURE}
+            return ThinkingBlock(thinking=item.text, signature=SIGNATURE)
         case "content":
-            return {"type": "text", "text": item.text}
+            return TextBlock(text=item.text)
         case "call":
-            return {"type": "tool_use", "id": item.id, "name": item.name, "input": arguments(item.text)}
-
-
-def arguments(text: str) -> Any:
-    """The arguments of a call, which its reader has found to be JSON, or none."""
-    return json.loads(text) if text.strip() else {}
+            return ToolUseBlock(id=item.id, name=item.name, input=item.arguments())

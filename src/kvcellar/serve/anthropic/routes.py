@@ -7,8 +7,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from starlette.routing import Route
-
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
@@ -16,14 +14,11 @@ from kvcellar.sample.params import names_in, renamed, sampling_of
 from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.anthropic.fields import ToolChoice as Choice
-from kvcellar.serve.anthropic.message_writer import MessageWriter
+from kvcellar.serve.anthropic.message_writer import MessageWriter, TokenCount
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import AUTO, ChatRequest, Json, ToolChoice
-from kvcellar.serve.generation import GenerationHandler
-from kvcellar.serve.model_use import ModelRoute
+from kvcellar.serve.chat_request import AUTO, ChatRequest, ToolChoice
 from kvcellar.serve.parsing import Fields, validated
 from kvcellar.serve.prepare import prompt_tokens
-from kvcellar.serve.shared import Shared
 from kvcellar.serve.writer import Caller, Generation
 
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", **renamed("anthropic")})
@@ -111,16 +106,9 @@ def _constraint(body: PromptBody) -> Constraint | None:
     return Constraint.json_schema(schema, strict=True, param="output_config.format.schema")
 
 
-def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> TokenCount:
     """A body of `/v1/messages/count_tokens`. As many as the message itself is about to count, within the same bounds.
     Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than the context."""
     body = validated(PromptBody, sent)
     request = chat_request(body, chat_of(body), sampling={})
-    return {"input_tokens": prompt_tokens(engine, request, caller.naming)}
-
-
-def anthropic_routes(server: Shared) -> list[Route]:
-    return [
-        Route("/v1/messages", GenerationHandler(server, parse_messages), methods=["POST"]),
-        Route("/v1/messages/count_tokens", ModelRoute(server, count_tokens), methods=["POST"]),
-    ]
+    return TokenCount(prompt_tokens(engine, request, caller.naming))

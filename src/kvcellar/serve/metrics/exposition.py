@@ -4,7 +4,7 @@ One registry for each scrape of one server, never the global one of the library.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from kvcellar.engine.stats import EngineStats, Metric, declared, samples
-from kvcellar.serve.key_ring import METRICS as PATH
 from kvcellar.serve.metrics.engines import Key, Totals
 from kvcellar.serve.metrics.requests import ModelRequests, RequestCounts
 from kvcellar.serve.shared import Shared
@@ -163,7 +161,7 @@ def _only_vllm(values: Mapping[str, Mapping[Key, Any]]) -> Iterator[Family]:
     yield success
 
 
-def metrics_routes(server: Shared, requests: RequestCounts) -> list[Route]:
+def metrics_handler(server: Shared, requests: RequestCounts) -> Callable[[Request], Awaitable[Response]]:
     """`requests` belong to the middleware, which also asks for the key."""
     host = server.host
 
@@ -178,4 +176,4 @@ def metrics_routes(server: Shared, requests: RequestCounts) -> list[Route]:
         body, content_type = await server.threads.run("files", work)
         return Response(body, media_type=content_type)
 
-    return [Route(PATH, scrape, methods=["GET"])]
+    return scrape

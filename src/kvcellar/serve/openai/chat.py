@@ -11,8 +11,8 @@ from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms
 from kvcellar.serve.chat_request import ChatRequest
 from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
-from kvcellar.serve.openai.chat_format import ChatFormat
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, response_options
+from kvcellar.serve.openai.formats import ChatFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.openai.tools import tool_choice
 from kvcellar.serve.parsing import Fields

@@ -1,14 +1,12 @@
-"""completions: the fields of a text completion, the request that they make, and what its responses have."""
+"""completions: the fields of a text completion, and the request that they make."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Annotated
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import shown
-from kvcellar.events import TokenLogprob
 from kvcellar.serve import forms
-from kvcellar.serve.chat_request import Json, TextRequest
+from kvcellar.serve.chat_request import TextRequest
 from kvcellar.serve.openai.echo import Echo
 from kvcellar.serve.openai.fields import (
     CommonBody,
@@ -18,39 +16,10 @@ from kvcellar.serve.openai.fields import (
     response_options,
     unsupported,
 )
-from kvcellar.serve.openai.logprobs import TokenText, finite, top_by_text
+from kvcellar.serve.openai.formats import TextFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.parsing import Fields
-from kvcellar.serve.replies import ReplyPart, WholeReply
 from kvcellar.serve.writer import Caller, Generation
-
-
-class CompletionFormat:
-    id_prefix = "cmpl-"
-    object_type = "text_completion"
-    chunk_type = "text_completion"
-    prompts_in_choices = True
-
-    def first_chunk(self) -> Json | None:
-        return None
-
-    def deltas(self, part: ReplyPart) -> list[Json]:
-        return [{"text": text}] if (text := part.text) else []
-
-    def empty(self) -> Json:
-        return {"text": ""}
-
-    def message(self, reply: WholeReply) -> Json:
-        return {"text": reply.content}
-
-    def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], tokens: TokenText) -> Json:
-        return {
-            "tokens": (tokens.name(entry.token_id) for entry in entries),
-            "token_logprobs": (finite(entry.logprob) for entry in entries),
-            "top_logprobs": (top_by_text(entry, tokens) for entry in entries),
-            "text_offset": iter(offsets),
-        }
-
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have none
@@ -87,7 +56,7 @@ def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Gene
     )
     echo = Echo(engine, request.prompts) if body.echo else None
     options = response_options(engine, body, caller)
-    make = partial(ResponseWriter, engine, options, CompletionFormat(), echo=echo)
+    make = partial(ResponseWriter, engine, options, TextFormat(), echo=echo)
     return Generation(request, make, 0 if echo is None else echo.size)
 
 

@@ -9,10 +9,8 @@ from itertools import chain
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import PromptScored, TokenLogprob
-from kvcellar.serve.chat_request import Json
+from kvcellar.serve.openai.formats import PromptScore, TextChoice, TextChunkChoice, TextLogprobs
 from kvcellar.serve.openai.logprobs import Places, TokenText, finite, top_by_text
-
-LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class Echo:
@@ -31,18 +29,20 @@ class Echo:
     def text(self, prompt: int) -> str:
         return self._texts[prompt]
 
-    def body(self, prompt: int, scored: PromptScored | None, most: int | None, tokens: TokenText) -> Json:
-        """What is in front of the completion of a prompt, as a chunk has it. `most`: the `logprobs` of the request."""
-        body: Json = {"text": self._texts[prompt]}
+    def opening(
+        self, index: int, prompt: int, scored: PromptScored | None, most: int | None, tokens: TokenText
+    ) -> TextChunkChoice:
+        """What is in front of the completion `index` of a prompt. `most`: the `logprobs` of the request."""
+        opening = TextChunkChoice(index=index, text=self._texts[prompt])
         if scored is not None and most is not None:
             length = len(self._texts[prompt])
-            body["logprobs"] = {
-                "tokens": (tokens.name(token) for token in scored.token_ids),
-                "token_logprobs": (None if one is None else finite(one.logprob) for one in scored.logprobs),
-                "top_logprobs": (None if one is None else _top(one, most, tokens) for one in scored.logprobs),
-                "text_offset": (min(at, length) for at in self._offsets(scored.token_ids, tokens)),
-            }
-        return body
+            opening.logprobs = TextLogprobs(
+                tokens=(tokens.name(token) for token in scored.token_ids),
+                token_logprobs=(None if one is None else finite(one.logprob) for one in scored.logprobs),
+                top_logprobs=(None if one is None else _top(one, most, tokens) for one in scored.logprobs),
+                text_offset=(min(at, length) for at in self._offsets(scored.token_ids, tokens)),
+            )
+        return opening
 
     def _offsets(self, ids: Sequence[int], tokens: TokenText) -> Iterator[int]:
         """Where each token of a prompt begins."""
@@ -52,26 +52,27 @@ class Echo:
         places = Places(tokens, -lost)
         return (max(0, places.add(token)) for token in ids)
 
-    def joined(self, opening: Json, choice: Json) -> Json:
-        """A choice, with its opening in front of the text and the lists of `logprobs`."""
-        found = choice | {"text": f"{opening['text']}{choice['text']}"}
-        before, after = opening.get("logprobs"), choice["logprobs"]
-        if isinstance(before, dict) and isinstance(after, dict):
-            found["logprobs"] = {name: chain(before[name], after[name]) for name in LOGPROBS}
-        return found
+
+def join(opening: TextChunkChoice, choice: TextChoice) -> None:
+    """Put the opening in front of a choice: of its text, and of the lists of `logprobs`."""
+    choice.text = opening.text + choice.text
+    before, after = opening.logprobs, choice.logprobs
+    if before is not None and after is not None:
+        for name in TextLogprobs.__struct_fields__:
+            setattr(after, name, chain(getattr(before, name), getattr(after, name)))
 
 
-def prompt_logprobs(scored: PromptScored, most: int, tokens: TokenText) -> Iterator[Json | None]:
+def prompt_logprobs(scored: PromptScored, most: int, tokens: TokenText) -> Iterator[dict[str, PromptScore] | None]:
     """`prompt_logprobs` as vLLM writes them: of each token an object by token id."""
     for entry in scored.logprobs:
         if entry is None:
             yield None
             continue
-        found: Json = {
-            str(token): {"logprob": finite(value), "rank": rank, "decoded_token": tokens.text(token)}
+        found = {
+            str(token): PromptScore(finite(value), rank, tokens.text(token))
             for rank, (token, value) in enumerate(entry.top[:most], start=1)
         }
-        own = {"logprob": finite(entry.logprob), "rank": entry.rank, "decoded_token": tokens.text(entry.token_id)}
+        own = PromptScore(finite(entry.logprob), entry.rank, tokens.text(entry.token_id))
         yield {str(entry.token_id): own} | found
 
 

@@ -7,9 +7,20 @@ import codecs
 
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import Delta, TokenLogprob
+from kvcellar.serve.answers import Answer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a token of probability 0; JSON has no -Infinity
 UNREADABLE = "\ufffd"
+
+
+class TokenScore(Answer):
+    token: str
+    logprob: float
+    bytes: list[int] | None  # `null` where the token is a part of a character
+
+
+class ScoredToken(TokenScore):
+    top_logprobs: list[TokenScore]
 
 
 class TokenText:
@@ -28,10 +39,14 @@ class TokenText:
         """The bytes that the token adds to a text; None for a model without text."""
         return self._of(token)[1]
 
-    def utf8(self, token: int) -> list[int] | None:
-        """`raw` for JSON."""
-        raw = self.raw(token)
-        return None if raw is None else list(raw)
+    def scored(self, entry: TokenLogprob, *, unknown: list[int] | None = None) -> ScoredToken:
+        """`unknown`: the bytes of a token of a model without text."""
+
+        def one(token: int, logprob: float) -> tuple[str, float, list[int] | None]:
+            raw = self.raw(token)
+            return self.text(token), finite(logprob), unknown if raw is None else list(raw)
+
+        return ScoredToken(*one(entry.token_id, entry.logprob), [TokenScore(*one(*top)) for top in entry.top])
 
     def name(self, token: int) -> str:
         """The text; where that does not say which token it is, `bytes:` and the bytes, as OpenAI writes them."""

@@ -12,53 +12,34 @@ and the timings those of llama.cpp and a record of our own.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any
 from uuid import uuid4
 
-from msgspec.structs import replace
+from msgspec import UNSET
 
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.events import TokenLogprob
+from kvcellar.events import Delta
 from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import Json
-from kvcellar.serve.json_text import JsonTemplate
-from kvcellar.serve.openai.echo import Echo, prompt_logprobs
+from kvcellar.serve.openai.echo import Echo, join, prompt_logprobs
 from kvcellar.serve.openai.fields import ResponseOptions
+from kvcellar.serve.openai.formats import (
+    ChatChunk,
+    ChatCompletion,
+    ChatFormat,
+    TextChoice,
+    TextChunk,
+    TextChunkChoice,
+    TextCompletion,
+    TextFormat,
+)
 from kvcellar.serve.openai.logprobs import Tokens, TokenText
-from kvcellar.serve.openai.usage import timings, usage, usage_so_far
+from kvcellar.serve.openai.usage import Usage, timings, usage, usage_so_far
 from kvcellar.serve.recalls import recall_fields
 from kvcellar.serve.replies import Replies, Reply, ReplyPart, WholeReply
-from kvcellar.serve.writer import SSE, SSE_PING, data_events
-from kvcellar.text.pieces import Content, Reasoning
+from kvcellar.serve.writer import SSE, SSE_PING, data_event
 
 DONE = b"data: [DONE]\n\n"
-
-
-class ResponseFormat(Protocol):
-    """What differs between the two routes."""
-
-    id_prefix: str
-    object_type: str
-    chunk_type: str
-    prompts_in_choices: bool  # whether what is told of prompts is in each choice, or in the response
-
-    def first_chunk(self) -> Json | None:
-        """What the first chunk of a choice contains before any text, if there is such a chunk."""
-        ...
-
-    def deltas(self, part: ReplyPart) -> list[Json]:
-        """What the chunks contain that the pieces of a part become."""
-        ...
-
-    def empty(self) -> Json:
-        """What a chunk without a piece contains."""
-        ...
-
-    def message(self, reply: WholeReply) -> Json: ...
-    def logprobs(self, entries: Sequence[TokenLogprob], offsets: Sequence[int], tokens: TokenText) -> Json:
-        """Lists as long as the completion are iterators, which are encoded in chunks."""
-        ...
 
 
 class ResponseWriter:
@@ -70,7 +51,7 @@ class ResponseWriter:
         self,
         engine: ServedEngine,
         wanted: ResponseOptions,
-        form: ResponseFormat,
+        form: ChatFormat | TextFormat,
         replies: Replies,
         *,
         echo: Echo | None = None,
@@ -87,14 +68,9 @@ class ResponseWriter:
             or wanted.token_ids
             or (wanted.include_usage and wanted.continuous_usage)
         )
-        self._templates: dict[tuple[int, type[Content | Reasoning]], JsonTemplate] = {}  # by choice and kind of piece
         self.id = form.id_prefix + uuid4().hex
-        self._head: Json = {
-            "id": self.id,
-            "created": int(time.time()),
-            "model": wanted.model,
-            "system_fingerprint": None,
-        }
+        created = int(time.time())
+        self._head: dict[str, Any] = {"id": self.id, "created": created, "model": wanted.model}
 
     def _before(self, reply: Reply) -> str:
         """The text in front of a choice."""
@@ -107,123 +83,112 @@ class ResponseWriter:
         if part.delta is not None:
             self._tokens[part.reply.index].add(part.delta)
 
-    def response(self) -> Json:
-        choices = [self._whole(reply) for reply in self._replies.replies]
-        whole = self._record(self._format.object_type, choices) | self._totals()
-        return whole if self._format.prompts_in_choices else whole | self._of_prompt(self._replies.replies[0])
+    def response(self) -> ChatCompletion | TextCompletion:
+        choices, form = [*map(self._choice, self._replies.replies)], self._format
+        response = form.response(choices=choices, usage=self._usage(), timings=timings(self._replies), **self._head)
+        if isinstance(response, ChatCompletion):
+            self._tell_prompt(response, self._replies.replies[0])
+        return response
 
-    def _of_prompt(self, reply: Reply) -> Json:
+    def _tell_prompt(self, into: ChatCompletion | TextChoice, reply: Reply) -> None:
         """What vLLM tells of a prompt."""
-        found, number, most = self._prompt_ids(reply), self._replies.prompt_of(reply), self._wanted.prompt_logprobs
-        if most is not None:
-            found["prompt_logprobs"] = prompt_logprobs(self._replies.scored[number], most, self._text)
-        return found
+        self._tell_prompt_ids(into, reply)
+        if (most := self._wanted.prompt_logprobs) is not None:
+            scored = self._replies.scored[self._replies.prompt_of(reply)]
+            into.prompt_logprobs = prompt_logprobs(scored, most, self._text)
 
-    def _prompt_ids(self, reply: Reply) -> Json:
-        prompts = self._replies.prepared.prompts
-        return {"prompt_token_ids": iter(prompts[self._replies.prompt_of(reply)])} if prompts else {}
+    def _tell_prompt_ids(self, into: ChatCompletion | ChatChunk | TextChoice | TextChunkChoice, reply: Reply) -> None:
+        if prompts := self._replies.prepared.prompts:
+            into.prompt_token_ids = iter(prompts[self._replies.prompt_of(reply)])
 
-    def _whole(self, reply: Reply) -> Json:
+    def _choice(self, reply: Reply) -> Any:
         tokens = self._tokens[reply.index]
-        fields: Json = {"index": reply.index, "logprobs": None} | self._format.message(self._wholes[reply.index])
-        fields |= self._end(reply)
+        choice: Any = self._format.choice(self._wholes[reply.index], index=reply.index, **self._end(reply))
         if self._replies.prepared.params.logprobs is not None:
-            fields["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
+            choice.logprobs = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if self._wanted.token_ids:
-            fields["token_ids"] = iter(tokens.ids)
-        if self._format.prompts_in_choices:
-            fields |= self._of_prompt(reply)
-        return fields if self._echo is None else self._echo.joined(self._opening(reply, self._echo), fields)
+            choice.token_ids = iter(tokens.ids)
+        if isinstance(choice, TextChoice):
+            self._tell_prompt(choice, reply)
+            if self._echo is not None:
+                join(self._opening(reply, self._echo), choice)
+        return choice
 
-    def _opening(self, reply: Reply, echo: Echo) -> Json:
+    def _opening(self, reply: Reply, echo: Echo) -> TextChunkChoice:
         """What is in front of a choice."""
-        number = self._replies.prompt_of(reply)
-        return echo.body(number, self._replies.scored.get(number), self._replies.prepared.params.logprobs, self._text)
+        prompt, most = self._replies.prompt_of(reply), self._replies.prepared.params.logprobs
+        return echo.opening(reply.index, prompt, self._replies.scored.get(prompt), most, self._text)
 
     # -- a stream -----------------------------------------------------------------------------------------------
 
     def first(self) -> Iterator[bytes]:
-        first = self._format.first_chunk()
-        if first is not None:
-            for reply in self._replies.replies:
-                of_prompt = self._prompt_ids(reply) if reply.index == 0 else {}
-                yield data_events([self._chunk(reply, first) | of_prompt])
+        for reply in self._replies.replies:
+            if (choice := self._format.first(reply.index)) is not None:
+                chunk = self._chunk(reply, choice)
+                if reply.index == 0 and isinstance(chunk, ChatChunk):
+                    self._tell_prompt_ids(chunk, reply)
+                yield data_event(chunk)
 
     def chunk(self, part: ReplyPart) -> bytes:
         """No chunk for an empty text, unless it has logprobs or token ids, which are in the last chunk of a part."""
-        if self._of_each_token or part.end is not None or len(part.pieces) > 1:
-            return self._chunks(part)
-        if not part.pieces:
-            return b""
-        piece = part.pieces[0]
-        if not isinstance(piece, Content | Reasoning):
-            return self._chunks(part)
-        kind = type(piece)
-        if (template := self._templates.get((part.reply.index, kind))) is None:
-            template = JsonTemplate(lambda text: self._chunks(replace(part, pieces=[kind(text)])), "text")
-            self._templates[part.reply.index, kind] = template
-        return template.fill(text=piece.text)
-
-    def _chunks(self, part: ReplyPart) -> bytes:
-        reply, bodies = part.reply, self._format.deltas(part)
-        if part.delta is not None and (more := self._of_tokens(part)):
-            bodies = bodies or [self._format.empty()]
-            bodies[-1] |= more
+        reply = part.reply
+        choices: list[Any] = self._format.deltas(part)
+        if part.delta is not None and self._of_each_token:
+            self._add_tokens(part.delta, choices, reply)
         if part.end is not None:
-            bodies.append(self._format.empty() | self._end(reply))
-        if reply.index not in self._opened and self._format.prompts_in_choices and bodies:
+            end = self._format.empty(reply.index)
+            end.finish_reason, end.stop_reason = reply.finish_reason, part.end.stop_string
+            choices.append(end)
+        if choices and isinstance(first := choices[0], TextChunkChoice) and reply.index not in self._opened:
             self._opened.add(reply.index)
             if self._echo is not None:
-                bodies.insert(0, self._opening(reply, self._echo))
-            bodies[0] |= self._prompt_ids(reply)
-        return data_events(self._chunk(reply, body) for body in bodies)
+                first = self._opening(reply, self._echo)
+                choices.insert(0, first)
+            self._tell_prompt_ids(first, reply)
+        return b"".join([data_event(self._chunk(reply, choice)) for choice in choices])
 
-    def _of_tokens(self, part: ReplyPart) -> Json:
-        """The log-probabilities and ids of the tokens of a part."""
-        assert part.delta is not None
-        tokens, body = self._tokens[part.reply.index], {}
-        tokens.add(part.delta)
-        if part.delta.logprobs:
-            body["logprobs"] = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
-        if self._wanted.token_ids and part.delta.token_ids:
-            body["token_ids"] = tokens.ids
+    def _add_tokens(self, delta: Delta, choices: list[Any], reply: Reply) -> None:
+        """The log-probabilities and ids of the tokens of a delta."""
+        tokens, ids = self._tokens[reply.index], self._wanted.token_ids and delta.token_ids
+        tokens.add(delta)
+        if (delta.logprobs or ids) and not choices:
+            choices.append(self._format.empty(reply.index))
+        if delta.logprobs:
+            choices[-1].logprobs = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
+        if ids:
+            choices[-1].token_ids = tokens.ids
         tokens.mark_sent()
-        return body
 
     def last(self) -> bytes:
         if not self._wanted.include_usage:
             return DONE
-        return data_events([self._record(self._format.chunk_type, []) | self._totals()]) + DONE
+        total = {"usage": self._usage(), "timings": timings(self._replies)}
+        return data_event(self._format.chunk(choices=[], **total, **self._head)) + DONE
 
     def failed(self, error: ApiError) -> bytes:
-        return data_events([error.body()])
+        return data_event(error.body())
 
     def ping(self) -> bytes:
         return SSE_PING
 
-    def _chunk(self, reply: Reply, body: Json) -> Json:
-        fields: Json = {"index": reply.index, "logprobs": None, "finish_reason": None}
-        if self._wanted.token_ids:
-            fields["token_ids"] = []
-        fields |= body
-        chunk = self._record(self._format.chunk_type, [fields])
+    def _chunk(self, reply: Reply, choice: Any) -> ChatChunk | TextChunk:
+        if self._wanted.token_ids and choice.token_ids is UNSET:
+            choice.token_ids = []
+        chunk = self._format.chunk(choices=[choice], **self._head)
         if self._wanted.include_usage:
-            chunk["usage"] = usage_so_far(self._replies, reply) if self._wanted.continuous_usage else None
+            chunk.usage = usage_so_far(self._replies, reply) if self._wanted.continuous_usage else None
         return chunk
 
     # -- of both ------------------------------------------------------------------------------------------------
 
-    def _end(self, reply: Reply) -> Json:
+    def _end(self, reply: Reply) -> dict[str, Any]:
         assert reply.end is not None, "the choice has not ended"
         return {"finish_reason": reply.finish_reason, "stop_reason": reply.end.stop_string}
 
-    def _record(self, kind: str, choices: list[Json]) -> Json:
-        return self._head | {"object": kind, "choices": choices}
-
-    def _totals(self) -> Json:
+    def _usage(self) -> Usage:
         used = usage(self._replies)
         if self._wanted.recall:
             texts = self._wanted.recall_texts
             found = (one.recall for one in self._replies.done.values() if one.recall is not None)
-            used["recall"] = [recall_fields(one, self._engine, texts=texts) for one in found]
-        return {"usage": used, "timings": timings(self._replies)}
+            used.recall = [recall_fields(one, self._engine, texts=texts) for one in found]
+        return used

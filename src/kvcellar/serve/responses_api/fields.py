@@ -17,7 +17,7 @@ from kvcellar.errors import shown
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import MAX_LOGPROBS
 from kvcellar.serve import forms, ignored_fields
-from kvcellar.serve.chat_request import ChatRequest, Json
+from kvcellar.serve.chat_request import ChatRequest
 from kvcellar.serve.field_names import Place
 from kvcellar.serve.json_text import json_size, printable
 from kvcellar.serve.messages import StrictModel
@@ -28,7 +28,15 @@ from kvcellar.serve.parsing import Fields
 from kvcellar.serve.prepare import prompt_tokens
 from kvcellar.serve.responses_api.input_items import sent as sent_items
 from kvcellar.serve.responses_api.items import check_results, continues, messages_of
-from kvcellar.serve.responses_api.response_writer import LOGPROBS, Echo, ResponsesWriter
+from kvcellar.serve.responses_api.response_writer import (
+    LOGPROBS,
+    Echo,
+    InputTokens,
+    RequestFields,
+    ResponseReasoning,
+    ResponsesWriter,
+    ResponseText,
+)
 from kvcellar.serve.responses_api.store import ResponseStore
 from kvcellar.serve.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
 from kvcellar.serve.writer import Caller, Generation
@@ -100,12 +108,12 @@ class ResponsesBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
-def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Json:
+def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> InputTokens:
     """A body of `/v1/responses/input_tokens`: how many tokens its response would count as input. Raises `ApiError`,
     `BadRequest`, and `PromptTooLong` for more than the context."""
     request = parse_response(store, engine, {**sent, "store": False}, caller).request
     assert isinstance(request, ChatRequest)
-    return {"object": "response.input_tokens", "input_tokens": prompt_tokens(engine, request, caller.naming)}
+    return InputTokens(prompt_tokens(engine, request, caller.naming))
 
 
 def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
@@ -141,7 +149,8 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         **_common(body),
     )
     echo = Echo(
-        fields={"model": body.model or engine.model.name, **_echoed(body, given["max_tokens"])},
+        model=body.model or engine.model.name,
+        fields=_echoed(body, given["max_tokens"]),
         store=store if body.store is not False else None,
         owner=caller.owner,
         messages=as_json(turn if begun is None else turn[:-1]) if body.store is not False else b"",
@@ -192,29 +201,26 @@ def _nested(tool: Mapping[str, object], where: str) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _echoed(body: ResponsesBody, most: object) -> dict[str, Any]:
-    """What the response says of its request."""
+def _echoed(body: ResponsesBody, most: Any) -> RequestFields:
     tools: Sequence[Mapping[str, object]] = body.tools or ()
-    return {
-        "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": most,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-        "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
-        "store": body.store is not False,
-        "text": {"format": (body.text.format if body.text is not None else None) or {"type": "text"}},
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [_flat(tool) for tool in tools],
-        "top_logprobs": body.top_logprobs or 0,
-        "truncation": body.truncation or "disabled",
-        "user": body.user,
-    }
+    choice: Any = body.tool_choice
+    return RequestFields(
+        instructions=body.instructions,
+        max_output_tokens=most,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=body.prompt_cache_key,
+        reasoning=ResponseReasoning(body.reasoning.effort if body.reasoning is not None else None),
+        safety_identifier=body.safety_identifier,
+        store=body.store is not False,
+        text=ResponseText((body.text.format if body.text is not None else None) or {"type": "text"}),
+        tool_choice="auto" if choice is None else choice,
+        tools=[_flat(tool) for tool in tools],
+        top_logprobs=body.top_logprobs or 0,
+        truncation=body.truncation or "disabled",
+        user=body.user,
+    )
 
 
 def _flat(tool: Mapping[str, object]) -> dict[str, Any]:

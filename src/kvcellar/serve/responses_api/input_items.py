@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import ApiError
 from kvcellar.serve.json_text import printable
 
@@ -13,13 +14,21 @@ ORDERS = ("asc", "desc")
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
+class InputItems(Answer):
+    data: list[dict[str, Any]]  # as they were sent, each with `id`, `type` and, beside reasoning, `status`
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
 def sent(given: object) -> bytes:
     """The `input` of a request as a list of items."""
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     return json.dumps(items).encode()
 
 
-def page(response: str, kept: bytes, query: Mapping[str, str]) -> Json:
+def page(response: str, kept: bytes, query: Mapping[str, str]) -> InputItems:
     """A page of the items of the response with this id. Raises `ApiError` for a query that is invalid."""
     limit, order, after = _limit(query.get("limit")), query.get("order", "desc"), query.get("after")
     if order not in ORDERS:
@@ -35,13 +44,8 @@ def page(response: str, kept: bytes, query: Mapping[str, str]) -> Json:
         items.reverse()
     begin = _behind(items, after)
     found = items[begin : begin + limit]
-    return {
-        "object": "list",
-        "data": found,
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
-        "has_more": begin + limit < len(items),
-    }
+    first, last = (found[0]["id"], found[-1]["id"]) if found else (None, None)
+    return InputItems(found, first, last, begin + limit < len(items))
 
 
 def _limit(text: str | None) -> int:

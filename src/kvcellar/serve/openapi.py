@@ -1,4 +1,4 @@
-"""routes: /openapi.json, the OpenAPI 3.1 document of a server, from the table of routes and the types of bodies and
+"""openapi: /openapi.json, the OpenAPI 3.1 document of a server, from its operations and the types of bodies and
 answers.
 
 Types become JSON Schemas. The description of a field is the comment on its line, or the comment lines directly above
@@ -17,36 +17,23 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from typing_extensions import get_original_bases
 
 from kvcellar.sample.params import names_in
 from kvcellar.serve import ignored_fields
+from kvcellar.serve.answers import Answer, Anything
 from kvcellar.serve.anthropic.fields import MessagesBody
+from kvcellar.serve.api_errors import AnthropicError, HealthError, OllamaError, OpenAIError, error_format
 from kvcellar.serve.health import OPEN
 from kvcellar.serve.json_text import to_json
 from kvcellar.serve.ollama_fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import SAMPLING
-from kvcellar.serve.openai.usage import DRAFT_TIMINGS, TIMINGS
-from kvcellar.serve.openapi.answers_openai import TimingsFields
-from kvcellar.serve.openapi.answers_shared import (
-    AnthropicError,
-    HealthError,
-    OllamaError,
-    OpenAIError,
-    RecallFields,
-    SpeculationFields,
-)
-from kvcellar.serve.openapi.errors import error_name, error_response, error_statuses, error_type
-from kvcellar.serve.openapi.routes_table import ABOUT, TABLE
-from kvcellar.serve.operation import JSON, Operation
-from kvcellar.serve.recalls import RECALL
+from kvcellar.serve.operation import JSON, Api, Operation, Operations
 from kvcellar.serve.responses_api import fields as responses_fields
 from kvcellar.serve.responses_api.fields import ResponsesBody
 from kvcellar.serve.shared import Shared
-from kvcellar.serve.speculations import SPECULATION
 from kvcellar.serve.tokenizing import TokenizeBody
 from kvcellar.version import __version__
 
@@ -105,10 +92,6 @@ Mode = Literal["validation", "serialization"]
 BODY: Mode = "validation"
 ANSWER: Mode = "serialization"
 
-# Fields that are described elsewhere than in comments.
-MEANINGS: Mapping[type, Mapping[str, str]] = MappingProxyType(
-    {RecallFields: RECALL, SpeculationFields: SPECULATION, TimingsFields: {**TIMINGS, **DRAFT_TIMINGS}}
-)
 Found = tuple[Callable[[Hashable, Mode], Json], dict[str, Json]]
 
 
@@ -156,12 +139,64 @@ def _comments(cls: type, comments: Comments) -> dict[str, str]:
         if isinstance(base, type) and base.__module__.startswith("kvcellar."):
             found |= _comments(base, comments)
     own = {name: text for name, text in comments.of(cls).items() if text}
-    return {**found, **MEANINGS.get(cls, {}), **own}
+    return found | own
 
 
-Operations = Mapping[tuple[str, str], Operation]  # by method and path
+MEANINGS: Mapping[int, str] = MappingProxyType(
+    {
+        400: "The request is not valid, or the model cannot do it. `param` is the field.",
+        401: "A valid key is needed.",
+        403: "The key may not do this, or the header Host does not name this server.",
+        404: "There is no such model, conversation or other thing.",
+        408: "The body did not arrive in time.",
+        409: "The state of the server does not allow it now.",
+        413: "The body is too long.",
+        415: "The body has another content type, or a content encoding.",
+        431: "The headers are too many or too long.",
+        500: "The server met an unexpected error, and its log has the details; or engines have died of the request.",
+        503: "Try again later: the server has too much to do, is loading, is shutting down, or has failed.",
+        507: "The disk of the server is full.",
+    }
+)
+EVERY = (403, 431, 500, 503)  # of every request
+WITH_BODY = (400, 408, 413, 415)
+HEADERS: Mapping[int, str] = MappingProxyType({401: "www-authenticate", 503: "retry-after"})
+
+
+def error_statuses(path: str, operation: Operation) -> list[int]:
+    found = {*EVERY, *operation.errors}
+    if path not in OPEN:
+        found.add(401)
+    if operation.body is not None or operation.binary is not None:
+        found.update(WITH_BODY)
+    return sorted(found)
+
+
+def error_name(status: int, path: str) -> str:
+    """Of a response in the components of the document."""
+    return f"{error_format(path).__name__}{status}"
+
+
+def error_response(status: int, schema: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"description": MEANINGS[status], "content": {JSON: {"schema": schema}}}
+    if status in HEADERS:
+        found["headers"] = {HEADERS[status]: {"schema": {"type": "string"}}}
+    return found
+
+
 ERRORS = (OpenAIError, OllamaError, AnthropicError, HealthError)
-NONE: Operations = MappingProxyType({})
+ABOUT: Mapping[Api, str] = MappingProxyType(  # of each API, with its rule for fields that it does not know
+    {
+        "OpenAI": "OpenAI's API. A field that is not in a schema is refused with 400 and its name, except those that "
+        "cannot change an answer, which have a description that says so.",
+        "Anthropic": "Anthropic's API. Unknown fields are ignored: its clients send new ones with a beta header.",
+        "Ollama": "Ollama's API for models. Unknown fields and unknown options are ignored.",
+        "Conversations": "Named conversations. An unknown field is refused with 400 and its name.",
+        "Server": "The state of the server.",
+        "Operator": "For operators: they need an admin key. An unknown field is refused with 400 and its name.",
+        "Inspector": "What the inspector shows. An API key sees its own requests only.",
+    }
+)
 ABOUT_ALL = """\
 Routes of a kvcellar server. One without admin keys has no routes below /admin/, and one without its inspector has none
 below /inspector/. Fields that are not declared here may be added to answers. A stream is declared by what each of its
@@ -170,23 +205,22 @@ HTTP get 400, 408 or 431 with an error of OpenAI's shape, whatever their route.
 """
 
 
-def document(mounted: Operations = NONE) -> Json:
-    """The whole document, as JSON, with the operations of routes that are mounted on the server."""
-    table = {**TABLE, **mounted}
+def document(operations: Operations) -> Json:
+    """The whole document, as JSON."""
     types: list[tuple[Hashable, Mode, Any]] = []
     types.extend((error, ANSWER, error) for error in ERRORS)
-    for key, one in table.items():
+    for key, one in operations.items():
         types.extend(((*key, part), mode, of) for part, mode, of in _parts(one))
     found, definitions = schemas(types)
     _add_ignored(definitions)
     _add_sampling(definitions)
     paths: dict[str, Json] = {}
     responses: dict[str, Json] = {}
-    for (method, path), one in table.items():
+    for (method, path), one in operations.items():
         parts = {part: found((method, path, part), mode) for part, mode, _ in _parts(one)}
         paths.setdefault(path, {})[method.lower()] = _operation(method, path, one, parts)
         for status in error_statuses(path, one):
-            shape = found(error_type(path), ANSWER)
+            shape = found(error_format(path), ANSWER)
             responses.setdefault(error_name(status, path), error_response(status, shape))
     return {
         "openapi": "3.1.0",
@@ -194,7 +228,7 @@ def document(mounted: Operations = NONE) -> Json:
         "tags": [
             {"name": name, "description": about}
             for name, about in ABOUT.items()
-            if any(one.api == name for one in table.values())
+            if any(one.api == name for one in operations.values())
         ],
         "paths": paths,
         "security": [{"bearer": []}, {"header": []}, {}],
@@ -300,16 +334,21 @@ def _content(operation: Operation, schemas: dict[str, Json]) -> Json:
     return {"content": content} if content else {}
 
 
-def openapi_routes(server: Shared, mounted: Operations) -> list[Route]:
-    return [Route("/openapi.json", DocumentHandler(server, mounted).get, methods=["GET"])]
+class OpenApiDocument(Answer):
+    openapi: str
+    info: Anything
+    tags: list[Anything]
+    paths: dict[str, Any]
+    security: list[Anything]
+    components: Anything
 
 
 class DocumentHandler:
-    def __init__(self, server: Shared, mounted: Operations) -> None:
-        self._threads, self._mounted = server.threads, mounted
+    def __init__(self, server: Shared, operations: Operations) -> None:
+        self._threads, self._operations = server.threads, operations
         self._made: bytes | None = None  # by the first request
 
     async def get(self, request: Request) -> Response:
         if self._made is None:
-            self._made = await self._threads.run("models", lambda: to_json(document(self._mounted)))
+            self._made = await self._threads.run("models", lambda: to_json(document(self._operations)))
         return Response(self._made, media_type="application/json")

@@ -1,1 +1,0 @@
-"""openapi: the document of all routes, from the models that check their requests."""

@@ -1,0 +1,540 @@
+"""routes: every route of the server, one row each: what handles it, what it is for, which model checks its body, and
+what it returns. The routes of the application and the OpenAPI document are made of the same rows.
+
+Tests compare every response that they get with its row: a status, a content type or a field that is not declared fails.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from starlette.routing import Route
+
+from kvcellar.serve import ollama_fields as ollama
+from kvcellar.serve import ollama_writer as lines
+from kvcellar.serve.admin import KeysHandler, ReloadedKeys, RequestsHandler
+from kvcellar.serve.admin_cache import (
+    ARCHIVE,
+    LISTED,
+    MOST_LISTED,
+    TIERS,
+    CacheContents,
+    CacheEntries,
+    CacheHandler,
+    ClearBody,
+    CollectedEntries,
+    ImportedEntries,
+    NoFields,
+    RemoveBody,
+    RemovedEntries,
+    VerifiedEntries,
+)
+from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
+from kvcellar.serve.anthropic.message_writer import MessageAnswer, MessageEvent, TokenCount
+from kvcellar.serve.anthropic.routes import count_tokens, parse_messages
+from kvcellar.serve.conversations import (
+    ConversationFields,
+    ConversationList,
+    ConversationsHandler,
+    CreateBody,
+    DeletedConversation,
+    ForkBody,
+    RewindBody,
+    WholeConversation,
+    WholeHandler,
+)
+from kvcellar.serve.embedding_fields import (
+    EmbedBody,
+    EmbeddingBody,
+    Embeddings,
+    EmbeddingsBody,
+    OllamaEmbeddings,
+    OneEmbedding,
+    parse_embed,
+    parse_embedding,
+    parse_embeddings,
+)
+from kvcellar.serve.embeddings import EmbeddingHandler
+from kvcellar.serve.generation import GenerationHandler
+from kvcellar.serve.health import HealthHandler, ServerState
+from kvcellar.serve.metrics.exposition import metrics_handler
+from kvcellar.serve.metrics.requests import RequestCounts
+from kvcellar.serve.model_use import ModelRoute, sent_keep_alive
+from kvcellar.serve.models_list import ModelFields, ModelList, ModelsHandler
+from kvcellar.serve.ollama import CHAT, GENERATE, ListedModels, LoadedModels, OllamaGeneration, OllamaHandler, Version
+from kvcellar.serve.ollama_details import ShownModel
+from kvcellar.serve.ollama_library import BlobHandler, LibraryHandler, ProgressEvent, Succeeded
+from kvcellar.serve.openai import formats
+from kvcellar.serve.openai.chat import ChatBody, parse_chat
+from kvcellar.serve.openai.completions import CompletionBody, parse_completion
+from kvcellar.serve.openapi import DocumentHandler, OpenApiDocument
+from kvcellar.serve.operation import BYTES, NDJSON, SSE, Operation, Operations, Parameter, Schema
+from kvcellar.serve.records import MOST, Records, RequestRecord, RequestSummaries
+from kvcellar.serve.responses_api.fields import ResponsesBody, count_input, parse_response
+from kvcellar.serve.responses_api.input_items import InputItems
+from kvcellar.serve.responses_api.response_writer import DeletedResponse, InputTokens, ResponseEvent, ResponseObject
+from kvcellar.serve.responses_api.routes import KeptHandler
+from kvcellar.serve.shared import Shared
+from kvcellar.serve.tokenizing import (
+    DetokenizeBody,
+    Detokenized,
+    TokenizeBody,
+    Tokenized,
+    TokenizedContent,
+    TokenizerFields,
+    TokenizerInfo,
+    detokenize,
+    tokenize,
+)
+
+CONVERSATION: Mapping[str, Schema] = MappingProxyType(
+    {"name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"}}
+)
+DIGEST: Mapping[str, Schema] = MappingProxyType({"digest": {"type": "string", "pattern": "^sha256[:-][0-9a-f]{64}$"}})
+MODEL = Parameter(about="The name of a model. Default: the first one.", schema={"type": "string"})
+MODELS: Mapping[str, Parameter] = MappingProxyType({"model": MODEL})
+LIMIT = Parameter(
+    about="The most entries.", schema={"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": LISTED}
+)
+TIER = Parameter(about="Where the entries are.", schema={"enum": list(TIERS), "default": TIERS[0]})
+NAMESPACE = Parameter(about="Only entries of this namespace.", schema={"type": "string"})
+MAY_GENERATE = (404, 409)  # there is no such model or conversation; the conversation was changed meanwhile
+OF_CACHE = (400, 404, 409)  # of a model that has no store, that there is not, that is not loaded
+
+
+class Handlers:
+    """Of one server: those that several routes share."""
+
+    def __init__(self, server: Shared, requests: RequestCounts, records: Records, operations: Operations) -> None:
+        """`operations`: all that the server has, for its document."""
+        self.server = server
+        self.models = ModelsHandler(server)
+        self.responses = KeptHandler(server)
+        self.ollama = OllamaHandler(server)
+        self.blobs = BlobHandler(server)
+        self.library = LibraryHandler(server, self.blobs.uploads)
+        self.conversations = ConversationsHandler(server)
+        self.health = HealthHandler(server)
+        self.metrics = metrics_handler(server, requests)
+        self.document = DocumentHandler(server, operations)
+        self.records = RequestsHandler(server, records)
+        self.cache = CacheHandler(server)
+        self.keys = KeysHandler(server)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint(Operation):
+    """`slashes`: the last parameter of the path may have them."""
+
+    handler: Callable[[Handlers], Any]
+    slashes: bool = field(default=False, kw_only=True)
+
+
+OPENAI = {
+    ("GET", "/v1/models"): Endpoint("OpenAI", "List the models.", lambda at: at.models.list, answer=ModelList),
+    ("GET", "/v1/models/{name}"): Endpoint(
+        "OpenAI",
+        "One model. A name may have slashes.",
+        lambda at: at.models.get,
+        slashes=True,
+        answer=ModelFields,
+        errors=(400, 404),
+    ),
+    ("POST", "/v1/completions"): Endpoint(
+        "OpenAI",
+        "Continue a text or token ids.",
+        lambda at: GenerationHandler(at.server, parse_completion),
+        body=CompletionBody,
+        answer=formats.TextCompletion,
+        streams=SSE,
+        event=formats.TextEvent,
+        errors=MAY_GENERATE,
+    ),
+    ("POST", "/v1/chat/completions"): Endpoint(
+        "OpenAI",
+        "The next message of a chat.",
+        lambda at: GenerationHandler(at.server, parse_chat),
+        body=ChatBody,
+        answer=formats.ChatCompletion,
+        streams=SSE,
+        event=formats.ChatEvent,
+        errors=MAY_GENERATE,
+    ),
+    ("POST", "/v1/responses"): Endpoint(
+        "OpenAI",
+        "A response, which later ones can continue.",
+        lambda at: GenerationHandler(at.server, partial(parse_response, at.responses.store)),
+        body=ResponsesBody,
+        answer=ResponseObject,
+        streams=SSE,
+        event=ResponseEvent,
+        errors=MAY_GENERATE,
+    ),
+    ("POST", "/v1/responses/input_tokens"): Endpoint(
+        "OpenAI",
+        "How many tokens a response would count as input.",
+        lambda at: ModelRoute(at.server, partial(count_input, at.responses.store)),
+        body=ResponsesBody,
+        answer=InputTokens,
+        errors=(404,),
+    ),
+    ("GET", "/v1/responses/{id}"): Endpoint(
+        "OpenAI",
+        "A response that was kept.",
+        lambda at: at.responses.get,
+        query={"stream": Parameter(about="Only false: it is sent as a whole.", schema={"const": False})},
+        answer=ResponseObject,
+        errors=(400, 404),
+    ),
+    ("DELETE", "/v1/responses/{id}"): Endpoint(
+        "OpenAI",
+        "Delete a response that was kept.",
+        lambda at: at.responses.delete,
+        answer=DeletedResponse,
+        errors=(404,),
+    ),
+    ("GET", "/v1/responses/{id}/input_items"): Endpoint(
+        "OpenAI",
+        "The items that a response which was kept was asked with.",
+        lambda at: at.responses.input_items,
+        query={
+            "limit": Parameter(
+                about="Items of a page; without it 20.", schema={"type": "integer", "minimum": 1, "maximum": 100}
+            ),
+            "order": Parameter(about="Without it desc: the last one first.", schema={"enum": ["asc", "desc"]}),
+            "after": Parameter(about="The id of the last item of the page before.", schema={"type": "string"}),
+        },
+        answer=InputItems,
+        errors=(400, 404),
+    ),
+    ("POST", "/v1/embeddings"): Endpoint(
+        "OpenAI",
+        "Vectors of texts, for models that say how they pool.",
+        lambda at: EmbeddingHandler(at.server, parse_embeddings),
+        body=EmbeddingsBody,
+        answer=Embeddings,
+        errors=(404,),
+    ),
+    ("POST", "/tokenize"): Endpoint(
+        "OpenAI",
+        "Token ids of a text or a chat.",
+        lambda at: ModelRoute(at.server, tokenize),
+        body=TokenizeBody,
+        answer=Tokenized | TokenizedContent,
+        errors=(404,),
+    ),
+    ("POST", "/detokenize"): Endpoint(
+        "OpenAI",
+        "The text of token ids.",
+        lambda at: ModelRoute(at.server, detokenize),
+        body=DetokenizeBody,
+        answer=Detokenized,
+        errors=(404,),
+    ),
+    ("GET", "/tokenizer_info"): Endpoint(
+        "OpenAI",
+        "What the tokenizer is.",
+        lambda at: TokenizerInfo(at.server).get,
+        query=MODELS,
+        answer=TokenizerFields,
+        errors=(400, 404),
+    ),
+}
+ANTHROPIC = {
+    ("POST", "/v1/messages"): Endpoint(
+        "Anthropic",
+        "The next message of a chat.",
+        lambda at: GenerationHandler(at.server, parse_messages),
+        body=MessagesBody,
+        answer=MessageAnswer,
+        streams=SSE,
+        event=MessageEvent,
+        errors=MAY_GENERATE,
+    ),
+    ("POST", "/v1/messages/count_tokens"): Endpoint(
+        "Anthropic",
+        "How many tokens a chat has.",
+        lambda at: ModelRoute(at.server, count_tokens),
+        body=PromptBody,
+        answer=TokenCount,
+        errors=(404,),
+    ),
+}
+OLLAMA = {
+    ("GET", "/"): Endpoint("Ollama", "Says that the server runs.", lambda at: at.ollama.root, media=("text/plain",)),
+    ("GET", "/api/version"): Endpoint("Ollama", "The version.", lambda at: at.ollama.version, answer=Version),
+    ("GET", "/api/tags"): Endpoint("Ollama", "List the models.", lambda at: at.ollama.tags, answer=ListedModels),
+    ("GET", "/api/ps"): Endpoint("Ollama", "List loaded models.", lambda at: at.ollama.running, answer=LoadedModels),
+    ("POST", "/api/show"): Endpoint(
+        "Ollama", "One model.", lambda at: at.ollama.show, body=ollama.ShowBody, answer=ShownModel, errors=(404,)
+    ),
+    ("POST", "/api/generate"): Endpoint(
+        "Ollama",
+        "Answer a prompt, as lines unless stream is false. Without a prompt, load or unload a model.",
+        lambda at: OllamaGeneration(at.server, at.ollama, GENERATE),
+        body=ollama.GenerateBody,
+        answer=lines.GenerateAnswer,
+        streams=NDJSON,
+        event=lines.GenerateEvent,
+        errors=MAY_GENERATE,
+    ),
+    ("POST", "/api/chat"): Endpoint(
+        "Ollama",
+        "The next message of a chat, as lines unless stream is false. Without messages, load or unload a model.",
+        lambda at: OllamaGeneration(at.server, at.ollama, CHAT),
+        body=ollama.OllamaChatBody,
+        answer=lines.ChatLineEnd,
+        streams=NDJSON,
+        event=lines.ChatLineEvent,
+        errors=MAY_GENERATE,
+    ),
+    ("POST", "/api/embed"): Endpoint(
+        "Ollama",
+        "Vectors of texts.",
+        lambda at: EmbeddingHandler(at.server, parse_embed, sent_keep_alive),
+        body=EmbedBody,
+        answer=OllamaEmbeddings,
+        errors=(404,),
+    ),
+    ("POST", "/api/embeddings"): Endpoint(
+        "Ollama",
+        "One vector.",
+        lambda at: EmbeddingHandler(at.server, parse_embedding, sent_keep_alive),
+        body=EmbeddingBody,
+        answer=OneEmbedding,
+        errors=(404,),
+    ),
+    ("POST", "/api/create"): Endpoint(
+        "Ollama",
+        "Create a model, with lines of progress unless stream is false.",
+        lambda at: at.library.create,
+        body=ollama.CreateModelBody,
+        answer=Succeeded,
+        streams=NDJSON,
+        event=ProgressEvent,
+        errors=(404,),
+    ),
+    ("POST", "/api/copy"): Endpoint(
+        "Ollama", "Give a model a second name.", lambda at: at.library.copy, body=ollama.CopyBody, errors=(404,)
+    ),
+    ("DELETE", "/api/delete"): Endpoint(
+        "Ollama", "Delete a model.", lambda at: at.library.delete, body=ollama.NamedBody, errors=(404,)
+    ),
+    ("POST", "/api/pull"): Endpoint(
+        "Ollama",
+        "Download a model, if the server allows it, with lines of progress unless stream is false.",
+        lambda at: at.library.pull,
+        body=ollama.PullBody,
+        answer=Succeeded,
+        streams=NDJSON,
+        event=ProgressEvent,
+        errors=(404,),
+    ),
+    ("POST", "/api/push"): Endpoint(
+        "Ollama", "Refused: models are not pushed.", lambda at: at.library.push, statuses=(), errors=(400,)
+    ),
+    ("HEAD", "/api/blobs/{digest}"): Endpoint(
+        "Ollama", "Whether a file was uploaded.", lambda at: at.blobs.__call__, path=DIGEST, errors=(400, 404)
+    ),
+    ("POST", "/api/blobs/{digest}"): Endpoint(
+        "Ollama",
+        "Upload a file to create a model from. 201: it was stored; 200: it was there.",
+        lambda at: at.blobs.__call__,
+        path=DIGEST,
+        binary=BYTES,
+        statuses=(200, 201),
+        errors=(507,),
+    ),
+}
+CONVERSATIONS = {
+    ("GET", "/kvcellar/conversations"): Endpoint(
+        "Conversations",
+        "List the conversations of the key.",
+        lambda at: at.conversations.index,
+        answer=ConversationList,
+    ),
+    ("POST", "/kvcellar/conversations"): Endpoint(
+        "Conversations",
+        "Create a conversation.",
+        lambda at: at.conversations.create,
+        body=CreateBody,
+        statuses=(201,),
+        answer=ConversationFields,
+        errors=(409,),
+    ),
+    ("GET", "/kvcellar/conversations/{name}"): Endpoint(
+        "Conversations",
+        "A whole conversation.",
+        lambda at: WholeHandler(at.server),
+        path=CONVERSATION,
+        answer=WholeConversation,
+        errors=(400, 404, 409),
+    ),
+    ("DELETE", "/kvcellar/conversations/{name}"): Endpoint(
+        "Conversations",
+        "Delete a conversation.",
+        lambda at: at.conversations.delete,
+        path=CONVERSATION,
+        answer=DeletedConversation,
+        errors=(400, 404, 409),
+    ),
+    ("POST", "/kvcellar/conversations/{name}/fork"): Endpoint(
+        "Conversations",
+        "Copy a conversation.",
+        lambda at: at.conversations.fork,
+        path=CONVERSATION,
+        body=ForkBody,
+        statuses=(201,),
+        answer=ConversationFields,
+        errors=(404, 409),
+    ),
+    ("POST", "/kvcellar/conversations/{name}/rewind"): Endpoint(
+        "Conversations",
+        "Discard the last turns.",
+        lambda at: at.conversations.rewind,
+        path=CONVERSATION,
+        body=RewindBody,
+        answer=ConversationFields,
+        errors=(404, 409),
+    ),
+}
+SERVER = {
+    ("GET", "/health"): Endpoint(
+        "Server",
+        "503 while models are loaded, as llama.cpp's server has it, else as /live. Needs no key.",
+        lambda at: at.health.health,
+        answer=ServerState,
+    ),
+    ("GET", "/live"): Endpoint(
+        "Server", "200 while no engine has failed. Needs no key.", lambda at: at.health.alive, answer=ServerState
+    ),
+    ("GET", "/ready"): Endpoint(
+        "Server", "200 while requests are served. Needs no key.", lambda at: at.health.ready, answer=ServerState
+    ),
+    ("GET", "/ping"): Endpoint("Server", "As /live.", lambda at: at.health.alive, answer=ServerState),
+    ("POST", "/ping"): Endpoint("Server", "As /live.", lambda at: at.health.alive, answer=ServerState),
+    ("GET", "/metrics"): Endpoint(
+        "Server",
+        "Metrics for Prometheus. Needs a metrics key or admin key, if there are any.",
+        lambda at: at.metrics,
+        media=("text/plain", "application/openmetrics-text"),
+    ),
+    ("GET", "/openapi.json"): Endpoint("Server", "This document.", lambda at: at.document.get, answer=OpenApiDocument),
+}
+OPERATOR = {
+    ("GET", "/admin/requests"): Endpoint(
+        "Operator",
+        "The last requests.",
+        lambda at: at.records.list,
+        query={
+            "limit": Parameter(
+                about="The most requests.", schema={"type": "integer", "minimum": 1, "maximum": MOST, "default": 20}
+            )
+        },
+        answer=RequestSummaries,
+        errors=(400,),
+    ),
+    ("GET", "/admin/requests/{id}"): Endpoint(
+        "Operator",
+        "What a request had of memory, and why it was not more, by its id or that of its response.",
+        lambda at: at.records.get,
+        answer=RequestRecord,
+        errors=(404,),
+    ),
+    ("GET", "/admin/cache"): Endpoint(
+        "Operator",
+        "What the cache has, by namespace.",
+        lambda at: at.cache.totals,
+        query=MODELS,
+        answer=CacheContents,
+        errors=OF_CACHE,
+    ),
+    ("GET", "/admin/cache/tree"): Endpoint(
+        "Operator",
+        "Entries of a tier.",
+        lambda at: at.cache.tree,
+        query={"limit": LIMIT, "tier": TIER, "namespace": NAMESPACE, "model": MODEL},
+        answer=CacheEntries,
+        errors=OF_CACHE,
+    ),
+    ("GET", "/admin/cache/hot"): Endpoint(
+        "Operator",
+        "Entries that are used most.",
+        lambda at: at.cache.hot,
+        query={"limit": LIMIT, "tier": TIER, "model": MODEL},
+        answer=CacheEntries,
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/cache/remove"): Endpoint(
+        "Operator",
+        "Remove entries.",
+        lambda at: at.cache.remove,
+        body=RemoveBody,
+        query=MODELS,
+        answer=RemovedEntries,
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/cache/clear"): Endpoint(
+        "Operator",
+        "Remove all entries of the model, or of all models.",
+        lambda at: at.cache.clear,
+        body=ClearBody,
+        query=MODELS,
+        answer=RemovedEntries,
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/cache/collect"): Endpoint(
+        "Operator",
+        "Delete files of no use.",
+        lambda at: at.cache.collect,
+        body=NoFields,
+        query=MODELS,
+        answer=CollectedEntries,
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/cache/verify"): Endpoint(
+        "Operator",
+        "Check what is stored.",
+        lambda at: at.cache.verify,
+        body=NoFields,
+        query=MODELS,
+        answer=VerifiedEntries,
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/cache/export"): Endpoint(
+        "Operator",
+        "All that is stored, as an archive.",
+        lambda at: at.cache.export,
+        body=NoFields,
+        query=MODELS,
+        media=(ARCHIVE,),
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/cache/import"): Endpoint(
+        "Operator",
+        "Store an archive.",
+        lambda at: at.cache.import_from,
+        binary=ARCHIVE,
+        query=MODELS,
+        answer=ImportedEntries,
+        errors=OF_CACHE,
+    ),
+    ("POST", "/admin/keys/reload"): Endpoint(
+        "Operator", "Read the key files again.", lambda at: at.keys.reload, answer=ReloadedKeys, errors=(409,)
+    ),
+}
+TABLE: Mapping[tuple[str, str], Endpoint] = MappingProxyType(
+    {**OPENAI, **ANTHROPIC, **OLLAMA, **CONVERSATIONS, **SERVER, **OPERATOR}
+)
+
+
+def routes(handlers: Handlers, *, operated: bool) -> list[Route]:
+    """Those of a server. `operated`: it has an admin key."""
+    found: dict[tuple[str, Any], list[str]] = {}
+    for (method, path), one in TABLE.items():
+        if operated or one.api != "Operator":
+            pattern = path.removesuffix("}") + ":path}" if one.slashes else path
+            found.setdefault((pattern, one.handler(handlers)), []).append(method)
+    return [Route(path, handler, methods=methods) for (path, handler), methods in found.items()]

@@ -22,7 +22,6 @@ from kvcellar.engine.device import DeviceThread, Inbox
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.intake import Intake, PromptMemory
-from kvcellar.engine.kv_events import open_events
 from kvcellar.engine.loop import Loop
 from kvcellar.engine.machine import Threads, threads_of, trim_heap
 from kvcellar.engine.manager import SequenceManager
@@ -30,7 +29,7 @@ from kvcellar.engine.measures import measures_of
 from kvcellar.engine.open_drafts import DraftModel, Drafts, open_drafts
 from kvcellar.engine.open_heads import Reads
 from kvcellar.engine.open_model import Opened, open_model
-from kvcellar.engine.open_store import open_draft_store, open_store
+from kvcellar.engine.open_store import open_draft_store, open_events, open_store
 from kvcellar.engine.prefixes import Shares
 from kvcellar.engine.recorded import record_steps, without_preparing
 from kvcellar.engine.reserve import prove, scratch

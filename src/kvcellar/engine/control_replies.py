@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from kvcellar import messages
-from kvcellar.engine.result import Ended
 from kvcellar.engine.stats import EngineStats
-from kvcellar.events import Recall
+from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.tiers.upkeep import Imported, Verified
 
 BEGINNING = 16  # tokens of an entry
@@ -29,6 +28,21 @@ class MapRun(NamedTuple):
     cells: int
     kind: Kind
     which: int | None
+
+
+class EndedRequest(NamedTuple):
+    """A request that is done. `text`: the keys of its prompt and of its first completion; None: no longer kept."""
+
+    number: int
+    at: float  # seconds of the wall clock
+    outcome: str
+    usage: Usage
+    timings: Timings
+    recall: Recall | None
+    speculation: Speculation | None
+    space: str
+    owner: str
+    text: tuple[bytes, bytes] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +112,7 @@ class Picture:
     stats: EngineStats
     live: list[LiveRequest]
     more_live: int
-    ended: list[Ended]  # the last one first
+    ended: list[EndedRequest]  # the last one first
     entries: list[TreeEntry]
     more_entries: int
     maps: list[CellMap]

@@ -4,7 +4,7 @@ That is any thread but the engine's. What needs the engine's thread is done in s
 waits for more than one slice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,12 @@ from kvcellar import messages
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_replies import StoreDisk, VariantText
 from kvcellar.engine.open_model import as_created
-from kvcellar.engine.pinning import check_pinned
 from kvcellar.engine.prefixes import SLICE
 from kvcellar.engine.stats import stats
 from kvcellar.engine.survey import Survey
+from kvcellar.errors import BadRequest
+from kvcellar.prefix.node import key_of
+from kvcellar.prefix.tree import Tree
 from kvcellar.snapshot import with_adapter
 from kvcellar.tiers.upkeep import Readable
 
@@ -124,9 +126,19 @@ class Controls:
 
     def _check_pinned(self, control: messages.CheckPinned) -> None:
         loop, space = self._built.loop, with_adapter(control.namespace, self._built.adapters.digest(control.adapter))
-        loop.call(lambda: check_pinned(loop.manager.prefixes.tree, space, control.prompt))
+        loop.call(lambda: _check_pinned(loop.manager.prefixes.tree, space, control.prompt))
 
 
 def _in_parts(entries: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     while some := list(islice(entries, SLICE)):
         yield some
+
+
+def _check_pinned(tree: Tree, namespace: str, ids: Sequence[int]) -> None:
+    """Raise `BadRequest` if a prompt that was just computed is not pinned. To be called on the engine's thread."""
+    if not any(node.retention.pinned for node in tree.match(tree.peek(namespace), key_of(ids), len(ids)).path):
+        raise BadRequest(
+            f"a prompt of {len(ids)} tokens cannot be pinned beside {tree.pins.tokens} tokens that are; "
+            f"shorten it, pin fewer, or raise pin_share or cache_bytes",
+            "prompt",
+        )

@@ -24,7 +24,6 @@ from kvcellar.engine.client import EngineClient
 from kvcellar.engine.control_clients import AdaptersClient, CacheClient
 from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.embeddings import Embeddings
-from kvcellar.engine.pinning import chat_prefix, is_chat
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
 from kvcellar.engine.request import RequestOptions, SubmitOptions, how_of, sampling_of
@@ -36,7 +35,7 @@ from kvcellar.engine.settings import EngineOptions, Settings, conversation_bytes
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.engine.text_codec import TextCodec
-from kvcellar.engine.transcript import Transcript
+from kvcellar.engine.transcript import Transcript, chat_prefix, is_chat
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
 from kvcellar.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats

@@ -38,7 +38,6 @@ from typing import Any
 
 import msgspec
 
-from kvcellar.engine.settings import Settings
 from kvcellar.errors import BadRequest, shown
 from kvcellar.prefix.blocks import START, Blocks, Place, TreeBlocks, blocks_of
 from kvcellar.prefix.node import TOKEN, Node, root_of
@@ -54,7 +53,6 @@ QUEUED = 10_000  # messages for one subscriber that does not read; more are lost
 WAITING, WAITING_BYTES = 100_000, 256 << 20  # changes that were not published yet, and the bytes of their tokens
 CLOSING = 1.0  # seconds for what was not sent at the end
 END = (2**64 - 1).to_bytes(8, "big")  # -1
-_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 Event = list[Any]
 Send = Callable[[list[Event]], None]
 Change = Callable[[], None]
@@ -329,18 +327,3 @@ class KvEvents:
         self._context.destroy(linger=int(1000 * CLOSING))
         self._wake.close()
         self._woken.close()
-
-
-def open_events(settings: Settings) -> KvEvents | None:
-    """The publisher that the settings ask for."""
-    if settings.kv_events is None:
-        return None
-    for endpoint in (settings.kv_events, settings.kv_events_replay):
-        if endpoint is not None and endpoint.startswith("tcp://") and not endpoint.startswith(_LOOPBACK):
-            log.warning("KV events at %s have the tokens of prompts, for every machine that can reach it", endpoint)
-    return KvEvents(
-        settings.kv_events,
-        replay=settings.kv_events_replay,
-        topic=settings.kv_events_topic,
-        size=settings.kv_events_block,
-    )

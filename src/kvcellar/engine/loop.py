@@ -30,9 +30,9 @@ from kvcellar.engine.context_shift import shift
 from kvcellar.engine.device import Inbox
 from kvcellar.engine.ending import Ending
 from kvcellar.engine.failures import Failures
+from kvcellar.engine.last_requests import LastRequests
 from kvcellar.engine.manager import SequenceManager
 from kvcellar.engine.request import Completion, Request, Scheduled, Status
-from kvcellar.engine.result import LastRequests
 from kvcellar.engine.runner import Runner
 from kvcellar.engine.scheduler import Scheduler
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage

@@ -38,6 +38,8 @@ from kvcellar.tiers.tier import Tier
 
 log = logging.getLogger("kvcellar.engine")
 
+_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
+
 PAGED_IN = 256 << 20  # bytes of memory, at most, that are allocated at once for what is going to be restored
 FORMAT = "1"  # raised when the meaning of what is stored changes
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
@@ -214,4 +216,19 @@ def _identity(owner: Owner) -> bytes:
             "transformers": version("transformers"),
         }
         | {name: value for name, value in more.items() if value}
+    )
+
+
+def open_events(settings: Settings) -> KvEvents | None:
+    """The publisher that the settings ask for."""
+    if settings.kv_events is None:
+        return None
+    for endpoint in (settings.kv_events, settings.kv_events_replay):
+        if endpoint is not None and endpoint.startswith("tcp://") and not endpoint.startswith(_LOOPBACK):
+            log.warning("KV events at %s have the tokens of prompts, for every machine that can reach it", endpoint)
+    return KvEvents(
+        settings.kv_events,
+        replay=settings.kv_events_replay,
+        topic=settings.kv_events_topic,
+        size=settings.kv_events_block,
     )

@@ -23,7 +23,8 @@ from kvcellar.prefix.node import TOKEN, Watch, common
 from kvcellar.prefix.why import ReadBack
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.spans import Span
-from kvcellar.speculate.chain import Key
+
+Owner = tuple[int, int]  # the key of a completion
 
 
 class PrefixCache:
@@ -46,28 +47,28 @@ class PrefixCache:
         self.prefixes = Prefixes(memory, shares=shares, clock=clock, watch=watch)
         self.store = open_store(memory, self.prefixes, self.evict)
         self._numbers = count(1)
-        self.fetches: dict[Key, Fetch] = {}  # what is being read back for owners that have no sequence
+        self.fetches: dict[Owner, Fetch] = {}  # what is being read back for owners that have no sequence
 
     # -- before there is a sequence -----------------------------------------------------------------------------
 
-    def prefetch(self, owner: Key, namespace: str, key: Callable[[], bytes]) -> None:
+    def prefetch(self, owner: Owner, namespace: str, key: Callable[[], bytes]) -> None:
         """Begin to read what tiers have of a key."""
         if self.store is not None and owner not in self.fetches:
             self.fetches[owner] = self.store.restores.prefetch(namespace, key)
 
-    def reads_back(self, owner: Key, key: Callable[[], bytes], *, enters: bool) -> bool:
+    def reads_back(self, owner: Owner, key: Callable[[], bytes], *, enters: bool) -> bool:
         """Whether tokens are being read back for an owner. They enter memory when it `enters`: when it could have a
         sequence."""
         if self.store is None or (fetch := self.fetches.get(owner)) is None:
             return False
         return self.store.restores.advance(fetch, key, enters=enters)
 
-    def was_read(self, owner: Key) -> ReadBack:
+    def was_read(self, owner: Owner) -> ReadBack:
         """What was read back for an owner, which has a sequence from now on."""
         fetch = self.fetches.pop(owner, None)
         return fetch.read_back if fetch is not None else ReadBack()
 
-    def cancel(self, owner: Key) -> None:
+    def cancel(self, owner: Owner) -> None:
         """Read nothing more for an owner. Not an error if nothing is read."""
         if (fetch := self.fetches.pop(owner, None)) is not None and self.store is not None:
             self.store.restores.cancel(fetch)

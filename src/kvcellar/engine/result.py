@@ -8,14 +8,10 @@ Always true of a stream:
 
 import asyncio
 import os
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
-from kvcellar.engine.request import Request
 from kvcellar.errors import EngineClosed, WrongStage, forked_from
 from kvcellar.events import (
     Delta,
@@ -32,7 +28,6 @@ from kvcellar.events import (
     TokenLogprob,
     Usage,
 )
-from kvcellar.prefix.node import TOKEN, key_of
 
 Submit = Callable[[Callable[[Event], None]], "Ticket"]
 
@@ -246,75 +241,3 @@ async def _waiting(submit: Submit, collector: Collector) -> AsyncGenerator[Delta
 def _cancel(submitting: "asyncio.Future[Ticket]") -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()
-
-
-KEPT_REQUESTS, KEPT_TOKENS = 64, 1 << 17  # of `LastRequests`
-
-
-class Ended(NamedTuple):
-    """A request that is done. `text`: the keys of its prompt and of its first completion; None: no longer kept."""
-
-    number: int
-    at: float  # seconds of the wall clock
-    outcome: str
-    usage: Usage
-    timings: Timings
-    recall: Recall | None
-    speculation: Speculation | None
-    space: str
-    owner: str
-    text: tuple[bytes, bytes] | None
-
-
-class LastRequests:
-    """The last requests that are done, as values: nothing that a request holds stays because of them.
-
-    Always true:
-      * there are at most `KEPT_REQUESTS`, in order of their ends, and their texts have at most `KEPT_TOKENS` tokens
-        together, those of the latest ones.
-    """
-
-    def __init__(self) -> None:
-        self._all: deque[Ended] = deque()
-        self._tokens, self._texts, self.count = 0, 0, 0  # `_texts`: how many of the last ones have a text
-
-    def __iter__(self) -> Iterator[Ended]:
-        """The last one first."""
-        return reversed(self._all)
-
-    def add(self, request: Request) -> None:
-        """A request is done. Costs the tokens of its reply."""
-        first = next((one for one in request.completions if not one.dropped), None)
-        reply = tuple(first.tokens[len(request.prompt) :][: first.told]) if first is not None else ()
-        self._all.append(
-            Ended(
-                *(request.number, time.time(), request.outcome, request.usage(), request.timings()),
-                *(request.recall, request.speculation, request.space, request.retention.owner),
-                (request.key, key_of(reply)),
-            )
-        )
-        self.count += 1
-        self._texts += 1
-        self._tokens += len(request.prompt) + len(reply)
-        while self._tokens > KEPT_TOKENS or len(self._all) > KEPT_REQUESTS:
-            self._forget()
-
-    def _forget(self) -> None:
-        """The oldest text, or the oldest request where that has none."""
-        if self._tokens > KEPT_TOKENS or self._texts == len(self._all):
-            at = len(self._all) - self._texts
-            oldest = self._all[at]
-            assert oldest.text is not None
-            self._tokens -= sum(map(len, oldest.text)) // TOKEN
-            self._texts -= 1
-            self._all[at] = oldest._replace(text=None)
-        if len(self._all) > KEPT_REQUESTS:
-            self._all.popleft()
-
-    def check(self) -> None:
-        """Assert what is always true."""
-        texts = [one.text for one in self._all]
-        assert len(texts) <= KEPT_REQUESTS
-        assert [text is None for text in texts] == [at < len(texts) - self._texts for at in range(len(texts))]
-        kept = sum(len(part) // TOKEN for text in texts if text is not None for part in text)
-        assert self._tokens == kept <= KEPT_TOKENS

@@ -20,7 +20,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
@@ -281,3 +281,18 @@ class Transcript:
         for turn in rest:
             other.last = Turn(other.last, turn.messages, turn.omitted)
         return other
+
+
+def is_chat(prompt: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def chat_prefix(render: Render, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The tokens that all chats have in common which begin with these messages. After one of the user, that is the
+    prompt of the answer; after others, what comes before the text of the user's next message."""
+    if messages and messages[-1].get("role") == "user":
+        return render(messages)
+    one, other = (render([*messages, {"role": "user", "content": text}]) for text in ("a", "b"))
+    if not (common := one[: common_prefix(one, other)]):
+        raise BadRequest("chats that begin with these messages have no tokens in common", "messages")
+    return common

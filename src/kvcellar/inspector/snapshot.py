@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from kvcellar.engine.control_replies import (
     RECENT_SECONDS,
     CellMap,
+    EndedRequest,
     LiveRequest,
     MapRun,
     Picture,
@@ -21,7 +22,6 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
-from kvcellar.engine.result import Ended
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Recall
 
@@ -167,7 +167,7 @@ def _live(one: LiveRequest) -> Json:
     return found | {"seconds": one.seconds, "tokens_per_second": _rate(one), "restored": restored}
 
 
-def _ended(one: Ended, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+def _ended(one: EndedRequest, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
     timings, usage = one.timings, one.usage
     drafts = one.speculation
     return {

@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvcellar.engine.pinning import chat_prefix
 from kvcellar.engine.request import RequestReading
 from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.engine.transcript import Render, shortened
+from kvcellar.engine.transcript import Render, chat_prefix, shortened
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams, merged

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar import EngineFailed
-from kvcellar.engine.stats import stats as stats_of
+from kvcellar.engine.count_stats import stats as stats_of
 from kvcellar.prefix.node import key_of
 from kvcellar.sample.params import SamplingParams
 from kvcellar.text.output import ByteStream, _Table

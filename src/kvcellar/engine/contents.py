@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.cache.record import positions
 from kvcellar.engine.arguments import tokens
 from kvcellar.engine.control_replies import NamespaceContents, Removed
+from kvcellar.engine.count_stats import stats
 from kvcellar.engine.prefixes import SLICE
-from kvcellar.engine.stats import stats
 from kvcellar.engine.store import Store
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.listing import Listed, Walk

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from kvcellar import messages
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_replies import StoreDisk, VariantText
+from kvcellar.engine.count_stats import stats
 from kvcellar.engine.open_model import as_created
 from kvcellar.engine.prefixes import SLICE
-from kvcellar.engine.stats import stats
 from kvcellar.engine.survey import Survey
 from kvcellar.errors import BadRequest
 from kvcellar.prefix.node import key_of

@@ -31,8 +31,8 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
+from kvcellar.engine.count_stats import stats
 from kvcellar.engine.request import Completion, Request, Status
-from kvcellar.engine.stats import stats
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.plan import Run

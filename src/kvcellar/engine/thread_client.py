@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from kvcellar.engine.build import Built, card_of
 from kvcellar.engine.controls import Controls
+from kvcellar.engine.count_stats import stats
 from kvcellar.engine.loop import nothing
-from kvcellar.engine.stats import EngineStats, stats
+from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import Overloaded
 from kvcellar.messages import EngineEvent, Submission
 

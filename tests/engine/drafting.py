@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.cache.memory import Memory
+from kvcellar.cache.record import positions
 from kvcellar.engine import restore_plan
 from kvcellar.engine.draft_memory import DraftMemory
 from kvcellar.engine.prefixes import Prefixes
@@ -20,12 +21,12 @@ from kvcellar.engine.restore_plan import Planner
 from kvcellar.engine.restores import Evict
 from kvcellar.engine.store import Store, no_store
 from kvcellar.plan import Plan
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.spans import Span
 from kvcellar.speculate.chain import Chain
 from kvcellar.speculate.draft_model import ModelDrafter
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.locations import Locations
 from tests.engine.test_prefixes import KINDS, LAYOUTS, memory, spelt
 from tests.speculate.chains import sampler
 
@@ -158,12 +159,10 @@ def chain(
 
 
 def store_at(directory: Path, post: Any, memory: Memory, prefixes: Prefixes, evict: Evict) -> Store:
-    locations = Locations()
     disk = DiskTier(
         directory,
         identity=b"d" * 32,
         max_bytes=10**8,
-        removed=lambda key, why: locations.removed(DiskTier.name, key, why),
     )
     store = Store(
         [disk],
@@ -172,7 +171,7 @@ def store_at(directory: Path, post: Any, memory: Memory, prefixes: Prefixes, evi
         identity=b"d" * 32,
         secret=b"",
         staging=10**7,
-        locations=locations,
+        catalogue=Catalogue(anywhere=prefixes.anywhere, positions=positions),
         post=post,
         evict=evict,
     )

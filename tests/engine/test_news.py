@@ -9,6 +9,7 @@ import pytest
 
 from kvcellar.engine import news as news_module
 from kvcellar.engine.news import AGAIN, PATIENCE, News
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.retention import Retention
 from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.tier import Entry
@@ -57,7 +58,6 @@ class Machine:
         self.now, self.go, self.looked = 0.0, threading.Event(), 0
         self.calls: list[Callable[[], None]] = []
         self.posted = threading.Semaphore(0)
-        self.learned: list[set[bytes]] = []
         look = disk.news
 
         def waits() -> list[Entry]:
@@ -69,7 +69,6 @@ class Machine:
         self.news = News(
             opened,
             post=lambda call: (self.calls.append(call), self.posted.release()),
-            learn=lambda tier, entries: self.learned.append(keys(entries)),
             clock=lambda: self.now,
         )
 
@@ -81,7 +80,12 @@ class Machine:
 
 
 def test_one_look_serves_all_requests_that_miss_and_the_next_one_is_later(tmp_path) -> None:  # noqa: F811
-    with closing(store(tmp_path)) as other, closing(store(tmp_path)) as disk, transfers(disk) as opened:
+    catalogue = Catalogue(anywhere=True)
+    with (
+        closing(store(tmp_path)) as other,
+        closing(store(tmp_path)) as disk,
+        transfers(disk, catalogue=catalogue) as opened,
+    ):
         machine = Machine(opened, disk)
         news = machine.news
         assert news.ask(lambda: False) is None
@@ -91,7 +95,7 @@ def test_one_look_serves_all_requests_that_miss_and_the_next_one_is_later(tmp_pa
         assert 0 < news.left() <= PATIENCE
         assert other.put(*made(1))
         machine.end()
-        assert machine.learned == [{made(1)[0].key}]
+        assert list(catalogue) == [made(1)[0]]
         assert not news.waits(look)
         assert news.left() == float("inf")
         assert news.ask(lambda: True) is None, "the last one was just now"
@@ -99,7 +103,7 @@ def test_one_look_serves_all_requests_that_miss_and_the_next_one_is_later(tmp_pa
         again = news.ask(lambda: True)
         assert again is not look
         machine.end()
-        assert machine.learned == [{made(1)[0].key}], "there was nothing new"
+        assert list(catalogue) == [made(1)[0]], "there was nothing new"
         assert machine.looked == 2
 
 
@@ -119,7 +123,7 @@ def test_a_disk_that_hangs_delays_requests_once(tmp_path) -> None:  # noqa: F811
 @pytest.mark.parametrize("alone", [True, False])
 def test_nothing_is_asked_where_no_disk_is_shared(tmp_path, alone) -> None:  # noqa: F811
     with closing(store(tmp_path)) as disk, transfers(disk if alone else HostTier(1000)) as opened:
-        news = News(opened, post=lambda call: None, learn=lambda tier, entries: None, clock=lambda: 0.0)
+        news = News(opened, post=lambda call: None, clock=lambda: 0.0)
         assert news.ask(lambda: True) is None
 
 

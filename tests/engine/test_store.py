@@ -207,7 +207,6 @@ def test_what_the_tier_evicts_is_forgotten(saved, tmp_path) -> None:
         for number in range(24):
             engine.generate(next(conversation(number)), **GREEDY)
             acknowledged(engine)
-        engine._loop.call(store._forget_gone)
         there = {entry.snapshot.key for entry in store.transfers.tiers[0].entries()}
         assert 0 < len(there) < 24
         assert len(store.catalogue) <= len(there)

@@ -13,7 +13,6 @@ from kvcellar import BadRequest, Engine
 from kvcellar.engine.result import Collector
 from kvcellar.prefix.node import key_of
 from kvcellar.retention import RetentionOptions
-from kvcellar.tiers.transfer import Outcome, Transfer
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.test_store import GREEDY, always, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import Watch, acknowledged, settled, store_of
@@ -428,20 +427,15 @@ def test_a_namespace_gets_its_tokens_back_behind_a_prompt_pinned_for_all(saved, 
         settled(engine)
 
 
-def test_what_was_evicted_before_the_engine_knew_that_it_was_stored_is_not_known(saved, tmp_path) -> None:  # noqa: F811
+def test_what_was_removed_from_all_tiers_is_not_known_and_is_stored_again(saved, tmp_path) -> None:  # noqa: F811
     prompt = next(conversation("evicted"))
     with opened(saved["llama"], tmp_path / "store") as engine:
         asked(engine, prompt)
         acknowledged(engine)
         store = store_of(engine)
-        (snapshot, *_) = store.catalogue
-        engine._loop.call(lambda: [store.remove_all(), store.forget_gone()])
-        late = Transfer(snapshot, 0, stores=True)
-        late.outcome = Outcome.STORED
-        engine._loop.call(lambda: store._written(late))
+        store.remove_all()
         assert not len(store.catalogue)
         engine.clear_cache()
-        store.catalogue.add(snapshot, ())
         asked(engine, prompt)
         acknowledged(engine)
         assert len(store.catalogue)

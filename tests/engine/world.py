@@ -19,6 +19,7 @@ import torch
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.group import Group
 from kvcellar.cache.memory import Memory
+from kvcellar.cache.record import positions
 from kvcellar.engine.device import Inbox
 from kvcellar.engine.drafting import Drafting
 from kvcellar.engine.loop import Loop
@@ -34,12 +35,12 @@ from kvcellar.layout import Layout
 from kvcellar.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.plan import Batch
 from kvcellar.prefix.node import key_of
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.retention import RetentionOptions
 from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.shapes import Plane
 from kvcellar.tiers.lanes import Lane
-from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Tier
 
 VOCABULARY = 1000
@@ -196,7 +197,7 @@ class World:
                 identity=b"i" * 32,
                 secret=b"s" * 32,
                 staging=1 << 20,
-                locations=Locations(),
+                catalogue=Catalogue(anywhere=prefixes.anywhere, positions=positions),
                 post=self.inbox.post,
                 evict=evict,
                 clock=self.clock,

@@ -1,14 +1,16 @@
 """Snapshots with random content, and the directory of a store that is as small as tests need it."""
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from kvcellar.prefix.node import key_of
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import Tier
+from kvcellar.tiers.tier import Entry, Tier
 
 IDENTITY = bytes(range(32))
 
@@ -33,3 +35,12 @@ def made(seed: int, parent: Snapshot | None = None, *, tokens: int = 3, size: in
 def content(tier: Tier, key: bytes) -> tuple[Snapshot, list[bytes]] | None:
     found = tier.get(key)
     return None if found is None else (found.snapshot, list(found.chunks))
+
+
+def chains(entries: Iterable[Entry]) -> list[Entry]:
+    """Each key once, parents before the snapshots that continue them; what continues nothing here is left out."""
+    catalogue, found = Catalogue(anywhere=True), dict[bytes, Entry]()
+    for entry in entries:
+        catalogue.stored("disk", *entry)
+        found[entry.snapshot.key] = entry
+    return [found[snapshot.key] for snapshot in catalogue]

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.retention import Retention
 from kvcellar.tiers import transfers as transfers_module
 from kvcellar.tiers.codec import DIGEST, AesGcm, Replaced
 from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.transfer import Outcome
 from kvcellar.tiers.transfers import KEPT, Buffers, Space, allocated
 from tests.tiers.made import made, store
@@ -129,12 +129,11 @@ def test_a_missed_reading_leaves_its_buffer_to_the_next_tier(tmp_path, allocatio
 
 def test_what_is_promoted_is_not_overwritten_by_the_next_reading(tmp_path) -> None:  # noqa: F811
     """Nor does a reading wait for the tier that hangs in it: another one is known to have the entry."""
-    host, locations = Slow("host"), Locations()
+    host, catalogue = Slow("host"), Catalogue(anywhere=True)
     host.go.clear()
-    with closing(store(tmp_path)) as disk, transfers(host, disk, locations=locations) as opened:
+    with closing(store(tmp_path)) as disk, transfers(host, disk, catalogue=catalogue) as opened:
         for seed in (1, 2, 3):
             assert disk.put(*made(seed))
-            locations.stored("disk", [made(seed)[0]])
         for seed in (1, 2, 3):
             found = opened.fetch(made(seed)[0])
             assert ended(found) is Outcome.FETCHED

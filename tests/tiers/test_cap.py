@@ -10,10 +10,9 @@ import pytest
 
 from kvcellar.retention import Retention
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import chains
 from kvcellar.tiers.upkeep import verified
 from tests.tiers.faults import COUNTED, Counting
-from tests.tiers.made import IDENTITY, content, made, store
+from tests.tiers.made import IDENTITY, chains, content, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 
 PUTS = 60

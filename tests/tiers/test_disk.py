@@ -11,9 +11,8 @@ from kvcellar.retention import Retention
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import StoreUnusable
 from kvcellar.tiers.index import LEAVES
-from kvcellar.tiers.tier import chains
 from kvcellar.tiers.upkeep import verified
-from tests.tiers.made import content, made, store
+from tests.tiers.made import chains, content, made, store
 
 EMPTY = 100_000  # bytes that are enough for an index of few entries, and its journal
 LARGE, LARGER = 100_000, 152_000  # bytes of a chunk, and of an entry of two chunks at most

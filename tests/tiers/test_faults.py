@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
+from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.index import Index
-from kvcellar.tiers.tier import chains
 from tests.small_process import in_small_process
 from tests.tiers.faults import Counting, Failing, Killing, Recording, Short, after_power_loss
-from tests.tiers.made import content, made, store
+from tests.tiers.made import chains, content, made, store
 from tests.tiers.test_cap import bytes_in
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 
@@ -199,7 +199,7 @@ def test_what_a_power_loss_may_leave_is_read_whole_or_not_at_all(tmp_path) -> No
                 (directory / "data" / name).unlink()
                 (directory / ("data" if named else "temporary") / name).write_bytes(left)
                 if not indexed:
-                    with closing(Index(directory / "index.sqlite", 1 << 20, delete=list)) as index:
+                    with closing(Index(directory / "index.sqlite", 1 << 20, HostTier(1))) as index:
                         index.forget([name])
                 check_all(directory, {1} if indexed else set())
     assert seen > 50

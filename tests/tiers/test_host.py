@@ -1,4 +1,4 @@
-"""The host tier and its ledger: bytes within their cap, and the order of eviction."""
+"""The host tier: bytes within their cap, and the order of eviction."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvcellar.retention import Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.host import OVERHEAD, HostTier
-from kvcellar.tiers.tier import Entry, chains
+from kvcellar.tiers.tier import Entry
 from tests.tiers.made import content, made
 
 EACH = made(0)[0].size + len(made(0)[0].tokens) + len(made(0)[0].record) + OVERHEAD  # bytes of a made entry
@@ -204,15 +204,3 @@ def test_the_cap_and_the_quota_hold_and_no_byte_is_lost(seed: int) -> None:
         assert sum(by_owner.values()) <= tier.size()
     tier.remove(stored)
     assert tier.size() == 0
-
-
-def test_chains_put_parents_first_and_leave_out_what_continues_nothing() -> None:
-    chain = [made(0)]
-    for seed in range(1, 3000):
-        chain.append(made(seed, chain[-1][0], tokens=1, size=1))
-    entries = [Entry(snapshot, Retention()) for snapshot, _ in chain]
-    shuffled = random.Random(0).sample(entries, len(entries))
-    assert chains(shuffled) == entries
-    assert chains([*shuffled, *shuffled]) == entries
-    del shuffled[shuffled.index(entries[1000])]
-    assert chains(shuffled) == entries[:1000]

@@ -12,11 +12,11 @@ from kvcellar.tiers.breaker import Breaker
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
 from kvcellar.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
-from kvcellar.tiers.tier import Entry, chains
+from kvcellar.tiers.tier import Entry
 from kvcellar.tiers.transfer import Outcome, Transfer
 from kvcellar.tiers.transfers import Transfers
 from tests.tiers.in_memory import InMemory
-from tests.tiers.made import IDENTITY, content, made
+from tests.tiers.made import IDENTITY, chains, content, made
 from tests.tiers.redis_server import BINARY, RedisServer
 
 PREFIX = prefix_of(IDENTITY)

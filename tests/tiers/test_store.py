@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvcellar.retention import Retention
+from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.codec import AesGcm
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
 from kvcellar.tiers.host import OVERHEAD, HostTier
 from kvcellar.tiers.remote import RemoteTier
-from kvcellar.tiers.tier import Entry
+from kvcellar.tiers.tier import Entry, Tier, Uncatalogued
 from kvcellar.tiers.upkeep import verified
 from tests.tiers.faults import Killing
 from tests.tiers.in_memory import InMemory
@@ -273,9 +274,23 @@ def test_identities_share_the_cap_and_evict_each_other(tmp_path) -> None:  # noq
     assert names(tmp_path, TEMPORARY) == set()
 
 
-def test_each_entry_that_is_removed_is_reported_with_the_reason(tmp_path) -> None:  # noqa: F811
-    now, seen = [0.0], list[tuple[bytes, str]]()
-    options = {"clock": lambda: now[0], "removed": lambda key, why: seen.append((key, why))}
+class Recorder(Uncatalogued):
+    """All that a tier has reported: whether it was stored, or why it was removed."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.seen: list[tuple[bytes, str]] = []
+        tier.catalogue = self
+
+    def stored(self, tier: str, snapshot: Snapshot, retention: Retention) -> None:
+        self.seen.append((snapshot.key, "stored"))
+
+    def removed(self, tier: str, key: bytes, why: str) -> None:
+        self.seen.append((key, why))
+
+
+def test_what_is_stored_and_removed_is_reported_in_order_with_the_reason(tmp_path) -> None:  # noqa: F811
+    now = [0.0]
+    options = {"clock": lambda: now[0]}
     each = made(0, size=LARGE)[0].size + 2 * OVERHEAD
     for tier in (
         store(tmp_path, max_bytes=EMPTY + 2 * LARGER, **options),
@@ -283,6 +298,7 @@ def test_each_entry_that_is_removed_is_reported_with_the_reason(tmp_path) -> Non
         RemoteTier(InMemory(), identity=IDENTITY, cap=2 * each, **options),
     ):
         now[0] = 0.0
+        seen = Recorder(tier).seen
         assert tier.put(*made(1, size=LARGE))
         assert tier.put(*made(2, size=LARGE), Retention(expires=10.0, priority=1))
         assert tier.put(*made(3, size=LARGE))
@@ -291,15 +307,16 @@ def test_each_entry_that_is_removed_is_reported_with_the_reason(tmp_path) -> Non
         tier.remove([made(3)[0].key, made(5)[0].key])
         tier.close()
         keys = {made(seed)[0].key: seed for seed in (1, 2, 3, 4)}
-        assert [(keys[key], why) for key, why in seen[:3]] == [(1, "evicted"), (2, "expired"), (3, "removed")]
-        assert {why for _, why in seen[3:]} <= {"removed"}
-        seen.clear()
+        assert [(keys[key], why) for key, why in seen[:7]] == [
+            (1, "stored"), (2, "stored"), (1, "evicted"), (3, "stored"), (2, "expired"), (4, "stored"), (3, "removed"),
+        ]  # fmt: skip
+        assert {why for _, why in seen[7:]} <= {"removed"}
 
 
 def test_a_damaged_entry_is_reported(tmp_path) -> None:  # noqa: F811
-    seen: list[tuple[bytes, str]] = []
-    opened = store(tmp_path, removed=lambda key, why: seen.append((key, why)))
+    opened = store(tmp_path)
+    seen = Recorder(opened).seen
     assert opened.put(*made(1))
     only_file(tmp_path).write_bytes(b"")
     assert content(opened, made(1)[0].key) is None
-    assert seen == [(made(1)[0].key, "damaged")]
+    assert seen == [(made(1)[0].key, "stored"), (made(1)[0].key, "damaged")]

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.tier import Loaded, Take, fresh
 from kvcellar.tiers.transfer import Outcome, Transfer
 from kvcellar.tiers.transfers import Transfers
@@ -51,7 +51,8 @@ class Slow(HostTier):
 def transfers(*tiers: Any, **options: Any) -> Iterator[Transfers]:
     """Closed at the end, when no bytes may stay reserved but those of what was fetched."""
     done: list[Transfer] = []
-    opened = Transfers(tiers, **({"staging": 10_000, "completed": done.append} | options))
+    given = {"staging": 10_000, "completed": done.append, "catalogue": Catalogue(anywhere=True)}
+    opened = Transfers(tiers, **(given | options))
     try:
         yield opened
     finally:
@@ -81,12 +82,12 @@ def put(
 def test_what_is_put_is_in_all_tiers_and_fetched_from_the_first() -> None:
     host, disk = Slow("host"), Slow("disk")
     snapshot, chunks = made(1)
-    locations = Locations()
-    with transfers(host, disk, locations=locations) as opened:
+    catalogue = Catalogue(anywhere=True)
+    with transfers(host, disk, catalogue=catalogue) as opened:
         stored = put(opened, snapshot, chunks, Retention(priority=2))
         assert ended(stored) is Outcome.STORED
         assert stored.tiers == ("host", "disk")
-        assert locations.of(snapshot.key) == {"host", "disk"}
+        assert catalogue.of(snapshot.key) == {"host", "disk"}
         assert opened.source(snapshot.key) == "host"
         fetched = opened.fetch(snapshot)
         assert ended(fetched) is Outcome.FETCHED
@@ -147,12 +148,12 @@ def test_bytes_that_a_promotion_frees_are_reported_once_they_are_free() -> None:
 
 
 def test_what_is_nowhere_is_missed_and_nothing_is_held() -> None:
-    locations = Locations()
-    locations.stored("disk", [made(1)[0]])
-    with transfers(Slow(), Slow(), locations=locations) as opened:
+    catalogue = Catalogue(anywhere=True)
+    catalogue.stored("disk", made(1)[0], Retention())
+    with transfers(Slow(), Slow(), catalogue=catalogue) as opened:
         assert ended(opened.fetch(made(1)[0])) is Outcome.MISSED
         assert opened.staged() == 0
-    assert [gone.key for gone in locations.gone()] == [made(1)[0].key]
+    assert made(1)[0].key not in catalogue
 
 
 def test_bytes_on_the_way_stay_below_their_cap() -> None:
@@ -403,8 +404,8 @@ def test_each_transfer_is_handed_over_once_when_it_has_ended() -> None:
 def test_entries_are_renewed_and_removed_in_all_tiers() -> None:
     host, disk = Slow("host"), Slow("disk")
     snapshot = made(1)[0]
-    locations = Locations()
-    with transfers(host, disk, locations=locations) as opened:
+    catalogue = Catalogue(anywhere=True)
+    with transfers(host, disk, catalogue=catalogue) as opened:
         assert ended(put(opened, *made(1))) is Outcome.STORED
         opened.renew([snapshot.key], Retention(priority=3, pinned=True))
         opened.close(SOON)

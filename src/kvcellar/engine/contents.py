@@ -5,7 +5,7 @@ slices between steps, so that no request waits for more than one slice; the stor
 thread.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +103,7 @@ class Contents:
     def import_from(self, source: Readable) -> Imported:
         disk, store = self._needed(), self._store
         own = store.identity
-        found = upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher, self._check)
-        learned = sorted(disk.entries(), key=lambda one: one.snapshot.span.start)  # those that others continue first
-        for some in (learned[at : at + SLICE] for at in range(0, len(learned), SLICE)):
-            self._loop.call(lambda some=some: store.learn(disk.name, some), changes="learning what was imported")
-        return found
+        return upkeep.imported(source, lambda identity: disk if identity == own else None, disk.cipher, self._check)
 
     def _check(self, snapshot: Snapshot) -> None:
         """Raises `BadRequest` for tokens that the model does not have, and for another record."""
@@ -128,7 +124,7 @@ class Contents:
         texts = [(namespace, key)] if entry is None else []
         if (store := self._loop.manager.store) is not None:
             texts += upkeep.beginnings(self._on_disk(store), entry) if entry is not None else []
-            removed = self._drop(store, self._stored(store, namespace, entry, key))
+            removed = store.remove_all(self._stored(store, namespace, entry, key))
         tree = self._loop.call(lambda: self._tree)
         nodes = list(self._selected(namespace, entry, key))
         if entry is not None:
@@ -139,7 +135,7 @@ class Contents:
     def clear(self, *, all_models: bool = False) -> Removed:
         removed = 0
         if (store := self._loop.manager.store) is not None:
-            removed = self._drop(store, None)
+            removed = store.remove_all()
             if all_models and (disk := store.disk) is not None:
                 keys = [row.key for row in disk.rows()]
                 disk.remove(keys)
@@ -158,7 +154,7 @@ class Contents:
         that it knows of, in any tier."""
         found = set(upkeep.selected(self._on_disk(store), namespace=namespace, entry=entry, prefix=key))
         for begins in upkeep.beginnings_of(key) if entry is None else ():
-            found.update(self._loop.call(lambda begins=begins: store.catalogue.beginning(namespace, begins)))
+            found.update(store.catalogue.beginning(namespace, begins))
         return found
 
     def _remove_drafts(self, texts: Sequence[tuple[str | None, bytes]], entry: str | None = None) -> int:
@@ -170,22 +166,16 @@ class Contents:
             if entry is not None:
                 found = upkeep.beginnings(self._on_disk(store), entry)
                 begin += [(of, [] if memory.ahead else memoryview(key).cast("q").tolist()) for of, key in found]
-                removed = self._drop(store, self._stored(store, None, entry, b""))
+                removed = store.remove_all(self._stored(store, None, entry, b""))
             for namespace, key in texts:
                 known = key if len(key) > memory.ahead * TOKEN else b""  # of fewer tokens, an entry tells nothing
-                self._drop(store, self._stored(store, namespace, None, known))
+                store.remove_all(self._stored(store, namespace, None, known))
 
         def forget() -> None:
             for namespace, first in begin:
                 drafting.forget(namespace, first)
 
         self._loop.call(forget, changes="forgetting what drafts are made of")
-        return removed
-
-    def _drop(self, store: Store, keys: Iterable[bytes] | None) -> int:
-        """Remove these entries of all tiers, or all that a store can read; returns how many."""
-        removed = store.remove_all(keys)
-        self._loop.call(store.forget_gone, changes="forgetting what was removed")
         return removed
 
     def _selected(self, namespace: str | None, entry: str | None, key: bytes) -> Iterator[Node]:

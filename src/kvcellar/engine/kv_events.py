@@ -209,10 +209,9 @@ class KvEvents:
         """The prefix tree was made anew."""
         self._put(self._mirror.device_cleared)
 
-    def stored(self, tier: str, snapshots: Iterable[Snapshot]) -> None:
-        """A tier has snapshots, those that others continue first."""
-        for snapshot in snapshots:
-            self._put(lambda snapshot=snapshot: self._mirror.stored(tier, snapshot), len(snapshot.tokens))
+    def stored(self, tier: str, snapshot: Snapshot) -> None:
+        """A tier has a snapshot, and the one that it continues."""
+        self._put(lambda: self._mirror.stored(tier, snapshot), len(snapshot.tokens))
 
     def removed(self, tier: str, key: bytes) -> None:
         self._put(lambda: self._mirror.removed(tier, key))

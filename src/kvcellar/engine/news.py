@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from math import inf
 
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import Entry
 from kvcellar.tiers.transfers import Transfers
 
 AGAIN = 0.25  # seconds after a look until the next one
@@ -38,11 +37,10 @@ class News:
         transfers: Transfers,
         *,
         post: Callable[[Callable[[], None]], None],
-        learn: Callable[[str, list[Entry]], None],
         clock: Callable[[], float],
     ) -> None:
-        """`learn` is called with what was found, and `post` runs a call on the engine's thread."""
-        self._transfers, self._post, self._learn, self._clock = transfers, post, learn, clock
+        """`post` runs a call on the engine's thread."""
+        self._transfers, self._post, self._clock = transfers, post, clock
         tiers = enumerate(transfers.tiers)
         self._number, self._disk = next(((at, tier) for at, tier in tiers if isinstance(tier, DiskTier)), (0, None))
         self._look: Look | None = None
@@ -71,11 +69,5 @@ class News:
 
     def _found(self, look: Look, disk: DiskTier) -> None:
         """On a thread of the lane."""
-        entries = disk.news()
-
-        def end() -> None:
-            if entries:
-                self._learn(disk.name, entries)
-            look.ended = True
-
-        self._post(end)
+        disk.news()
+        self._post(lambda: setattr(look, "ended", True))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.cache.memory import Memory
+from kvcellar.cache.record import positions
 from kvcellar.engine.kv_events import KvEvents
 from kvcellar.engine.machine import free_cpu_bytes
 from kvcellar.engine.prefixes import Prefixes
@@ -25,13 +26,13 @@ from kvcellar.engine.store_key import cipher_of, secret_of
 from kvcellar.errors import BadRequest
 from kvcellar.models.load import Loaded
 from kvcellar.places import NoPlace, cache
+from kvcellar.prefix.stored import Catalogue
 from kvcellar.progress import report
 from kvcellar.snapshot import KEY
 from kvcellar.tiers.codec import Cipher
 from kvcellar.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.tiers.host import HostTier
 from kvcellar.tiers.identity import FileDigests, identity
-from kvcellar.tiers.locations import Locations
 from kvcellar.tiers.objects import RemoteFailed, open_objects
 from kvcellar.tiers.remote import RemoteTier, prefix_of
 from kvcellar.tiers.tier import Tier
@@ -121,13 +122,13 @@ def open_draft_store(
 
 
 def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> Store | None:
-    cipher, locations = cipher_of(settings), Locations(owner.events)
+    cipher = cipher_of(settings)
     host = owner.part(host_bytes_of(settings, owner.memory.device.type, free_cpu_bytes()))
     name = secrets.token_bytes(KEY)
     tiers: list[Tier] = []
     if host:
         quota = int(settings.tenant_share * host)
-        tiers.append(HostTier(host, quota=quota, removed=partial(locations.removed, HostTier.name)))
+        tiers.append(HostTier(host, quota=quota))
     if owner.paths and (settings.store is not None or settings.store_remote is not None):
         report("opening the store")
         try:
@@ -135,7 +136,7 @@ def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> 
         except OSError as error:
             log.warning("running without a store: %s", error)
         else:
-            tiers += _outside(owner, settings, name, cipher, locations, opened)
+            tiers += _outside(owner, settings, name, cipher, opened)
     if not tiers:
         return None
     made = partial(
@@ -146,7 +147,7 @@ def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> 
         identity=name,
         secret=secret_of(settings),
         staging=owner.part(settings.staging_bytes),
-        locations=locations,
+        catalogue=Catalogue(anywhere=owner.prefixes.anywhere, positions=positions, watch=owner.events),
         post=post,
         evict=owner.evict,
     )
@@ -156,9 +157,7 @@ def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> 
     return store
 
 
-def _outside(
-    owner: Owner, settings: Settings, name: bytes, cipher: Cipher, locations: Locations, opened: ExitStack
-) -> list[Tier]:
+def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, opened: ExitStack) -> list[Tier]:
     """The tiers that outlive the engine, as far as they can be opened."""
     found: list[Tier] = []
     share = settings.tenant_share
@@ -171,7 +170,6 @@ def _outside(
                 max_bytes=settings.store_bytes - conversation_bytes(settings),
                 quota=int(share * settings.store_bytes),
                 cipher=cipher,
-                removed=partial(locations.removed, DiskTier.name),
             )
             found.append(opened.enter_context(closing(disk())))
         except (OSError, StoreUnusable) as error:
@@ -188,9 +186,7 @@ def _outside(
         except ValueError as error:
             raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
         else:
-            removed = partial(locations.removed, RemoteTier.name)
-            quota = int(share * cap)
-            tier = RemoteTier(objects, identity=name, cap=cap, quota=quota, cipher=cipher, removed=removed)
+            tier = RemoteTier(objects, identity=name, cap=cap, quota=int(share * cap), cipher=cipher)
             found.append(opened.enter_context(closing(tier)))
     return found
 

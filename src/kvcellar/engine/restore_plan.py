@@ -3,8 +3,7 @@
     plan = planner.plan(namespace, key)      # the snapshots in order, and why others are computed again
     planner.patience(plan.parts)             # seconds without progress after which they are computed again, too
 
-Planning costs the snapshots of one chain. It reads nothing, and changes only the catalogue, which forgets what no tier
-has any longer.
+Planning costs the snapshots of one chain. It reads and changes nothing.
 """
 
 from collections.abc import Sequence
@@ -67,7 +66,6 @@ class Planner:
             if snapshot.span.end <= have:
                 continue
             if not self._transfers.has(snapshot.key):
-                self._catalogue.remove(snapshot.key)
                 break
             source = self._transfers.source(snapshot.key)
             if source is None and found.resume >= at + LEAST:

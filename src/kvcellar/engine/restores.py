@@ -365,7 +365,7 @@ class Restores:
             return False
         except KvcellarError as error:
             log.warning("a stored snapshot is not used: %s", error)
-            self._catalogue.remove(snapshot.key)
+            self._catalogue.forget(snapshot.key)
             self._transfers.remove([snapshot.key])
             return False
         self.planner.entering.record(snapshot.size, self._clock() - began)

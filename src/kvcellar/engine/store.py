@@ -28,12 +28,12 @@ from torch import Tensor
 
 from kvcellar.cache.memory import Memory
 from kvcellar.cache.readout import Reading
-from kvcellar.cache.record import positions, to_bytes
+from kvcellar.cache.record import to_bytes
 from kvcellar.engine.news import News
 from kvcellar.engine.prefixes import Prefixes
 from kvcellar.engine.restore_plan import LEAST
 from kvcellar.engine.restores import Evict, Restores
-from kvcellar.errors import EngineClosed, KvcellarError
+from kvcellar.errors import EngineClosed
 from kvcellar.prefix.node import TOKEN, Node
 from kvcellar.prefix.stored import Catalogue
 from kvcellar.prefix.why import Sightings
@@ -41,8 +41,7 @@ from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot, key_after
 from kvcellar.spans import Span
 from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.locations import Locations
-from kvcellar.tiers.tier import Entry, Tier, chains
+from kvcellar.tiers.tier import Tier
 from kvcellar.tiers.transfer import Outcome, Transfer
 from kvcellar.tiers.transfers import Transfers
 
@@ -108,23 +107,20 @@ class Store:
         identity: bytes,
         secret: bytes,
         staging: int,
-        locations: Locations,
+        catalogue: Catalogue,
         post: Callable[[Callable[[], None]], None],
         evict: Evict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`secret`: keys cannot be computed from tokens without it; `locations`: the tiers report there what they
-        remove."""
-        self._memory, self._prefixes, self.locations = memory, prefixes, locations
+        """`secret`: keys cannot be computed from tokens without it; `catalogue`: the tiers report there what they
+        have."""
+        self._memory, self._prefixes, self.catalogue = memory, prefixes, catalogue
         self._identity, self._secret, self._post, self._clock = identity, secret, post, clock
-        self.catalogue = Catalogue(anywhere=prefixes.anywhere)
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._segment = SEGMENT
         self._least = 1  # bytes of staging memory without which the next snapshot is not begun
         self._on_way: dict[bytes, int] = {}  # tokens of the snapshots that are being written
-        self._expiring: set[bytes] = set()  # snapshots that have a TTL, or had one
-        self._early: dict[bytes | None, list[Transfer]] = {}  # that were written before the one that they continue
         self._closed = False
         self._until: float | None = None  # when nothing more is written, at the end
         self._others = Sightings()  # of other identities
@@ -135,7 +131,7 @@ class Store:
                 Transfers,
                 tiers,
                 staging=staging,
-                locations=locations,
+                catalogue=catalogue,
                 completed=self._completed,
                 freed=lambda: self._posted(self.restores.freed),
                 clock=clock,
@@ -148,56 +144,41 @@ class Store:
                 prefixes,
                 evict=evict,
                 wake=lambda: self._posted(self.restores.go_on),
-                missed=self._forget_gone,
-                news=News(self.transfers, post=self._posted, learn=self.learn, clock=clock),
+                missed=self._note_lost,
+                news=News(self.transfers, post=self._posted, clock=clock),
                 clock=clock,
             )
             opened.pop_all()
 
     def load(self) -> None:
         """Learn which snapshots there are."""
-        found: list[Entry] = []
         for tier in self.transfers.tiers:
-            entries = tier.entries()
-            self.locations.stored(tier.name, [entry.snapshot for entry in chains(entries)])
-            found += entries
-        for entry in chains(found):
-            self._learn(entry)
+            tier.entries()
+        self._note_lost()
         for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
             self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._prefixes.know_others(self._others, self._identity.hex())
         self.transfers.prepare(max((snapshot.size for snapshot in self.catalogue), default=0))
 
-    def _learn(self, entry: Entry) -> None:
-        snapshot = entry.snapshot
-        try:
-            self.catalogue.add(snapshot, positions(snapshot.record))
-            if entry.retention.expires is not None:
-                self._expiring.add(snapshot.key)
-        except KvcellarError as error:
-            log.warning("a stored snapshot is not used: %s", error)
-            self.transfers.remove([snapshot.key])
-
-    def _forget_gone(self) -> None:
-        """Forget what the tiers have evicted since the last call."""
-        for gone in self.locations.gone():
-            if gone.why == "damaged" and (lost := self.catalogue.path(gone.key)) is not None:
-                self._prefixes.losses.damaged(*lost, f"the {gone.tier} tier had other bytes than were written")
-            self.catalogue.remove(gone.key)
-            self._expiring.discard(gone.key)
+    def _note_lost(self) -> None:
+        """Requests are told what was damaged since the last call, and what cannot be used is removed."""
+        if unusable := self.catalogue.unusable():
+            self.transfers.remove(unusable)
+        for lost in self.catalogue.lost():
+            why = f"the {lost.tier} tier had other bytes than were written"
+            self._prefixes.losses.damaged(lost.namespace, lost.key, lost.start, why)
 
     # -- writing ------------------------------------------------------------------------------------------------
 
     def keep(self, namespace: str, key: bytes, retention: Retention = DEFAULT) -> None:
         """Write the snapshots of these tokens, as far as the tree has them when their turn comes. Not if too many wait.
         What is stored of them already is kept at least as long as `retention` says."""
-        self._forget_gone()
         chain = self.catalogue.whole(namespace, key)
         stated = replace(retention, owner="") != DEFAULT
-        if keys := [one.key for one in chain if stated or one.key in self._expiring]:
+        if keys := [one.key for one in chain if stated or self.catalogue.expires(one.key)]:
             self.transfers.renew(keys, retention)
         if retention.expires is None:
-            self._expiring.difference_update(keys)
+            self.catalogue.lasts(keys)
         at, parent = (chain[-1].span.end, chain[-1].key) if chain else (0, None)
         wanted = _Writing(namespace, key, retention, at, parent, self._clock())
         if wanted.unread < LEAST or self._closed:
@@ -303,8 +284,6 @@ class Store:
         opened.reading.close()
         self._open = None
         self._on_way[snapshot.key] = len(snapshot.span)
-        if writing.retention.expires is not None:
-            self._expiring.add(snapshot.key)
         writing.at, writing.parent = snapshot.span.end, snapshot.key
         self.transfers.put(opened.transfer, opened.done, writing.retention)
 
@@ -313,21 +292,9 @@ class Store:
         self._posted((lambda: self._written(transfer)) if transfer.stores else _nothing)
 
     def _written(self, transfer: Transfer) -> None:
-        """A snapshot is known once the one that it continues is: threads may end in another order."""
-        rest = [transfer]
-        while rest:
-            ended = rest.pop()
-            snapshot = ended.snapshot
-            if snapshot.parent in self._on_way:
-                self._early.setdefault(snapshot.parent, []).append(ended)
-                continue
-            self._on_way.pop(snapshot.key, None)
-            rest += self._early.pop(snapshot.key, ())
-            if ended.outcome is Outcome.STORED and self.locations.of(snapshot.key):  # or it was evicted meanwhile
-                if self.catalogue.add(snapshot, positions(snapshot.record)):
-                    self.written += len(snapshot.span)
-            if snapshot.key not in self.catalogue:
-                self._expiring.discard(snapshot.key)
+        del self._on_way[transfer.snapshot.key]
+        if transfer.outcome is Outcome.STORED:
+            self.written += len(transfer.snapshot.span)
 
     def stop_reading(self) -> bool:
         """Give up the snapshot that is being read out: its cells are needed. False if there is none."""
@@ -347,7 +314,7 @@ class Store:
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """A step has computed so many tokens in so many seconds."""
-        self._forget_gone()
+        self._note_lost()
         self.restores.stepped(tokens, seconds)
 
     def reset(self, prefixes: Prefixes) -> None:
@@ -399,13 +366,6 @@ class Store:
     def disk(self) -> DiskTier | None:
         return next((tier for tier in self.transfers.tiers if isinstance(tier, DiskTier)), None)
 
-    def learn(self, tier: str, entries: Iterable[Entry]) -> None:
-        """A tier has these entries, of which others may have been stored by other engines."""
-        for entry in sorted(entries, key=lambda entry: entry.snapshot.span.start):
-            if entry.snapshot.parent is None or entry.snapshot.parent in self.catalogue:
-                self.locations.stored(tier, [entry.snapshot])
-                self._learn(entry)
-
     def remove_all(self, keys: Iterable[bytes] | None = None) -> int:
         """Remove these snapshots, or all, from all tiers; returns how many. May be called from any thread."""
         gone: set[bytes] = set()
@@ -414,10 +374,6 @@ class Store:
             tier.remove(there)
             gone.update(there)
         return len(gone)
-
-    def forget_gone(self) -> None:
-        """Forget what the tiers have removed."""
-        self._forget_gone()
 
     @property
     def unwritten(self) -> bool:
@@ -428,8 +384,6 @@ class Store:
         """Assert what is always true."""
         self.catalogue.check()
         self.restores.check()
-        self.locations.check()
-        assert self._early.keys() <= self._on_way.keys()
         self.transfers.check()
         assert self._open is None or self._open.writing is self._wanted[0]
 

@@ -196,7 +196,7 @@ class _Walk:
         if (store := self._built.loop.manager.store) is None:
             return
         chain = store.catalogue.whole(root_of(leaf).namespace, path_key(leaf, leaf.end))
-        where = [(one.span, store.locations.of(one.key)) for one in chain]
+        where = [(one.span, store.catalogue.of(one.key)) for one in chain]
         while index is not None:
             entry = self.entries[index]
             found: dict[str, int] = {}

@@ -25,7 +25,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
@@ -57,8 +57,8 @@ from kvcellar.tiers.codec import (
 )
 from kvcellar.tiers.files import Files
 from kvcellar.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
-from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, Row, TooLittle, growth
-from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
+from kvcellar.tiers.index import DAMAGED, Index, IndexDamaged, IndexedTier, Row, TooLittle, growth
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Take, Why, fresh
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -71,7 +71,7 @@ class StoreUnusable(KvcellarError):
     """The directory cannot be a store. The message has the reason."""
 
 
-class DiskTier:
+class DiskTier(IndexedTier):
     """The snapshots of one identity in a directory that may have others. `shared`: other processes may use it now."""
 
     name = "disk"
@@ -88,18 +88,17 @@ class DiskTier:
         cipher: Cipher | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
-        removed: Removed = unnoticed,
     ) -> None:
         """The store may have `max_bytes`, and no more than this share of what is free on the disk and its own files;
         `quota` is for the entries of one owner. Raises `StoreUnusable`."""
+        super().__init__()
         self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
         self.directory, self.cipher, self._files, self._clock = directory, cipher or Plain(), files or Files(), clock
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
-        self._removed, self._breaker = removed, Breaker(after=3)
+        self._breaker = Breaker(after=3)
         self._known: dict[bytes, Row] = {}  # each change is one operation of the dict: any thread may make it
         self._last = 0  # id of the last entry that was looked at
-        self.failures: Counter[str] = Counter()
         with ExitStack() as opened:
             try:
                 with self._folder.locked():
@@ -119,10 +118,6 @@ class DiskTier:
     @property
     def down(self) -> bool:
         return self._breaker.down
-
-    def size(self) -> int:
-        """Of all files of all identities, those that are being written and the index, at most."""
-        return self._index.size()
 
     # -- entries ------------------------------------------------------------------------------------------------
 
@@ -151,9 +146,12 @@ class DiskTier:
         for row in rows:
             self._know(row)
             try:
-                found.append(Entry(unsealed_meta(row.key, row.parent, row.meta, self.cipher), row.retention))
+                entry = Entry(unsealed_meta(row.key, row.parent, row.meta, self.cipher), row.retention)
             except (Damaged, Foreign) as error:
                 self._miss(row, error)
+                continue
+            self.made(*entry)
+            found.append(entry)
         return found
 
     def contains(self, key: bytes) -> bool:
@@ -167,6 +165,7 @@ class DiskTier:
         self._index.expire()
         if (row := self._index.find(snapshot.key)) is not None:
             if self.described(row) is not None and self._renew([snapshot.key], retention):
+                self.made(snapshot, retention)  # another process may have stored it
                 return True
             self._index.remove([snapshot.key])
         try:
@@ -184,7 +183,7 @@ class DiskTier:
             self._folder.move(name, TEMPORARY, DATA)
             self._folder.sync(DATA)
             row = Row.of(snapshot, retention, name, size, identity=self._identity, seal=seal, meta=meta)
-            if self._index.enter(row):
+            if self._index.enter(row, snapshot):
                 self._know(row)
             else:
                 self._index.erase([name])
@@ -299,16 +298,7 @@ class DiskTier:
         """`opened` closes it."""
         path, alone = self._folder.index, self._folder.alive() == {self._process}
         cap = min(self._max, self._folder.bytes() + int(self._share * self._folder.free()))
-        made = partial(
-            Index,
-            path,
-            cap,
-            delete=lambda names: filter(self._folder.erase, names),
-            process=self._process,
-            quota=self._quota,
-            removed=self._lost,
-            clock=self._clock,
-        )
+        made = partial(Index, path, cap, self, process=self._process, quota=self._quota, clock=self._clock)
         try:
             index = opened.enter_context(closing(made()))
         except IndexDamaged as error:
@@ -358,10 +348,12 @@ class DiskTier:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _lost(self, key: bytes, why: Why) -> None:
-        """The index has an entry no longer."""
+    def gone(self, key: bytes, why: Why) -> None:
         self._known.pop(key, None)
-        self._removed(key, why)
+        super().gone(key, why)
+
+    def delete(self, names: list[str]) -> list[str]:
+        return [name for name in names if self._folder.erase(name)]
 
     def _miss(self, row: Row | None, error: Exception) -> None:
         """Count why a snapshot could not be read. Damaged ones, and those whose files are gone, are removed."""
@@ -371,14 +363,14 @@ class DiskTier:
         if isinstance(error, Replaced):
             self.failures["replaced"] += 1
             if row is not None:
-                self._removed(row.key, "gone")
+                super().gone(row.key, "gone")
             return
         with suppress(sqlite3.Error):
             if row is not None and isinstance(error, FileNotFoundError) and not self._index.has(row.name):
                 return  # it was evicted since the index was read
         self._failed("reading a snapshot", error)
         if row is not None and isinstance(error, Damaged | FileNotFoundError):
-            self._lost(row.key, "damaged")
+            self.gone(row.key, "damaged")
             with suppress(sqlite3.Error):
                 self._quarantine(row.name)
 

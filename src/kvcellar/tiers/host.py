@@ -1,19 +1,18 @@
 """host: snapshots in the memory of this process."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import count
 
 from kvcellar.retention import DEFAULT, Retention
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.index import Index, Row
-from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, checked, fresh, unnoticed
+from kvcellar.tiers.index import Index, IndexedTier, Row
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Take, checked, fresh
 
 OVERHEAD = 1024  # bytes that an entry takes beside its content, at most
 
 
-class HostTier:
+class HostTier(IndexedTier):
     """Snapshots in memory. Its bytes are reserved before an entry's chunks are read.
 
     Chunks that `get` has returned are freed when the entry is gone and the caller has dropped them: until then they
@@ -30,16 +29,13 @@ class HostTier:
         *,
         quota: int | None = None,
         clock: Callable[[], float] = time.time,
-        removed: Removed = unnoticed,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all."""
-        self.cap, self.failures = cap, Counter[str]()
-        self._index = Index(None, cap, delete=self._delete, quota=quota, removed=removed, clock=clock)
+        super().__init__()
+        self.cap = cap
+        self._index = Index(None, cap, self, quota=quota, clock=clock)
         self._content: dict[str, tuple[Snapshot, tuple[bytes, ...]]] = {}  # each change is one operation of the dict
         self._numbers = count()
-
-    def size(self) -> int:
-        return self._index.size()
 
     def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         self._index.expire()
@@ -52,7 +48,7 @@ class HostTier:
         stored = False
         try:
             self._content[name] = snapshot, tuple(bytes(chunk) for chunk in checked(snapshot, chunks))
-            stored = self._index.enter(Row.of(snapshot, retention, name, size))
+            stored = self._index.enter(Row.of(snapshot, retention, name, size), snapshot)
         finally:
             if not stored:
                 self._index.erase([name])
@@ -63,18 +59,9 @@ class HostTier:
         content = self._content.get(row.name) if row is not None else None
         return Loaded(content[0], row.retention, content[1]) if row is not None and content is not None else None
 
-    def contains(self, key: bytes) -> bool:
-        return self._index.find(key) is not None
-
     def entries(self) -> list[Entry]:
         found = ((self._content.get(row.name), row.retention) for row in self._index.rows())
         return [Entry(content[0], retention) for content, retention in found if content is not None]
-
-    def used(self, keys: Iterable[bytes]) -> None:
-        self._index.used(keys)
-
-    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        self._index.renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         self._index.remove(keys)
@@ -83,7 +70,7 @@ class HostTier:
         """Frees everything."""
         self._index.remove([row.key for row in self._index.rows()])
 
-    def _delete(self, names: Iterable[str]) -> Iterable[str]:
+    def delete(self, names: list[str]) -> list[str]:
         for name in names:
             self._content.pop(name, None)
         return names

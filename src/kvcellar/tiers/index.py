@@ -8,7 +8,7 @@ Always true, between transactions:
     or deleting it;
   * what is evicted is neither pinned nor continued by another entry;
   * an entry whose content is missing or damaged is only a miss: the content is what counts;
-  * an entry that is removed is reported before another one of its key can be made.
+  * that an entry was made or removed is reported in the order of the transactions.
 
 An index in a file takes its own pages, and once more as many in the rollback journal while it is changed: SQLite is not
 given more pages than the cap allows. A transaction is durable when it has returned (`synchronous=EXTRA`). One
@@ -20,6 +20,7 @@ import sqlite3
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 from kvcellar.policy import value
 from kvcellar.retention import Retention, stronger
 from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.tier import Removed, Why, unnoticed
+from kvcellar.tiers.tier import Catalogue, Uncatalogued, Why
 
 VERSION = 4
 PAGE = 1024
@@ -155,7 +156,41 @@ def _taken(pages: int) -> int:
     return 2 * pages * (PAGE + 8)
 
 
-Delete = Callable[[list[str]], Iterable[str]]  # deletes contents, and returns the names of those that are gone
+class IndexedTier:
+    """What tiers do alike, wherever their contents are."""
+
+    name: str
+    _index: "Index"
+
+    def __init__(self) -> None:
+        self.catalogue: Catalogue = Uncatalogued()
+        self.failures = Counter[str]()
+
+    def delete(self, names: list[str]) -> Iterable[str]:
+        """Delete contents; returns the names of those that are gone."""
+        raise NotImplementedError
+
+    def made(self, snapshot: Snapshot, retention: Retention) -> None:
+        """There is an entry that was not there before."""
+        self.catalogue.stored(self.name, snapshot, retention)
+
+    def gone(self, key: bytes, why: Why) -> None:
+        """There is an entry no longer."""
+        self.catalogue.removed(self.name, key, why)
+
+    def size(self) -> int:
+        """Of all contents, and the index in a file, at most."""
+        return self._index.size()
+
+    def contains(self, key: bytes) -> bool:
+        return self._index.find(key) is not None
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        self._index.used(keys)
+
+    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
+        """For this process, where a store elsewhere has the contents: others know how they were kept when stored."""
+        self._index.renew(keys, retention)
 
 
 class Index:
@@ -165,11 +200,10 @@ class Index:
         self,
         path: Path | None,
         cap: int,
+        tier: IndexedTier,
         *,
-        delete: Delete,
         process: str = "",
         quota: int | None = None,
-        removed: Removed = unnoticed,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all. `process`: the name of this one among
@@ -178,7 +212,7 @@ class Index:
         Raises `IndexDamaged`, `TooLittle`, and `OSError` and `sqlite3.Error` where it can be neither read nor made.
         """
         self.cap, self._quota = cap, None if quota is None or quota >= cap else quota
-        self._delete, self._process, self._removed, self._clock = delete, process, removed, clock
+        self._tier, self._process, self._clock = tier, process, clock
         self._in_file, self._lock = path is not None, threading.RLock()
         if path is not None:
             if cap < JOURNAL + _taken(18 + SPARE):
@@ -240,7 +274,7 @@ class Index:
                 yield do, dropped
             for one in dropped:
                 if one.key is not None:
-                    self._removed(one.key, why)
+                    self._tier.gone(one.key, why)
         gone = self.erase(one.name for one in dropped)
         dropped[:] = [one for one in dropped if one.name not in gone]
 
@@ -368,7 +402,7 @@ class Index:
         """Delete contents, and give back their bytes; returns what is gone. The bytes of others stay reserved until
         this process has ended, or erases them."""
         names = list(names)
-        gone = set(self._delete(names)) if names else set[str]()
+        gone = set(self._tier.delete(names)) if names else set[str]()
         if gone:
             self.release(gone)
         return gone
@@ -387,15 +421,17 @@ class Index:
 
     # -- entries ------------------------------------------------------------------------------------------------
 
-    def enter(self, row: Row) -> bool:
+    def enter(self, row: Row, snapshot: Snapshot) -> bool:
         """Make an entry of content whose bytes were reserved. False if there is one of its key: nothing has changed but
         its retention then."""
-        with self.transaction() as do:
-            if self._renew(do, row.key, row.retention):
-                return False
-            do("DELETE FROM reserved WHERE name=?", (row.name,))
-            self._limit(do, row.size)
-            _insert(do, row)
+        with self._lock:
+            with self.transaction() as do:
+                if self._renew(do, row.key, row.retention):
+                    return False
+                do("DELETE FROM reserved WHERE name=?", (row.name,))
+                self._limit(do, row.size)
+                _insert(do, row)
+            self._tier.made(snapshot, row.retention)
             return True
 
     def adopt(self, rows: Iterable[Row], drop: Callable[[Row], object]) -> None:
@@ -420,7 +456,7 @@ class Index:
                     key for name in names for (key,) in do("DELETE FROM entries WHERE name=? RETURNING key", (name,))
                 ]
             for key in gone:
-                self._removed(key, "gone")
+                self._tier.gone(key, "gone")
         return len(gone)
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> int:

@@ -14,7 +14,6 @@ Always true:
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import count
@@ -41,9 +40,9 @@ from kvcellar.tiers.codec import (
     read_header,
     sealed_meta,
 )
-from kvcellar.tiers.index import Index, Row
+from kvcellar.tiers.index import Index, IndexedTier, Row
 from kvcellar.tiers.objects import Objects, RemoteFailed
-from kvcellar.tiers.tier import Chunk, Entry, Loaded, Removed, Take, Why, fresh, unnoticed
+from kvcellar.tiers.tier import Chunk, Entry, Loaded, Take, Why, fresh
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.tiers")
@@ -68,7 +67,7 @@ class _Object(NamedTuple):
     seal: bytes = b""
 
 
-class RemoteTier:
+class RemoteTier(IndexedTier):
     """The snapshots of one identity in a store elsewhere."""
 
     name = "remote"
@@ -84,12 +83,12 @@ class RemoteTier:
         cipher: Cipher | None = None,
         clock: Callable[[], float] = time.time,
         breaker: Breaker | None = None,
-        removed: Removed = unnoticed,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all. Calls nothing yet."""
-        self.cap, self.failures = cap, Counter[str]()
+        super().__init__()
+        self.cap = cap
         self._objects, self._identity, self._cipher, self._clock = objects, identity, cipher or Plain(), clock
-        self._index = Index(None, cap, delete=self._delete, quota=quota, removed=removed, clock=clock)
+        self._index = Index(None, cap, self, quota=quota, clock=clock)
         self._snapshots: dict[str, Snapshot] = {}  # by name: that of the object, and a number
         self._numbers = count()
         self._listed = False
@@ -99,12 +98,6 @@ class RemoteTier:
     @property
     def down(self) -> bool:
         return self._breaker.down
-
-    def size(self) -> int:
-        return self._index.size()
-
-    def contains(self, key: bytes) -> bool:
-        return self._index.find(key) is not None
 
     # -- entries ------------------------------------------------------------------------------------------------
 
@@ -147,7 +140,8 @@ class RemoteTier:
     def _enter(self, name: str, found: _Object) -> None:
         """Know an object. Where it is known already, the bytes that were reserved for it are given back."""
         self._snapshots[name] = found.snapshot
-        if not self._index.enter(Row.of(found.snapshot, found.retention, name, found.size, seal=found.seal)):
+        row = Row.of(found.snapshot, found.retention, name, found.size, seal=found.seal)
+        if not self._index.enter(row, found.snapshot):
             del self._snapshots[name]
             self._index.release([name])
 
@@ -166,7 +160,7 @@ class RemoteTier:
             self._unusable(key, error)
             return None
         if found is None or chunks is None:
-            self._gone(key)
+            self._missing(key)
             return None
         if known is None:
             self._enter(self._named(found.snapshot), found)
@@ -242,13 +236,6 @@ class RemoteTier:
         self._enter(self._named(kept.snapshot), kept._replace(size=size))
         return len(kept.snapshot.tokens) + len(kept.snapshot.record) + 8 * len(kept.snapshot.sizes)
 
-    def used(self, keys: Iterable[bytes]) -> None:
-        self._index.used(keys)
-
-    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        """For this process: others, and this one after a restart, know how an entry was kept when it was stored."""
-        self._index.renew(keys, retention)
-
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._remove(list(keys)))
 
@@ -264,8 +251,7 @@ class RemoteTier:
         self._index.remove(keys, why)
         self._objects.delete([key.hex() for key in keys if key not in known])
 
-    def _delete(self, names: list[str]) -> list[str]:
-        """For the index."""
+    def delete(self, names: list[str]) -> list[str]:
         for name in names:
             self._snapshots.pop(name, None)
         self._undeleted.update(names)
@@ -273,7 +259,7 @@ class RemoteTier:
         self._undeleted.difference_update(names)
         return names
 
-    def _gone(self, key: bytes) -> None:
+    def _missing(self, key: bytes) -> None:
         """An object is not there. It counts as a failure if it was known: the store has lost or evicted it."""
         if self._forget(key):
             self.failures["gone"] += 1

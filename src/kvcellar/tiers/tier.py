@@ -14,7 +14,6 @@ from kvcellar.snapshot import Snapshot
 Chunk = bytes | memoryview
 Take = Callable[[int], memoryview]  # returns memory of so many bytes, to be written; raises `Replaced` for too many
 Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
-Removed = Callable[[bytes, Why], None]  # is called with each key that a tier has no longer; it may hold a lock then
 
 
 def fresh(size: int) -> memoryview:
@@ -22,8 +21,30 @@ def fresh(size: int) -> memoryview:
     return memoryview(bytearray(size))
 
 
-def unnoticed(key: bytes, why: Why) -> None:
-    """Takes no note of an entry that was removed."""
+class Catalogue(Protocol):
+    """Which tiers have what, as they report it. Called on any thread, by a tier that may hold a lock: it calls none."""
+
+    def stored(self, tier: str, snapshot: Snapshot, retention: Retention) -> None:
+        """A tier has a snapshot, which may have been reported before."""
+        ...
+
+    def removed(self, tier: str, key: bytes, why: Why) -> None:
+        """A tier has a snapshot no longer, which may not have been reported."""
+        ...
+
+    def of(self, key: bytes) -> frozenset[str]:
+        """Names of the tiers that have a snapshot, as far as is known."""
+        ...
+
+
+class Uncatalogued:
+    """Of tiers that are used alone."""
+
+    def stored(self, tier: str, snapshot: Snapshot, retention: Retention) -> None: ...
+    def removed(self, tier: str, key: bytes, why: Why) -> None: ...
+
+    def of(self, key: bytes) -> frozenset[str]:
+        return frozenset()
 
 
 class Entry(NamedTuple):
@@ -43,6 +64,8 @@ class Loaded(NamedTuple):
 
 class Tier(Protocol):
     """A store of the snapshots of one identity. All methods may be called from any thread."""
+
+    catalogue: Catalogue  # what the tier reports to; those who use it set it
 
     @property
     def name(self) -> str:
@@ -91,7 +114,7 @@ class Tier(Protocol):
         ...
 
     def entries(self) -> list[Entry]:
-        """All that this identity and cipher can read, in any order (see `chains`)."""
+        """All that this identity and cipher can read, in any order. They are reported, too."""
         ...
 
     def used(self, keys: Iterable[bytes]) -> None:
@@ -120,22 +143,3 @@ def checked(snapshot: Snapshot, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         yield chunk
     if next(sizes, None) is not None:
         raise ValueError("a snapshot has fewer chunks than its record says")
-
-
-def chains(entries: Iterable[Entry]) -> list[Entry]:
-    """Each key once, parents before the snapshots that continue them; what continues nothing here is left out."""
-    found: dict[bytes, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: entry.snapshot.span.start):
-        if _continues(entry.snapshot, found):
-            found.setdefault(entry.snapshot.key, entry)
-    return list(found.values())
-
-
-def _continues(snapshot: Snapshot, found: dict[bytes, Entry]) -> bool:
-    if snapshot.parent is None:
-        return snapshot.span.start == 0
-    before = found.get(snapshot.parent)
-    if before is None:
-        return False
-    parent = before.snapshot
-    return parent.span.end == snapshot.span.start and parent.namespace == snapshot.namespace

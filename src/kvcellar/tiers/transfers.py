@@ -45,8 +45,7 @@ from kvcellar.snapshot import Snapshot
 from kvcellar.tiers.admission import Rate
 from kvcellar.tiers.codec import Replaced
 from kvcellar.tiers.lanes import Lane
-from kvcellar.tiers.locations import Locations
-from kvcellar.tiers.tier import Loaded, Tier
+from kvcellar.tiers.tier import Catalogue, Loaded, Tier, Uncatalogued
 from kvcellar.tiers.transfer import Outcome, Transfer
 
 
@@ -128,18 +127,20 @@ class Transfers:
         staging: int,
         threads: int = 2,
         patience: float = 5.0,
-        locations: Locations | None = None,
+        catalogue: Catalogue | None = None,
         completed: Callable[[Transfer], None] = lambda transfer: None,
         freed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`tiers`: the fastest first; `staging` in bytes; `threads` for each tier; `locations` is kept up to date;
+        """`tiers`: the fastest first; `staging` in bytes; `threads` for each tier; all report to `catalogue`;
         `freed` is called, like `completed`, when a promotion has freed memory."""
         self.tiers, self.staging = tuple(tiers), staging
         self.reads = {tier.name: Rate() for tier in tiers}  # of what was fetched
         self.counts: Counter[Outcome] = Counter()
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by the name of a tier and "read" or "written"
-        self._locations = locations if locations is not None else Locations()
+        self._catalogue = catalogue if catalogue is not None else Uncatalogued()
+        for tier in tiers:
+            tier.catalogue = self._catalogue
         self._copies = 1 + max((tier.copies for tier in tiers), default=0)
         self._patience, self._completed, self._freed, self._clock = patience, completed, freed, clock
         lock = threading.RLock()
@@ -176,13 +177,13 @@ class Transfers:
 
     def source(self, key: bytes) -> str | None:
         """The name of the first usable tier that has an entry, as far as is known."""
-        have = self._locations.of(key)
+        have = self._catalogue.of(key)
         names = (self.tiers[number].name for number in self._usable(range(len(self.tiers))))
         return next((name for name in names if name in have), None)
 
     def has(self, key: bytes) -> bool:
         """Whether any tier has an entry, as far as is known, usable now or not."""
-        return bool(self._locations.of(key))
+        return bool(self._catalogue.of(key))
 
     def room(self) -> int:
         """Bytes of memory that are free now for what is going to be stored; 0 if no tier can be used."""
@@ -385,13 +386,12 @@ class Transfers:
         tier = self.tiers[number]
         stored = tier.put(loaded.snapshot, loaded.chunks, loaded.retention)
         if stored:
-            self._locations.stored(tier.name, [loaded.snapshot])
             with self._changed:
                 self.traffic[tier.name, "written"] += loaded.snapshot.size
         return stored
 
     def _fetch_below(self, transfer: Transfer, first: int) -> Step | None:
-        usable, have = self._usable(range(first, len(self.tiers))), self._locations.of(transfer.snapshot.key)
+        usable, have = self._usable(range(first, len(self.tiers))), self._catalogue.of(transfer.snapshot.key)
         known = [number for number in usable if self.tiers[number].name in have]
         if (number := next(iter(known or usable), None)) is not None:  # where no tier is known to have it, each may
             return self._lanes[number], lambda: self._fetch(transfer, number)
@@ -414,7 +414,7 @@ class Transfers:
             self._lanes[number].breaker.succeeded()
         if loaded is None:
             if not tier.contains(transfer.snapshot.key):
-                self._locations.removed(tier.name, transfer.snapshot.key, "gone")
+                self._catalogue.removed(tier.name, transfer.snapshot.key, "gone")
             return self._fetch_below(transfer, number + 1)
         transfer.tiers = (tier.name,)
         with self._changed:

@@ -19,7 +19,7 @@ from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.layers import Kernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import PanelKernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.packed import ROWS, PackedLinear
 
 Layer = PanelLinear | PackedLinear
@@ -39,11 +39,11 @@ class Products(NamedTuple):
 
 def products(size: Size, *, threads: int = 1, rounds: int = 10) -> dict[str, dict[int, Products]]:
     """By name of the type, and number of rows. Raises `NotCompiled` without a compiler."""
-    kernel = Kernel(os.environ)
+    kernel = PanelKernel(os.environ)
     return {str(dtype).removeprefix("torch."): _of_type(kernel, size, dtype, threads, rounds) for dtype in DTYPES}
 
 
-def _of_type(kernel: Kernel, size: Size, dtype: torch.dtype, threads: int, rounds: int) -> dict[int, Products]:
+def _of_type(kernel: PanelKernel, size: Size, dtype: torch.dtype, threads: int, rounds: int) -> dict[int, Products]:
     weights = [torch.randn(shape).to(dtype) for shape in _shapes(size)]
     arena = Arena(sum(map(panel_bytes, weights)))
     own = [panel_linear(kernel, arena, weight, None) for weight in weights]

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.layers import FOREIGN, Kernel
+from kvcellar.kernels.layers import FOREIGN, PanelKernel
 
 
 def need_own_layers(dtype: torch.dtype) -> None:
     """Skip the test where layers of this type are left to torch."""
     try:
-        kernel = Kernel(os.environ)
+        kernel = PanelKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(str(error))
     if dtype is torch.bfloat16 and kernel.multiplies == FOREIGN:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.quantised import Kernel
+from kvcellar.kernels.quantised import QuantisedKernel
 from tests.cli.command import kvcellar
 
 SMALL = ("--no-kv-quality", "--cache-bytes", "8M", "--threads", "1")
@@ -17,7 +17,7 @@ TEXT = "The cache keeps what was computed, and a later request finds it. " * 12
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     try:
-        Kernel(os.environ)
+        QuantisedKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(f"not compiled here: {error}")
 

@@ -14,7 +14,7 @@ from kvcellar import BadRequest, Engine
 from kvcellar.engine import restore_plan
 from kvcellar.engine.restore_plan import Planner
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.quantised import Kernel
+from kvcellar.kernels.quantised import QuantisedKernel
 from kvcellar.models.load import load
 from tests.engine.tiered import acknowledged
 from tests.models.lora import ends_with, layers_of, merged
@@ -29,7 +29,7 @@ PROMPT = [3 + i * i % 90 for i in range(60)]
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     try:
-        Kernel(os.environ)
+        QuantisedKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(f"not compiled here: {error}")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.kernels.compiled import COMPILERS, NotCompiled, check_shared, library
+from kvcellar.kernels.compiled import COMPILERS, SOURCES, NotCompiled, library
+from kvcellar.kernels.structures import constant, structure
 from kvcellar.progress import Progress, listening
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -272,37 +273,31 @@ def test_without_a_place_the_reason_names_it(source, place, tmp_path) -> None:
         library(source, {"PATH": place["PATH"], "HOME": str(tmp_path / "file"), "XDG_CACHE_HOME": "not/absolute"})
 
 
-SHARED = """
-#include <cstddef>
-#include <cstdint>
-struct Call { void *a; int64_t n; float x; };
-struct Shared { const char *name; int64_t offset, size; };
-extern "C" const Shared kvcellar_shared[] = {
-    {"a", offsetof(Call, a), 8}, {"n", offsetof(Call, n), 8}, {"x", offsetof(Call, x), 4}, {"MOST", 512, 0},
-    {nullptr, 0, 0},
-};
-"""
-A, N, X = ("a", ctypes.c_void_p), ("n", ctypes.c_int64), ("x", ctypes.c_float)
+FIELDS = {  # structures that Python fills, by source
+    "attention.cpp": ("Call", "Plane"),
+    "store.cpp": ("Call", "New", "Plane"),
+    "experts.cpp": ("Call", "Layer", "LayerCall", "Part"),
+    "heads.cpp": ("Call",),
+    "step.cpp": ("Rows",),
+}
 
 
 @compiles
-def test_python_and_cpp_have_the_same_fields_and_constants(source, place) -> None:
-    source.write_text(SHARED)
-    kernel = library(source, place)
+@pytest.mark.parametrize("name", FIELDS)
+def test_python_and_cpp_have_the_same_fields(name: str, source: Path, place: Mapping[str, str]) -> None:
+    made = {kind: structure(SOURCES / name, kind) for kind in FIELDS[name]}
+    places = [f"offsetof({kind}, {field})" for kind, one in made.items() for field, _ in one._fields_]
+    numbers = ", ".join([*places, *(f"sizeof({kind})" for kind in made)])
+    source.write_text(
+        f'#include <cstddef>\n#include "{SOURCES / name}"\nextern "C" const int64_t numbers[] = {{{numbers}}};\n'
+    )
+    found = (ctypes.c_int64 * (len(places) + len(made))).in_dll(library(source, place), "numbers")
+    expected = [getattr(one, field).offset for one in made.values() for field, _ in one._fields_]
+    assert list(found) == [*expected, *(ctypes.sizeof(one) for one in made.values())]
 
-    def check(*fields: tuple[str, type], **constants: int) -> None:
-        check_shared(kernel, type("Call", (ctypes.Structure,), {"_fields_": fields}), **constants)
 
-    check(A, N, X, MOST=512)
-    for wrong in (
-        (A, N),
-        (A, X, N),
-        (A, N, ("x", ctypes.c_int16)),
-        (A, N, ("z", ctypes.c_float)),
-        (A, N, X, ("y", N[1])),
-    ):
-        with pytest.raises(AssertionError, match="in Python"):
-            check(*wrong, MOST=512)
-    for constants in ({}, {"MOST": 256}, {"LEAST": 512}, {"MOST": 512, "LEAST": 1}):
-        with pytest.raises(AssertionError, match="in Python"):
-            check(A, N, X, **constants)
+def test_a_structure_that_is_not_known_raises(tmp_path: Path) -> None:
+    (tmp_path / "other.cpp").write_text("struct Call {\n    double x;\n};\nconst int MOST = 3;\n")
+    with pytest.raises(AssertionError, match=r"other\.cpp and its headers have 0 definitions of double"):
+        structure(tmp_path / "other.cpp", "Call")
+    assert constant(tmp_path / "other.cpp", "MOST") == 3

@@ -11,25 +11,26 @@ from torch import Tensor
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import Kernel, OwnExperts, panel_experts
-from kvcellar.kernels.layers import Kernel as LinearKernel
-from kvcellar.kernels.layers import panel_bytes
+from kvcellar.kernels.experts import ExpertsKernel, OwnExperts, panel_experts
+from kvcellar.kernels.layers import PanelKernel, panel_bytes
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Kernel:
+def kernel() -> ExpertsKernel:
     try:
-        return Kernel(os.environ)
+        return ExpertsKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(str(error))
 
 
-def made(kernel: Kernel, count: int, out: int, inner: int, dtype: torch.dtype) -> tuple[OwnExperts, Tensor, Tensor]:
+def made(
+    kernel: ExpertsKernel, count: int, out: int, inner: int, dtype: torch.dtype
+) -> tuple[OwnExperts, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(count * 1000 + out * 10 + inner)
     weights = torch.randn(count, out, inner, generator=draw).to(dtype)
     biases = torch.randn(count, out, generator=draw).to(dtype)
     arena = Arena(sum(map(panel_bytes, weights)))
-    return panel_experts(kernel, LinearKernel(os.environ), arena, weights, biases), weights, biases
+    return panel_experts(kernel, PanelKernel(os.environ), arena, weights, biases), weights, biases
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.heads import Kernel, panel_heads
+from kvcellar.kernels.heads import HeadsKernel, panel_heads
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Kernel:
+def kernel() -> HeadsKernel:
     try:
-        return Kernel(os.environ)
+        return HeadsKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(str(error))
 

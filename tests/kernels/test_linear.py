@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvcellar.kernels import packed
 from kvcellar.kernels.arena import HUGE, SMAPS, Arena
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.kernels.layers import FOREIGN, PAIRS, Kernel, PanelLinear, merged, panel_bytes, panel_linear
+from kvcellar.kernels.layers import FOREIGN, PAIRS, PanelKernel, PanelLinear, merged, panel_bytes, panel_linear
 from kvcellar.kernels.packed import PackedLinear, pack
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -32,14 +32,14 @@ COUNTS = [*range(1, 15), 24, 64, 193, 400]  # rows
 
 
 @pytest.fixture(scope="module", params=BUILDS, ids=lambda options: options or "native")
-def kernel(request: pytest.FixtureRequest) -> Kernel:
+def kernel(request: pytest.FixtureRequest) -> PanelKernel:
     """The kernel, as this CPU and lesser ones run it."""
-    return Kernel({**os.environ, "CXX": f"{FOUND} {request.param}"})
+    return PanelKernel({**os.environ, "CXX": f"{FOUND} {request.param}"})
 
 
 @pytest.fixture(scope="module")
-def native() -> Kernel:
-    return Kernel(os.environ)
+def native() -> PanelKernel:
+    return PanelKernel(os.environ)
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def plain(inner: int, outer: int, dtype: torch.dtype, *, bias: bool) -> nn.Linea
     return linear
 
 
-def own(kernel: Kernel, linear: nn.Linear) -> PanelLinear:
+def own(kernel: PanelKernel, linear: nn.Linear) -> PanelLinear:
     return panel_linear(kernel, Arena(panel_bytes(linear.weight)), linear.weight, linear.bias)
 
 
@@ -79,7 +79,7 @@ def close(got: Tensor, wanted: Tensor) -> bool:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_it_equals_float64(kernel: Kernel, inner: int, outer: int, bias: bool, dtype: torch.dtype) -> None:
+def test_it_equals_float64(kernel: PanelKernel, inner: int, outer: int, bias: bool, dtype: torch.dtype) -> None:
     linear = plain(inner, outer, dtype, bias=bias)
     ours = own(kernel, linear)
     shapes = [*((n,) for n in COUNTS), (2, 3), (0,), (1, 0), (1, 2, 3), ()]
@@ -91,7 +91,7 @@ def test_it_equals_float64(kernel: Kernel, inner: int, outer: int, bias: bool, d
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inner", "outer"), [(301, 200), (4500, 70)])
-def test_a_row_has_the_same_bits_in_any_batch(kernel: Kernel, inner: int, outer: int, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(kernel: PanelKernel, inner: int, outer: int, dtype: torch.dtype) -> None:
     ours = own(kernel, plain(inner, outer, dtype, bias=True))
     x = rows(210, inner, dtype=dtype)
     whole = ours(x)
@@ -103,7 +103,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kernel: Kernel, inner: int, outer:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_do_not_depend_on_threads(kernel: Kernel, dtype: torch.dtype, threads: None) -> None:
+def test_bits_do_not_depend_on_threads(kernel: PanelKernel, dtype: torch.dtype, threads: None) -> None:
     ours = own(kernel, plain(301, 3000, dtype, bias=True))
     x = rows(30, 301, dtype=dtype)
     torch.set_num_threads(1)
@@ -115,7 +115,7 @@ def test_bits_do_not_depend_on_threads(kernel: Kernel, dtype: torch.dtype, threa
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_merged_layers_give_the_outputs_of_each_side_by_side(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_merged_layers_give_the_outputs_of_each_side_by_side(kernel: PanelKernel, dtype: torch.dtype) -> None:
     parts = [plain(31, outer, dtype, bias=bias) for outer, bias in ((64, False), (7, True), (130, True))]
     layers = [own(kernel, part) for part in parts]
     one = merged(layers)
@@ -128,7 +128,7 @@ def test_merged_layers_give_the_outputs_of_each_side_by_side(kernel: Kernel, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_numbers_that_are_not_finite_come_out_as_from_torch(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_numbers_that_are_not_finite_come_out_as_from_torch(kernel: PanelKernel, dtype: torch.dtype) -> None:
     linear = plain(3, 70, dtype, bias=False)
     linear.weight.copy_(torch.eye(70, 3))
     large = torch.finfo(dtype).max
@@ -142,7 +142,7 @@ def test_numbers_that_are_not_finite_come_out_as_from_torch(kernel: Kernel, dtyp
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_lies_beside_a_row_is_not_read(kernel: Kernel, dtype: torch.dtype) -> None:
+def test_what_lies_beside_a_row_is_not_read(kernel: PanelKernel, dtype: torch.dtype) -> None:
     linear = plain(33, 65, dtype, bias=False)
     around = torch.full((12, 40), torch.nan, dtype=dtype)
     around[2:11, 3:36] = rows(9, 33, dtype=dtype)
@@ -156,7 +156,7 @@ def test_what_lies_beside_a_row_is_not_read(kernel: Kernel, dtype: torch.dtype) 
     assert bool((into[:, 69:] == 7).all())
 
 
-def test_a_native_call_reads_what_is_at_its_addresses(native: Kernel) -> None:
+def test_a_native_call_reads_what_is_at_its_addresses(native: PanelKernel) -> None:
     ours = own(native, plain(16, 24, torch.bfloat16, bias=True))
     x, into = rows(3, 16, dtype=torch.bfloat16), torch.empty(3, 24, dtype=torch.bfloat16)
     call = ours.native(x, into)
@@ -168,7 +168,7 @@ def test_a_native_call_reads_what_is_at_its_addresses(native: Kernel) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("inner", "outer"), SHAPES)
-def test_a_weight_can_be_looked_at(native: Kernel, inner: int, outer: int, dtype: torch.dtype) -> None:
+def test_a_weight_can_be_looked_at(native: PanelKernel, inner: int, outer: int, dtype: torch.dtype) -> None:
     linear = plain(inner, outer, dtype, bias=True)
     ours = own(native, linear)
     assert torch.equal(ours.weight, linear.weight)
@@ -178,7 +178,7 @@ def test_a_weight_can_be_looked_at(native: Kernel, inner: int, outer: int, dtype
     assert torch.equal(turned.weight, linear.weight)
 
 
-def test_what_a_plain_layer_refuses_it_refuses(native: Kernel) -> None:
+def test_what_a_plain_layer_refuses_it_refuses(native: PanelKernel) -> None:
     linear = plain(8, 8, torch.bfloat16, bias=False)
     for layer in (linear, own(native, linear)):
         for wrong in (torch.ones(2, 8), torch.ones(2, 9, dtype=torch.bfloat16)):
@@ -193,7 +193,7 @@ def mixed() -> nn.Sequential:
     return nn.Sequential(plain(8, 8, torch.bfloat16, bias=True), plain(8, 9, torch.float32, bias=False))
 
 
-def test_a_model_gets_layers_of_our_own(native: Kernel) -> None:
+def test_a_model_gets_layers_of_our_own(native: PanelKernel) -> None:
     model = mixed()
     if native.multiplies == FOREIGN:
         pytest.skip("bfloat16 is left to oneDNN on this CPU")
@@ -204,10 +204,10 @@ def test_a_model_gets_layers_of_our_own(native: Kernel) -> None:
 
 
 def test_where_onednn_has_instructions_for_matrices_it_has_bfloat16(
-    native: Kernel, monkeypatch: pytest.MonkeyPatch
+    native: PanelKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "multiplies", FOREIGN)
-    monkeypatch.setattr(packed, "Kernel", lambda environment: native)
+    monkeypatch.setattr(packed, "PanelKernel", lambda environment: native)
     model = mixed()
     packing = pack(model)
     assert isinstance(model[1], PanelLinear)
@@ -217,18 +217,18 @@ def test_where_onednn_has_instructions_for_matrices_it_has_bfloat16(
 
 
 def test_plain_weights_are_freed_one_by_one_and_there_is_no_second_copy(
-    native: Kernel, monkeypatch: pytest.MonkeyPatch
+    native: PanelKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Sequential(*(plain(40, 70, torch.float32, bias=False) for _ in range(4)))
     weights = [weakref.ref(layer.weight) for layer in model]
     alive: list[int] = []
-    honest = Kernel.pack
+    honest = PanelKernel.pack
 
-    def watched(self: Kernel, weight: Tensor, panels: Tensor) -> None:
+    def watched(self: PanelKernel, weight: Tensor, panels: Tensor) -> None:
         alive.append(sum(ref() is not None for ref in weights))
         return honest(self, weight, panels)
 
-    monkeypatch.setattr(Kernel, "pack", watched)
+    monkeypatch.setattr(PanelKernel, "pack", watched)
     sizes = [panel_bytes(layer.weight) for layer in model]
     packing = pack(model)
     assert alive == [4, 3, 2, 1]
@@ -314,7 +314,7 @@ def test_memory_of_an_arena_is_resident_once_it_is_written_and_freed_with_its_te
     assert resident(span) < size // 4
 
 
-def test_this_cpu_multiplies_pairs_if_it_can(native: Kernel) -> None:
+def test_this_cpu_multiplies_pairs_if_it_can(native: PanelKernel) -> None:
     flags = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     if "avx512_bf16" in flags and "amx_bf16" not in flags:
         assert native.multiplies == PAIRS
@@ -322,7 +322,7 @@ def test_this_cpu_multiplies_pairs_if_it_can(native: Kernel) -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this C library keeps freed memory as it likes")
 def test_memory_of_plain_weights_is_given_back_while_a_model_is_packed(
-    native: Kernel, monkeypatch: pytest.MonkeyPatch
+    native: PanelKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "TRIMMED", 1 << 20)
     honest, sizes = packed.trim, []

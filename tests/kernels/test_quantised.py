@@ -15,7 +15,7 @@ from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Codes
 from kvcellar.kernels.compiled import COMPILERS, NotCompiled
 from kvcellar.kernels.layers import merged
-from kvcellar.kernels.quantised import Kernel, QuantisedLinear, most_bytes, unfit
+from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear, most_bytes, unfit
 from tests.kernels.rounded import rounded
 
 BUILDS = {
@@ -30,23 +30,23 @@ SHAPES = [(1, 32), (33, 16), (64, 96), (100, 320), (31, 5), (7, 250)]
 GROUPS = (None, 16, 32, 64)
 
 
-def kernel_of(options: str) -> Kernel:
+def kernel_of(options: str) -> QuantisedKernel:
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if options and platform.machine() != "x86_64":
         pytest.skip("the instruction sets named here are those of x86-64")
     try:
-        return Kernel({**os.environ, "CXX": f"{compiler} {options}"} if options and compiler else os.environ)
+        return QuantisedKernel({**os.environ, "CXX": f"{compiler} {options}"} if options and compiler else os.environ)
     except NotCompiled as error:
         pytest.skip(f"not compiled here: {error}")
 
 
 @pytest.fixture(scope="module")
-def native() -> Kernel:
+def native() -> QuantisedKernel:
     return kernel_of("")
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def build(request) -> Kernel:
+def build(request) -> QuantisedKernel:
     return kernel_of(BUILDS[request.param])
 
 
@@ -80,7 +80,9 @@ def every_codes() -> list[Codes]:
     return found
 
 
-def test_every_build_multiplies_rounded_inputs_and_returns_the_same_bits(build: Kernel, native: Kernel) -> None:
+def test_every_build_multiplies_rounded_inputs_and_returns_the_same_bits(
+    build: QuantisedKernel, native: QuantisedKernel
+) -> None:
     for codes in every_codes():
         x, bias = random(9, codes.values.shape[1]), random(len(codes.values), seed=1)
         layer = QuantisedLinear(build, codes, bias, torch.float32)
@@ -91,7 +93,7 @@ def test_every_build_multiplies_rounded_inputs_and_returns_the_same_bits(build: 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_other_types_are_float32_rounded_once(native: Kernel, dtype: torch.dtype) -> None:
+def test_other_types_are_float32_rounded_once(native: QuantisedKernel, dtype: torch.dtype) -> None:
     for codes in every_codes():
         x, bias = random(5, codes.values.shape[1]).to(dtype), random(len(codes.values), seed=1).to(dtype)
         expected = QuantisedLinear(native, codes, bias.float(), torch.float32)(x.float())
@@ -100,7 +102,7 @@ def test_other_types_are_float32_rounded_once(native: Kernel, dtype: torch.dtype
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("table", [None, INT4, TABLE], ids=["int8", "int4", "table"])
-def test_the_bits_of_a_row_do_not_depend_on_other_rows(build: Kernel, table: Any, group: int | None) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_other_rows(build: QuantisedKernel, table: Any, group: int | None) -> None:
     layer = QuantisedLinear(build, codes_of((70, 128), table, group, mins=True), None, torch.bfloat16)
     x = random(512, 128).bfloat16()
     whole = layer(x)
@@ -108,7 +110,7 @@ def test_the_bits_of_a_row_do_not_depend_on_other_rows(build: Kernel, table: Any
         assert torch.equal(layer(x[100 : 100 + count]), whole[100 : 100 + count])
 
 
-def test_the_bits_of_a_row_do_not_depend_on_threads(native: Kernel) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_threads(native: QuantisedKernel) -> None:
     layer = QuantisedLinear(native, codes_of((640, 4096), None, 32), None, torch.float32)
     x = random(5, 4096)
     alone, out = layer(x), torch.empty(5, 640)
@@ -118,7 +120,7 @@ def test_the_bits_of_a_row_do_not_depend_on_threads(native: Kernel) -> None:
     assert torch.equal(out, alone)
 
 
-def test_a_native_call_reads_and_writes_rows_that_are_apart(native: Kernel) -> None:
+def test_a_native_call_reads_and_writes_rows_that_are_apart(native: QuantisedKernel) -> None:
     layer = QuantisedLinear(native, codes_of((40, 96), INT4, 32), random(40), torch.bfloat16)
     x, out = torch.zeros(7, 200).bfloat16(), torch.zeros(7, 100).bfloat16()
     call = layer.native(x[:, 50:146], out[:, 30:70])
@@ -130,7 +132,7 @@ def test_a_native_call_reads_and_writes_rows_that_are_apart(native: Kernel) -> N
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_inputs_that_are_not_finite_make_their_own_row_nan(build: Kernel, bad: float) -> None:
+def test_inputs_that_are_not_finite_make_their_own_row_nan(build: QuantisedKernel, bad: float) -> None:
     layer = QuantisedLinear(build, codes_of((40, 64), INT4, 32), None, torch.float32)
     x = random(3, 64)
     before = layer(x)
@@ -140,13 +142,13 @@ def test_inputs_that_are_not_finite_make_their_own_row_nan(build: Kernel, bad: f
     assert torch.equal(after[[0, 2]], before[[0, 2]])
 
 
-def test_rows_of_zeros_and_of_tiny_numbers_are_the_bias(build: Kernel) -> None:
+def test_rows_of_zeros_and_of_tiny_numbers_are_the_bias(build: QuantisedKernel) -> None:
     codes, bias = codes_of((40, 64), TABLE, 16, mins=True), random(40)
     out = QuantisedLinear(build, codes, bias, torch.float32)(torch.stack((torch.zeros(64), torch.full((64,), 1e-39))))
     assert torch.equal(out, bias.expand(2, 40))
 
 
-def test_codes_are_kept_and_dense_weights_are_made_of_them(native: Kernel) -> None:
+def test_codes_are_kept_and_dense_weights_are_made_of_them(native: QuantisedKernel) -> None:
     for codes in every_codes():
         layer = QuantisedLinear(native, codes, None, torch.float32)
         kept = layer.codes()
@@ -156,7 +158,7 @@ def test_codes_are_kept_and_dense_weights_are_made_of_them(native: Kernel) -> No
         assert torch.equal(layer.weight, codes.dense())
 
 
-def test_a_layer_takes_the_bytes_of_its_codes(native: Kernel) -> None:
+def test_a_layer_takes_the_bytes_of_its_codes(native: QuantisedKernel) -> None:
     """Half a byte and a part of a scale of bfloat16 for each weight of 4 bits, a byte for each of 8."""
     four = QuantisedLinear(native, codes_of((128, 640), INT4, 32, narrow=True), None, torch.bfloat16)
     eight = QuantisedLinear(native, codes_of((128, 640), None, None, narrow=True), None, torch.bfloat16)
@@ -165,7 +167,7 @@ def test_a_layer_takes_the_bytes_of_its_codes(native: Kernel) -> None:
 
 
 @pytest.mark.parametrize("bias", [None, "bias"])
-def test_merged_layers_give_the_outputs_of_each_side_by_side(build: Kernel, bias: Any) -> None:
+def test_merged_layers_give_the_outputs_of_each_side_by_side(build: QuantisedKernel, bias: Any) -> None:
     """Also of 4 and 8 bits, which share the rounded inputs."""
     kinds: Any = [((33, 96), INT4, 32), ((64, 96), None, None), ((7, 96), TABLE, 32)]
     layers = [
@@ -184,7 +186,7 @@ def test_merged_layers_give_the_outputs_of_each_side_by_side(build: Kernel, bias
     assert not layers[0].joins(ordered)
 
 
-def test_scales_take_the_fewest_bits_that_hold_them(native: Kernel) -> None:
+def test_scales_take_the_fewest_bits_that_hold_them(native: QuantisedKernel) -> None:
     """And numbers of float16, also tiny ones, are what they are in every build: `every_codes` has none."""
     codes = codes_of((32, 64), INT4, 32)
     half = Codes(codes.values, INT4, torch.linspace(-6e-8, 3.0, 64).half().view(32, 2))
@@ -195,7 +197,7 @@ def test_scales_take_the_fewest_bits_that_hold_them(native: Kernel) -> None:
     assert sizes == {2 * 64: torch.float16, 4 * 64: torch.float32}
 
 
-def test_scales_of_float16_are_multiplied_as_float32(build: Kernel) -> None:
+def test_scales_of_float16_are_multiplied_as_float32(build: QuantisedKernel) -> None:
     codes = codes_of((40, 64), INT4, 32)
     half = torch.linspace(-6e-8, 3.0, 80).half().view(40, 2)
     wide = torch.full((1, 64), 2**-30)  # which bfloat16 holds, and float16 does not
@@ -210,13 +212,13 @@ def test_groups_that_blocks_cannot_be_made_of_are_refused() -> None:
     assert unfit(codes_of((4, 50), INT4, None)) is None
 
 
-def test_inputs_of_another_type_are_refused(native: Kernel) -> None:
+def test_inputs_of_another_type_are_refused(native: QuantisedKernel) -> None:
     layer = QuantisedLinear(native, codes_of((4, 48), INT4, None), None, torch.bfloat16)
     with pytest.raises(RuntimeError, match=r"in torch.bfloat16 .* got \(2, 48\) in torch.float32"):
         layer(random(2, 48))
 
 
-def test_an_arena_holds_all_codes_and_changes_no_bits(native: Kernel) -> None:
+def test_an_arena_holds_all_codes_and_changes_no_bits(native: QuantisedKernel) -> None:
     for codes in every_codes():
         arena, x = Arena(most_bytes(*codes.values.shape)), random(3, codes.values.shape[1])
         layer = QuantisedLinear(native, codes, None, torch.float32, arena)

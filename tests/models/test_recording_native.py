@@ -13,7 +13,7 @@ from kvcellar.attention.choose import backends
 from kvcellar.kernels.codes import Codes
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.packed import pack
-from kvcellar.kernels.quantised import Kernel, QuantisedLinear
+from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
 from kvcellar.kernels.recorded_kernel import StepKernel
 from kvcellar.models.build_guest import build_guest
 from kvcellar.models.guest import Guest
@@ -146,7 +146,7 @@ def test_packed_layers_and_attention_are_called_natively(name: str, kernel: Step
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_quantised_layers_of_any_type_run_recorded(dtype: torch.dtype, kernel: StepKernel) -> None:
     """Those of float16 have no native call."""
-    model, products = ARCHS["llama"].build().to(dtype=dtype), Kernel(os.environ)
+    model, products = ARCHS["llama"].build().to(dtype=dtype), QuantisedKernel(os.environ)
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj"):
             weight = getattr(layer.mlp, name).weight.detach().float()

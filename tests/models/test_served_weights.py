@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.experts import OwnExperts
-from kvcellar.kernels.quantised import Kernel, QuantisedLinear
+from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
 from kvcellar.models.load import Loaded, load
 from kvcellar.models.quantize import served as served_module
 from kvcellar.models.quantize.directory import quantize_directory
@@ -32,7 +32,7 @@ KINDS = ("int8", "int4", "mixed")
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     try:
-        Kernel(os.environ)
+        QuantisedKernel(os.environ)
     except NotCompiled as error:
         pytest.skip(f"not compiled here: {error}")
 

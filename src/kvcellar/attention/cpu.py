@@ -12,7 +12,7 @@ rows, whether of its sequence or of others, nor on how a prompt is cut, nor on t
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,56 +21,21 @@ from torch import Tensor
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.contracts import GroupStep, History, StepTables, Stored
 from kvcellar.errors import NoBackend
-from kvcellar.kernels.compiled import SOURCES, Native, NotCompiled, Threads, address_of, check_shared, library
+from kvcellar.kernels.compiled import SOURCES, Kernel, Native, NotCompiled, Threads, address_of
+from kvcellar.kernels.structures import constant, structure
 from kvcellar.layout import Layout
 from kvcellar.plan import GroupPlan, Segment
 from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
 SOURCE, STORING = SOURCES / "attention.cpp", SOURCES / "store.cpp"
-CHUNK = 512  # keys that are weighed at once; the kernel's
+CHUNK = constant(SOURCE, "CHUNK")  # keys that are weighed at once
 PER_THREAD = 1 << 20  # bytes of keys and values that are worth another thread, or eight times as many products
-KINDS: Mapping[Kind, int] = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "fp8": 4}
+_READ: tuple[Kind, ...] = ("float32", "bfloat16", "int8", "int4", "fp8")
+KINDS: Mapping[Kind, int] = {kind: constant(SOURCE, kind.upper()) for kind in _READ}
 NO_MEMORY = "there is not enough memory to attend"
 TYPES = {torch.float32: KINDS["float32"], torch.bfloat16: KINDS["bfloat16"]}  # of queries and results
-
-
-class _Plane(ctypes.Structure):
-    """`Plane` in the kernel."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("codes", "scales")),
-        *((name, ctypes.c_int64) for name in ("cell", "head", "scale_cell", "scale_head", "size")),
-        *((name, ctypes.c_int32) for name in ("kind", "rotated")),
-    )
-
-
-class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("step", "q", "out", "sinks", "pool")),
-        *((name, _Plane) for name in ("k", "v", "tail")),
-        *((name, ctypes.c_int64) for name in ("q_row", "q_head", "out_row", "out_head")),
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "threads", "per_thread")),
-        ("type", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("scale", "softcap")),
-    )
-
-
-class _New(ctypes.Structure):
-    """`New` in `kernels/store.cpp`."""
-
-    _fields_ = (
-        ("source", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("row", "head", "heads")),
-        ("to", _Plane),
-    )
-
-
-class _Put(ctypes.Structure):
-    """`Call` in `kernels/store.cpp`."""
-
-    _fields_ = (("step", ctypes.c_void_p), ("k", _New), ("v", _New), ("type", ctypes.c_int32))
+_Plane, _Call = structure(SOURCE, "Plane"), structure(SOURCE, "Call")
+_New, _Put = structure(STORING, "New"), structure(STORING, "Call")
 
 
 class Prepared(NamedTuple):
@@ -114,7 +79,7 @@ def prepared(layout: Layout, segments: Sequence[Segment], tables: StepTables) ->
     return Prepared(step, filled[0], filled[1], filled[2], stored)
 
 
-def _plane(stored: Stored) -> _Plane:
+def _plane(stored: Stored) -> Any:
     rows, scales = stored.rows, stored.scales  # [C,G,width], one element after the other within a head
     places = [0, 0]
     if scales is not None:
@@ -127,18 +92,14 @@ def _plane(stored: Stored) -> _Plane:
     )  # fmt: skip
 
 
-class Kernel:
-    """The compiled kernel. Raises `NotCompiled` with the reason if it cannot be compiled."""
+class Kernels:
+    """The compiled kernels. Raises `NotCompiled` with the reason if it cannot be compiled."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        attention, storing = library(SOURCE, environment), library(STORING, environment)
-        kinds = {name.upper(): number for name, number in KINDS.items()}
-        check_shared(attention, _Call, CHUNK=CHUNK, **kinds)
-        check_shared(storing, _Put, **kinds)
         self._threads = Threads(environment)
-        self.function, self.store = attention.kvcellar_attend, storing.kvcellar_store
-        self.function.argtypes, self.function.restype = [ctypes.c_void_p], ctypes.c_int
+        self.attention = Kernel(SOURCE, "kvcellar_attend", environment)
+        self.storing = Kernel(STORING, "kvcellar_store", environment)
 
     def bound(self, history: History, scoring: Scoring, *, latent: bool) -> "_Bound":
         """The call of one layer, without its queries and results. `latent`: that of `attend_latent`."""
@@ -151,9 +112,7 @@ class Kernel:
             call = self.call(k, v, keys.plane.heads, scoring, sinks)
         return _Bound(call, ref(keys), ref(values), call.v.size, scoring, sinks, latent)
 
-    def call(
-        self, k: _Plane, v: _Plane, groups: int, scoring: Scoring, sinks: Tensor | None, *, tail: _Plane | None = None
-    ) -> _Call:
+    def call(self, k: Any, v: Any, groups: int, scoring: Scoring, sinks: Tensor | None, *, tail: Any = None) -> Any:
         """A call without its step, queries and results."""
         return _Call(
             sinks=None if sinks is None else sinks.data_ptr(), pool=self._threads.address,
@@ -167,7 +126,7 @@ def _sinks(scoring: Scoring) -> Tensor | None:
     return None if scoring.sinks is None else scoring.sinks.detach().float().contiguous()
 
 
-def _fill(call: _Call, step: Tensor, q: Tensor, out: Tensor) -> None:
+def _fill(call: Any, step: Tensor, q: Tensor, out: Tensor) -> None:
     """For q [T,H,D] and out [T,H,Dv], both of one of `TYPES`, whose elements lie side by side."""
     call.step, call.q, call.out = step.data_ptr(), q.data_ptr(), out.data_ptr()
     call.q_row, call.q_head, _ = q.stride()
@@ -178,7 +137,7 @@ def _fill(call: _Call, step: Tensor, q: Tensor, out: Tensor) -> None:
 class _Bound(NamedTuple):
     """The call of a layer, and what it was made from. Planes are not kept: a resize must free them."""
 
-    call: _Call
+    call: Any
     keys: "ref[Stored]"
     values: "ref[Stored]"
     value_size: int
@@ -198,7 +157,7 @@ class Cpu:
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         """`environment` names the compiler, and the directory of compiled libraries (`kernels.compiled`)."""
         self._environment, self._portable = environment, Sdpa()
-        self._kernel: Kernel | None = None
+        self._kernel: Kernels | None = None
         self._bound: WeakKeyDictionary[History, _Bound] = WeakKeyDictionary()  # of each layer, for later steps
 
     def refuse(self, spec: AttentionSpec) -> str | None:
@@ -207,15 +166,15 @@ class Cpu:
         if (reason := self._portable.refuse(spec) or spec.unreadable(self.kinds)) is not None:
             return reason
         try:
-            self._kernel = self._kernel or Kernel(self._environment)
+            self._kernel = self._kernel or Kernels(self._environment)
         except NotCompiled as error:
             return str(error)
         return None
 
-    def _compiled(self) -> Kernel:
+    def _compiled(self) -> Kernels:
         """Raises `NoBackend`."""
         try:
-            self._kernel = self._kernel or Kernel(self._environment)
+            self._kernel = self._kernel or Kernels(self._environment)
         except NotCompiled as error:
             raise NoBackend("this step", {self.name: str(error)}) from error
         return self._kernel
@@ -238,7 +197,7 @@ class Cpu:
             rows = _known(rows)
         out = rows.new_empty(*rows.shape[:2], bound.value_size)  # [T,H,Dv]
         _fill(bound.call, history.step.prepared.step, rows, out)
-        if kernel.function(ctypes.byref(bound.call)):
+        if kernel.attention.run(ctypes.byref(bound.call)):
             raise MemoryError(NO_MEMORY)
         return (out if out.dtype is q.dtype else out.to(q.dtype))[None]
 
@@ -249,7 +208,7 @@ class Cpu:
         kernel = self._compiled()
         bound, step = kernel.bound(history, scoring, latent=latent), history.step.prepared.step
         _fill(bound.call, step, q, out)
-        return Native(address_of(kernel.function), bound.call, (bound, step, q, out, kernel))
+        return Native(address_of(kernel.attention.run), bound.call, (bound, step, q, out, kernel))
 
     def native_put(self, history: History, k: Tensor, v: Tensor) -> Native:
         """The call that stores k [T,G,D] and v [T,G,Dv] of the rows that the step stores in their cells: both
@@ -260,7 +219,7 @@ class Cpu:
             for name, x in (("k", k), ("v", v))
         ]
         call = _Put(step.data_ptr(), *new, TYPES[k.dtype])
-        return Native(address_of(kernel.store), call, (step, k, v, kernel))
+        return Native(address_of(kernel.storing.run), call, (step, k, v, kernel))
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
         kernel = self._compiled()
@@ -270,7 +229,7 @@ class Cpu:
         sinks = _sinks(scoring)
         call = kernel.call(_dense_plane(keys), _dense_plane(values), keys.shape[1], scoring, sinks)
         _fill(call, table, rows, out)
-        if kernel.function(ctypes.byref(call)):
+        if kernel.attention.run(ctypes.byref(call)):
             raise MemoryError(NO_MEMORY)
         del runs  # and what else the call points to: it is over
         return out if out.dtype is q.dtype else out.to(q.dtype)
@@ -282,7 +241,7 @@ def _known(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _dense_plane(x: Tensor) -> _Plane:
+def _dense_plane(x: Tensor) -> Any:
     """Keys or values [N,G,D] as a plane whose cells are the columns of a step."""
     return _Plane(
         x.data_ptr(), None, x.stride(0) * x.itemsize, x.stride(1) * x.itemsize, 0, 0, x.shape[2], TYPES[x.dtype], 0

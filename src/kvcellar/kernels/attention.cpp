@@ -630,19 +630,6 @@ void attend(const Call& c) {
 
 }  // namespace
 
-// Shared with `attention/cpu.py`, which compares them at load.
-struct Shared {
-    const char* name;
-    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
-};
-#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
-extern "C" const Shared kvcellar_shared[] = {
-    FIELD(step), FIELD(q), FIELD(out), FIELD(sinks), FIELD(pool), FIELD(k), FIELD(v), FIELD(tail), FIELD(q_row), FIELD(q_head),
-    FIELD(out_row), FIELD(out_head), FIELD(heads), FIELD(groups), FIELD(threads), FIELD(per_thread), FIELD(type),
-    FIELD(scale), FIELD(softcap), {"CHUNK", CHUNK, 0}, {"FLOAT32", cells::FLOAT32, 0}, {"BFLOAT16", cells::BFLOAT16, 0},
-    {"INT8", cells::INT8, 0}, {"INT4", cells::INT4, 0}, {"FP8", cells::FP8, 0}, {nullptr, 0, 0},
-};
-
 // 0, or 1 if there is not enough memory.
 extern "C" int kvcellar_attend(const void* call) {
     const Call& c = *(const Call*)call;

@@ -37,7 +37,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
         raise NotCompiled("it is only compiled on POSIX systems")
     compiler = _compiler(environment)
     about = _about(tuple(compiler), tuple(environment.items()), _stamp(compiler[0], environment))
-    made_of = (*_texts(source), about, shlex.join([*compiler, *OPTIONS]).encode())
+    made_of = (*(file.read_bytes() for file in sources(source)), about, shlex.join([*compiler, *OPTIONS]).encode())
     stem = f"{source.stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in made_of))}"
     directory = _directory(environment)
     path = _intact(directory, stem) or _compile(compiler, source, directory, stem, environment)
@@ -77,33 +76,14 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
         raise NotCompiled(message) from error
 
 
-class _Shared(ctypes.Structure):
-    """`Shared` in the kernels: a field of `Call`, or a constant (its value as `offset`, without size)."""
-
-    _fields_ = (("name", ctypes.c_char_p), ("offset", ctypes.c_int64), ("size", ctypes.c_int64))
-
-
-def check_shared(kernel: ctypes.CDLL, call: type[ctypes.Structure], **constants: int) -> None:
-    """Assert that the kernel was compiled with the fields of `call`, and with these constants.
-
-    `kvcellar_shared` in the kernel is an array that ends with an entry without a name.
-    """
-    expected = {name: (getattr(call, name).offset, getattr(call, name).size) for name, *_ in call._fields_}
-    expected |= {name: (value, 0) for name, value in constants.items()}
-    first = ctypes.pointer(_Shared.in_dll(kernel, "kvcellar_shared"))
-    entries = takewhile(lambda one: one.name, map(first.__getitem__, count()))
-    found = {one.name.decode(): (one.offset, one.size) for one in entries}
-    assert found == expected, f"fields and constants: {found} in C++, {expected} in Python"
-
-
-def _texts(source: Path) -> list[bytes]:
-    """The content of a source, and of each header of ours that it includes, directly or through another."""
+def sources(source: Path) -> list[Path]:
+    """A source, and each header of ours that it includes, directly or through another."""
     files = [source]
     for file in files:  # which grows
         for name in INCLUDE.findall(file.read_text("utf-8")):
             if (header := source.parent / name) not in files:
                 files.append(header)
-    return [file.read_bytes() for file in files]
+    return files
 
 
 def _digest(content: bytes) -> str:
@@ -233,6 +213,17 @@ def _ended(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+class Kernel:
+    """A function of a source of ours, `int function(const void* call)`. Raises `NotCompiled` where the source cannot be
+    compiled, with the reason."""
+
+    def __init__(self, source: Path, function: str, environment: Mapping[str, str]) -> None:
+        """`environment` names the compiler, and the directory of compiled libraries."""
+        self.library = library(source, environment)
+        self.run = self.library[function]  # 0, or 1 if there is not enough memory
+        self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
 
 
 @dataclass(frozen=True, slots=True)

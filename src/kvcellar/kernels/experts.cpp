@@ -60,12 +60,6 @@ int multiply(const Call& c, int64_t expert, const int64_t* numbers, int64_t n, c
 
 }  // namespace
 
-extern "C" const Shared kvcellar_shared[] = {
-    FIELD(linear), FIELD(layers), FIELD(x), FIELD(index), FIELD(y), FIELD(experts), FIELD(rows), FIELD(share),
-    FIELD(in), FIELD(out), FIELD(x_row), FIELD(y_row), FIELD(element), FIELD(threads),
-    {"CALL", sizeof(LayerCall), 0}, {nullptr, 0, 0},
-};
-
 // A row of an index that is no expert is zeros. Returns 1 if there is not enough memory.
 extern "C" int kvcellar_experts(const void* call) {
     const Call& c = *static_cast<const Call*>(call);

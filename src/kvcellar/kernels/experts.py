@@ -6,43 +6,34 @@ their experts, or on threads.
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.compiled import SOURCES, Native, address_of, check_shared, library
-from kvcellar.kernels.layers import Call, OwnLinear, panel_linear, threads_for
-from kvcellar.kernels.layers import Kernel as LinearKernel
+from kvcellar.kernels.compiled import SOURCES, Kernel, Native, address_of
+from kvcellar.kernels.layers import OwnLinear, PanelKernel, panel_linear, threads_for
+from kvcellar.kernels.structures import structure
 
 SOURCE = SOURCES / "experts.cpp"
 
 
-class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("linear", "layers", "x", "index", "y")),
-        *((name, ctypes.c_int64) for name in ("experts", "rows", "share", "in", "out", "x_row", "y_row")),
-        *((name, ctypes.c_int64) for name in ("element", "threads")),
-    )
+_Call = structure(SOURCE, "Call")
 
 
-class Kernel:
+class ExpertsKernel(Kernel):
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        self._library = library(SOURCE, environment)
-        check_shared(self._library, _Call, CALL=ctypes.sizeof(Call))
-        self.run = self._library.kvcellar_experts
-        self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
+        super().__init__(SOURCE, "kvcellar_experts", environment)
 
 
 class OwnExperts(nn.Module):
     """Replaces the stacked weights of experts. It has no parameters."""
 
-    def __init__(self, kernel: Kernel, layers: Sequence[OwnLinear]) -> None:
+    def __init__(self, kernel: ExpertsKernel, layers: Sequence[OwnLinear]) -> None:
         """`layers` has one for each expert, all of one shape."""
         super().__init__()
         first = layers[0]
@@ -75,7 +66,7 @@ class OwnExperts(nn.Module):
         assert (*index.shape, index.dtype, index.stride(0)) == (len(x) * share, torch.int64, 1)
         return Native(address_of(self._kernel.run), self._call(x, index, share, out), (self, x, index, out))
 
-    def _call(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> _Call:
+    def _call(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> Any:
         rows, threads = len(x), threads_for(self.in_features, self.out_features, len(index))
         run, layers = address_of(self.layers[0].kernel.run), ctypes.addressof(self._addresses)
         return _Call(
@@ -84,7 +75,9 @@ class OwnExperts(nn.Module):
         )  # fmt: skip
 
 
-def panel_experts(kernel: Kernel, by: LinearKernel, arena: Arena, weights: Tensor, biases: Tensor | None) -> OwnExperts:
+def panel_experts(
+    kernel: ExpertsKernel, by: PanelKernel, arena: Arena, weights: Tensor, biases: Tensor | None
+) -> OwnExperts:
     """Experts with a copy of plain weights [experts,out,in] and biases [experts,out], in bfloat16 or float32 on the
     CPU, in an arena."""
     each = range(len(weights))

@@ -21,12 +21,6 @@ struct Call {
 
 }  // namespace
 
-extern "C" const Shared kvcellar_shared[] = {
-    FIELD(linear), FIELD(layers), FIELD(x), FIELD(y), FIELD(heads), FIELD(rows), FIELD(in), FIELD(out), FIELD(tail),
-    FIELD(x_row), FIELD(x_head), FIELD(y_row), FIELD(y_head), FIELD(element), FIELD(threads),
-    {"CALL", sizeof(LayerCall), 0}, {nullptr, 0, 0},
-};
-
 // Returns 1 if there is not enough memory.
 extern "C" int kvcellar_heads(const void* call) {
     const Call& c = *static_cast<const Call*>(call);

@@ -5,43 +5,34 @@ Always true: the bits of a row of results depend only on that row of inputs: not
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.compiled import SOURCES, Native, address_of, check_shared, library
-from kvcellar.kernels.layers import Call, OwnLinear, panel_bytes, panel_linear, threads_for
-from kvcellar.kernels.layers import Kernel as LinearKernel
+from kvcellar.kernels.compiled import SOURCES, Kernel, Native, address_of
+from kvcellar.kernels.layers import OwnLinear, PanelKernel, panel_bytes, panel_linear, threads_for
+from kvcellar.kernels.structures import structure
 
 SOURCE = SOURCES / "heads.cpp"
 
 
-class _Call(ctypes.Structure):
-    """`Call` in the kernel, field by field: `check_shared` compares them at load."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("linear", "layers", "x", "y")),
-        *((name, ctypes.c_int64) for name in ("heads", "rows", "in", "out", "tail")),
-        *((name, ctypes.c_int64) for name in ("x_row", "x_head", "y_row", "y_head", "element", "threads")),
-    )
+_Call = structure(SOURCE, "Call")
 
 
-class Kernel:
+class HeadsKernel(Kernel):
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        self._library = library(SOURCE, environment)
-        check_shared(self._library, _Call, CALL=ctypes.sizeof(Call))
-        self.linear = LinearKernel(environment)
-        self.run = self._library.kvcellar_heads
-        self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
+        super().__init__(SOURCE, "kvcellar_heads", environment)
+        self.linear = PanelKernel(environment)
 
 
 class OwnHeads(nn.Module):
     """A layer for each head. It has no parameters."""
 
-    def __init__(self, kernel: Kernel, layers: Sequence[OwnLinear], tail: int) -> None:
+    def __init__(self, kernel: HeadsKernel, layers: Sequence[OwnLinear], tail: int) -> None:
         """`layers` has one for each head, all of one shape. `tail`: elements of a head behind its inputs that are
         copied behind its results."""
         super().__init__()
@@ -74,7 +65,7 @@ class OwnHeads(nn.Module):
         assert x.stride(2) == 1 == out.stride(2)
         return Native(address_of(self._kernel.run), self._call(x, out), (self, x, out))
 
-    def _call(self, x: Tensor, out: Tensor) -> _Call:
+    def _call(self, x: Tensor, out: Tensor) -> Any:
         first = self._layers[0]
         threads = threads_for(first.in_features, first.out_features, len(x))
         return _Call(
@@ -84,7 +75,7 @@ class OwnHeads(nn.Module):
         )  # fmt: skip
 
 
-def panel_heads(kernel: Kernel, weights: Tensor, tail: int = 0) -> OwnHeads:
+def panel_heads(kernel: HeadsKernel, weights: Tensor, tail: int = 0) -> OwnHeads:
     """With a copy of plain weights [heads,out,in], in bfloat16 or float32 on the CPU."""
     arena = Arena(sum(panel_bytes(one) for one in weights))
     return OwnHeads(kernel, [panel_linear(kernel.linear, arena, one, None) for one in weights], tail)

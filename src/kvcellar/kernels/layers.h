@@ -1,9 +1,8 @@
 // A linear layer of ours, and a call of it: what the kernels of plain and of quantised weights have in common, so that
-// experts can be layers of both. `layers.py` has the same fields.
+// experts can be layers of both. `layers.py` reads these structures, and fills them.
 #pragma once
 #include <cstdint>
 
-#include "shared.h"
 #include "threads.h"
 
 struct Part {  // the weights of one layer; layers that share an input are one call
@@ -56,9 +55,3 @@ inline void each_panel_of(const Layer& layer, int64_t size, int64_t from, int64_
 }
 
 }  // namespace
-
-// The entries of `kvcellar_shared` of a kernel whose `Call` is a `LayerCall`.
-#define KVCELLAR_LAYERS                                                                                   \
-    FIELD(layer), FIELD(x), FIELD(y), FIELD(rows), FIELD(x_row), FIELD(y_row), FIELD(threads),            \
-    {"PART", sizeof(Part), 0}, {"LAYER", sizeof(Layer), 0}, {"BFLOAT16", BFLOAT16, 0},                    \
-    {"FLOAT32", FLOAT32, 0}, {"FLOAT16", FLOAT16, 0}

@@ -11,54 +11,29 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvcellar.kernels.arena import LINE, Arena
-from kvcellar.kernels.compiled import SOURCES, Native, Threads, address_of, check_shared, library
+from kvcellar.kernels.compiled import SOURCES, Kernel, Native, Threads, address_of
+from kvcellar.kernels.structures import constant, structure
 
-TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
+_HEADER = SOURCES / "layers.h"
+TYPES = {dtype: constant(_HEADER, str(dtype).removeprefix("torch.").upper()) for dtype in (
+    torch.bfloat16, torch.float32, torch.float16,
+)}  # fmt: skip
 PER_THREAD = 1 << 19  # products that are worth another thread
+Part, _Layer, _Call = (structure(_HEADER, name) for name in ("Part", "Layer", "LayerCall"))
 
 
-class Part(ctypes.Structure):
-    """`Part` in the kernels: the weights of one layer."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "mins", "table")),
-        *((name, ctypes.c_int64) for name in ("out", "column", "bits", "group", "scale_type")),
-    )
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("parts", "order", "threads")),
-        *((name, ctypes.c_int64) for name in ("n_parts", "in", "type", "step")),
-    )
-
-
-class Call(ctypes.Structure):
-    """`Call` in the kernels, field by field: `check_shared` compares them at load."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("layer", "x", "y")),
-        *((name, ctypes.c_int64) for name in ("rows", "x_row", "y_row", "threads")),
-    )
-
-
-class LayerKernel:
+class LayerKernel(Kernel):
     """A kernel of linear layers, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
-    def __init__(self, source: Path, function: str, environment: Mapping[str, str], **constants: int) -> None:
-        """`environment` names the compiler, and the directory of compiled libraries."""
-        self.library = library(source, environment)
-        types = {str(dtype).removeprefix("torch.").upper(): number for dtype, number in TYPES.items()}
-        sizes = {"PART": ctypes.sizeof(Part), "LAYER": ctypes.sizeof(_Layer)}
-        check_shared(self.library, Call, **constants, **types, **sizes)
+    def __init__(self, source: Path, function: str, environment: Mapping[str, str]) -> None:
+        super().__init__(source, function, environment)
         self.threads = Threads(environment).address
-        self.run = self.library[function]
-        self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
 
 
 class Weights(ABC):
@@ -68,7 +43,7 @@ class Weights(ABC):
     bias: Tensor | None
 
     @abstractmethod
-    def part(self, column: int) -> Part:
+    def part(self, column: int) -> Any:
         """Its addresses, which stay. `column` is that of its first output."""
 
     @abstractmethod
@@ -146,10 +121,10 @@ class OwnLinear(nn.Module):
         assert x.stride(1) == 1 == out.stride(1)
         return Native(address_of(self.kernel.run), self._call(x, out), (self, x, out))
 
-    def _call(self, rows: Tensor, out: Tensor) -> Call:
+    def _call(self, rows: Tensor, out: Tensor) -> Any:
         """rows [n,in], out [n,out]."""
         n, threads = len(rows), threads_for(self.in_features, self.out_features, len(rows))
-        return Call(self.address, rows.data_ptr(), out.data_ptr(), n, rows.stride(0), out.stride(0), threads)
+        return _Call(self.address, rows.data_ptr(), out.data_ptr(), n, rows.stride(0), out.stride(0), threads)
 
 
 def merged(layers: Sequence[OwnLinear]) -> OwnLinear:
@@ -168,17 +143,17 @@ def threads_for(inner: int, out: int, rows: int) -> int:
 
 
 SOURCE = SOURCES / "linear.cpp"
-PANEL = 64  # outputs; the kernel's
+PANEL = constant(SOURCE, "PANEL")  # outputs
 PACKED = (torch.bfloat16, torch.float32)  # types of weights
 PAIRS, WIDENED, FOREIGN = range(3)  # how the kernel multiplies bfloat16: `kvcellar_multiplies`
 
 
-class Kernel(LayerKernel):
+class PanelKernel(LayerKernel):
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        super().__init__(SOURCE, "kvcellar_linear", environment, PANEL=PANEL)
+        super().__init__(SOURCE, "kvcellar_linear", environment)
         self._pack = self.library.kvcellar_pack
         self._pack.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]
         self._pack.restype = None
@@ -218,7 +193,7 @@ class _Panels(Weights):
         self.out, self._inner = shape
         self._wide = None if bias is None else bias.float().contiguous()
 
-    def part(self, column: int) -> Part:
+    def part(self, column: int) -> Any:
         bias = None if self._wide is None else self._wide.data_ptr()
         return Part(panels=self.panels.data_ptr(), bias=bias, out=self.out, column=column)
 
@@ -233,7 +208,7 @@ class PanelLinear(OwnLinear):
     """A layer with its weights in panels."""
 
 
-def panel_linear(kernel: Kernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:
+def panel_linear(kernel: PanelKernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:
     """A layer with a copy of a plain weight [out,in], which is in bfloat16 or float32 on the CPU, in an arena."""
     out, inner = weight.shape
     panels = arena.tensor(panel_elements(out, inner, weight.dtype), weight.dtype)

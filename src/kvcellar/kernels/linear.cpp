@@ -386,8 +386,6 @@ int64_t rows_at_once(const Layer& layer) {
 
 }  // namespace
 
-extern "C" const Shared kvcellar_shared[] = {KVCELLAR_LAYERS, {"PANEL", PANEL, 0}, {nullptr, 0, 0}};
-
 // How bfloat16 is multiplied: 0 in pairs, 1 widened, 2 widened although this CPU has instructions that are faster.
 extern "C" int kvcellar_multiplies() {
 #if defined(__AMX_BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

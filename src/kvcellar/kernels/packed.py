@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena, trim
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.layers import FOREIGN, Kernel, OwnLinear, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import FOREIGN, OwnLinear, PanelKernel, PanelLinear, panel_bytes, panel_linear
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
 ROWS = 16  # passed to oneDNN; the order that it chooses for it is as good for one row and for thousands
@@ -163,12 +163,12 @@ class _Packer:
 
     def __init__(self, environment: Mapping[str, str], weights: Sequence[Tensor]) -> None:
         """`weights` are all that are going to be packed."""
-        self._kernel: Kernel | None = None
+        self._kernel: PanelKernel | None = None
         self.not_own: str | None = None
         self.arena: Arena | None = None
         self._compared: set[tuple[object, ...]] = set()
         try:
-            self._kernel = Kernel(environment) if weights else None
+            self._kernel = PanelKernel(environment) if weights else None
         except NotCompiled as error:
             self.not_own = str(error)
         if self._kernel is not None:

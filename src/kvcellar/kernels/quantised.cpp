@@ -360,8 +360,6 @@ struct Scratch {
 
 }  // namespace
 
-extern "C" const Shared kvcellar_shared[] = {KVCELLAR_LAYERS, {"PANEL", PANEL, 0}, {nullptr, 0, 0}};
-
 // Returns 1 if there is not enough memory.
 extern "C" int kvcellar_quantised(const void* call) {
     const Call& c = *static_cast<const Call*>(call);

@@ -7,6 +7,7 @@ depend only on the row: not on other rows, threads, or the CPU. `ARITHMETIC` is 
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +16,21 @@ from kvcellar.kernels.arena import LINE, Arena
 from kvcellar.kernels.codes import INT4, Codes
 from kvcellar.kernels.compiled import SOURCES
 from kvcellar.kernels.layers import TYPES, LayerKernel, OwnLinear, Part, Weights
+from kvcellar.kernels.structures import constant
 
 SOURCE = SOURCES / "quantised.cpp"
 ARITHMETIC = 2
-PANEL = 32  # outputs whose codes are side by side; inputs are padded to as many
+PANEL = constant(SOURCE, "PANEL")  # outputs whose codes are side by side; inputs are padded to as many
 LEAST_GROUP = 16  # inputs that share a scale, unless all do
 _HALF = 128  # added to bytes, so that they have no sign
 
 
-class Kernel(LayerKernel):
+class QuantisedKernel(LayerKernel):
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
-        super().__init__(SOURCE, "kvcellar_quantised", environment, PANEL=PANEL)
+        super().__init__(SOURCE, "kvcellar_quantised", environment)
 
 
 def unfit(codes: Codes) -> str | None:
@@ -62,7 +64,7 @@ class _Coded(Weights):
         parts = (self._panels, self._scales, self._mins, self._wide, self.order)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def part(self, column: int) -> Part:
+    def part(self, column: int) -> Any:
         tensors = (self._panels, self._wide, self._scales, self._mins, self._bytes_of_table)
         addresses = (None if one is None else one.data_ptr() for one in tensors)
         kinds = {"bits": self.bits, "group": self.group, "scale_type": TYPES[self._scales.dtype]}
@@ -87,7 +89,7 @@ class QuantisedLinear(OwnLinear):
     """A layer with codes as its weights."""
 
     def __init__(
-        self, by: Kernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None = None
+        self, by: QuantisedKernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None = None
     ) -> None:
         """The codes are copied into the order of the kernel, into an arena if there is one; `unfit(codes)` is None."""
         coded = _Coded(codes, bias, dtype, arena)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.kernels.compiled import SOURCES, Native, address_of, library
+from kvcellar.kernels.structures import structure
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 PIECES = (1, 2, 5, 8, 15, 16, 31, 33, 64, 100)
@@ -113,13 +114,7 @@ Operand = tuple[int, ...]  # address, elements from row to row, strides of `DIMS
 NOTHING: Operand = (0,) * (2 + DIMS) + (ABSENT,)
 
 
-class _Rows(ctypes.Structure):
-    """`Rows` in C++."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("rows", "plane", "values")),
-        *((name, ctypes.c_int64) for name in ("count", "bytes", "writes")),
-    )
+_Rows = structure(SOURCE, "Rows")
 
 
 class StepKernel:

@@ -110,17 +110,6 @@ void store_plane(const Step& step, const New& n, Kind type) {
 
 }  // namespace
 
-// Shared with `attention/cpu.py`, which compares them at load.
-struct Shared {
-    const char* name;
-    int64_t offset, size;  // of a field of `Call`; of a constant, its value and 0
-};
-#define FIELD(name) {#name, offsetof(Call, name), sizeof(Call::name)}
-extern "C" const Shared kvcellar_shared[] = {
-    FIELD(step), FIELD(k), FIELD(v), FIELD(type), {"FLOAT32", FLOAT32, 0}, {"BFLOAT16", BFLOAT16, 0},
-    {"INT8", INT8, 0}, {"INT4", INT4, 0}, {"FP8", FP8, 0}, {nullptr, 0, 0},
-};
-
 // 0, or 1 if there is not enough memory.
 extern "C" int kvcellar_store(const void* call) {
     const Call& c = *(const Call*)call;

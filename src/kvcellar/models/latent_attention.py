@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.heads import Kernel, panel_heads
+from kvcellar.kernels.heads import HeadsKernel, panel_heads
 from kvcellar.kernels.layers import FOREIGN, PACKED, OwnLinear
 from kvcellar.models.guest import Guest
 from kvcellar.models.seam import Binding, Extras, Latent
@@ -35,7 +35,7 @@ class NotLinear(KvcellarError):
 class _Probe(StoreProbe):
     """Gives modules that compute keys our latents, and keeps the matrices with which they do."""
 
-    def __init__(self, bindings: Mapping[nn.Module, Binding], kernel: Kernel) -> None:
+    def __init__(self, bindings: Mapping[nn.Module, Binding], kernel: HeadsKernel) -> None:
         super().__init__()
         self.found: dict[nn.Module, Latent] = {}
         self._bindings, self._kernel = bindings, kernel
@@ -85,7 +85,7 @@ class _Matrices(NamedTuple):
     values: Tensor
     tail: int
 
-    def packed(self, kernel: Kernel) -> Latent:
+    def packed(self, kernel: HeadsKernel) -> Latent:
         queries = panel_heads(kernel, self.keys, self.tail)
         return Latent(queries, panel_heads(kernel, self.values.transpose(1, 2).contiguous()))
 
@@ -140,7 +140,7 @@ def with_latents(guest: Guest, environment: Mapping[str, str] = os.environ) -> M
             f"heads are multiplied by our own kernel, on CPUs in float32 or bfloat16 only, not {guest.dtype}"
         )
     try:
-        kernel = Kernel(environment)
+        kernel = HeadsKernel(environment)
     except NotCompiled as error:
         raise NotLinear(str(error)) from error
     if guest.dtype is torch.bfloat16 and kernel.linear.multiplies == FOREIGN:

@@ -26,9 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import Kernel, OwnExperts, panel_experts
-from kvcellar.kernels.layers import FOREIGN, PACKED, PanelLinear, panel_bytes, panel_linear
-from kvcellar.kernels.layers import Kernel as LinearKernel
+from kvcellar.kernels.experts import ExpertsKernel, OwnExperts, panel_experts
+from kvcellar.kernels.layers import FOREIGN, PACKED, PanelKernel, PanelLinear, panel_bytes, panel_linear
 from kvcellar.kernels.packed import Packing, pack
 
 NAME = "kvcellar"  # in transformers' registry
@@ -37,7 +36,7 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # stacked, of those classes 
 OWN = "grouped_mm"  # transformers' function by default
 PLAIN = "batched_mm"  # transformers' function that the replaced one is compared with
 
-Kernels = tuple[Kernel, LinearKernel]
+Kernels = tuple[ExpertsKernel, PanelKernel]
 
 
 def serve_experts(model: PreTrainedModel) -> None:
@@ -80,7 +79,7 @@ def pack_experts(model: PreTrainedModel, environment: Mapping[str, str]) -> int 
         if (reason := _why_plain(module)) is not None:
             return f"{name}: {reason}"
     try:
-        kernels = Kernel(environment), LinearKernel(environment)
+        kernels = ExpertsKernel(environment), PanelKernel(environment)
     except NotCompiled as error:
         return str(error)
     if kernels[1].multiplies == FOREIGN and any(_is_narrow(module) for module in modules.values()):
@@ -181,7 +180,7 @@ def wrap_routers(model: nn.Module, environment: Mapping[str, str]) -> int | str:
     if not found:
         return 0
     try:
-        kernel = LinearKernel(environment)
+        kernel = PanelKernel(environment)
     except NotCompiled as error:
         return str(error)
     for module in found:
@@ -206,7 +205,7 @@ def _multiplies(module: nn.Module) -> bool:
 class Routed:
     """Replaces the `forward` of a module."""
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel) -> None:
+    def __init__(self, module: nn.Module, kernel: PanelKernel) -> None:
         self._own: Callable[..., Any] = module.forward
         self._products = _Products(module, kernel)
 
@@ -218,7 +217,7 @@ class Routed:
 class _Products(TorchFunctionMode):
     """Calls of `linear` with the weight of a module, or with its weight in another type."""
 
-    def __init__(self, module: nn.Module, kernel: LinearKernel) -> None:
+    def __init__(self, module: nn.Module, kernel: PanelKernel) -> None:
         super().__init__()
         self._module, self._kernel = module, kernel
 

@@ -25,10 +25,8 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Coded, Codes, side_by_side
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import Kernel as ExpertsKernel
-from kvcellar.kernels.experts import OwnExperts
-from kvcellar.kernels.quantised import ARITHMETIC, QuantisedLinear, most_bytes, unfit
-from kvcellar.kernels.quantised import Kernel as QuantisedKernel
+from kvcellar.kernels.experts import ExpertsKernel, OwnExperts
+from kvcellar.kernels.quantised import ARITHMETIC, QuantisedKernel, QuantisedLinear, most_bytes, unfit
 from kvcellar.models.packing import expert_modules, serve_experts, weights_of
 from kvcellar.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
 from kvcellar.models.quantize.rounding import int4_groups, int8_rows

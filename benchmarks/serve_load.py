@@ -31,7 +31,7 @@ from benchmarks.row import ROOT, Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.collector import settled
 from kvcellar.engine.engine import Engine
-from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.engine.result import Ticket
 from kvcellar.errors import KvcellarError
 from kvcellar.events import Delta, Event, Finished

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvcellar.cache.layouts import Causal, Chunked, Sliding
     from kvcellar.cache.memory import Memory
     from kvcellar.engine.engine import Engine
-    from kvcellar.engine.request import RequestOptions
+    from kvcellar.engine.request_options import RequestOptions
     from kvcellar.engine.result import Result
     from kvcellar.engine.session import Session
     from kvcellar.engine.settings import EngineOptions, Settings
@@ -99,7 +99,7 @@ _NAMES = {  # the names that are not errors, by the module that defines them
     "kvcellar.cache.layouts": ("Causal", "Chunked", "Sliding"),
     "kvcellar.cache.memory": ("Memory",),
     "kvcellar.engine.engine": ("Engine",),
-    "kvcellar.engine.request": ("RequestOptions",),
+    "kvcellar.engine.request_options": ("RequestOptions",),
     "kvcellar.engine.result": ("Result",),
     "kvcellar.engine.session": ("Session",),
     "kvcellar.engine.settings": ("EngineOptions", "Settings"),

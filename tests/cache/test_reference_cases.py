@@ -8,7 +8,7 @@ from benchmarks.zeros import put_zeros
 from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cache.layouts import Causal
 from kvcellar.cache.memory import Group, Memory
-from kvcellar.engine.request import shift_span
+from kvcellar.engine.request_options import shift_span
 from kvcellar.plan import Batch, Feed
 from kvcellar.shapes import Plane
 from kvcellar.spans import Span

@@ -8,7 +8,7 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 import pytest
 
 from kvcellar import BadRequest, Engine, RequestOptions, RetentionOptions, SamplingParams, Session, Settings
-from kvcellar.engine.request import RequestReading
+from kvcellar.engine.request_options import RequestReading
 from kvcellar.engine.settings import EngineOptions
 from kvcellar.sample.params import SamplingOptions
 

@@ -14,7 +14,8 @@ from kvcellar import Engine, SamplingParams
 from kvcellar.engine.contents import Contents
 from kvcellar.engine.control_clients import SurveyClient
 from kvcellar.engine.last_requests import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
-from kvcellar.engine.request import Request, SubmitOptions
+from kvcellar.engine.request import Request
+from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.engine.runner import RECENT
 from kvcellar.engine.survey import NODES, _Walk
 from kvcellar.errors import BadRequest

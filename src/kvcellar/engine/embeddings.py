@@ -11,8 +11,8 @@ from functools import partial
 from typing import Unpack
 
 from kvcellar.engine.card import EngineCard
-from kvcellar.engine.request import HowOptions, SubmitOptions
 from kvcellar.engine.request_builder import RequestBuilder
+from kvcellar.engine.request_options import HowOptions, SubmitOptions
 from kvcellar.engine.result import Collector, Ticket
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest

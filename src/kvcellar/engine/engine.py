@@ -26,8 +26,8 @@ from kvcellar.engine.conversations import Conversations, TokenSource
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.process_client import ProcessClient, plain_settings
 from kvcellar.engine.replies import Replies
-from kvcellar.engine.request import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.request_builder import RequestBuilder
+from kvcellar.engine.request_options import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.result import Result, Stream, Ticket
 from kvcellar.engine.served_engine import NamedEngine, open_variant
 from kvcellar.engine.session import Session

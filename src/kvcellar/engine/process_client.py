@@ -39,7 +39,7 @@ from msgspec.structs import replace
 from kvcellar.engine.child_process import STARTING, ChildProcess, logged
 from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.fork_server import Starter, starter_for
-from kvcellar.engine.request import timings_of
+from kvcellar.engine.request_options import timings_of
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, Overloaded, WrongStage, forked_from
 from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings

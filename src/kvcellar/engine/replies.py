@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from kvcellar.engine.request import RequestReading
+from kvcellar.engine.request_options import RequestReading
 from kvcellar.errors import BadRequest, shown
 from kvcellar.sample.constraint import Constraint
 from kvcellar.text.conversation import texts

@@ -15,69 +15,22 @@ Always true:
   * after `Done` or `Failed` no event is delivered.
 """
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, TypedDict, cast
+from typing import NamedTuple
 
 from kvcellar.engine.prompt_reading import Pooled, PromptLogprobs, PromptReading, to_read
+from kvcellar.engine.request_options import shift_span, timings_of
 from kvcellar.events import Done, Failed, FinishReason, Recall, Speculation, Timings, TokenLogprob, Usage
-from kvcellar.messages import Drawn, Ended, EngineEvent, PoolingMode, Submission
+from kvcellar.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.prefix.node import ids_of, key_of
 from kvcellar.retention import RetentionOptions
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import SamplingOptions, SamplingParams
+from kvcellar.sample.params import SamplingParams
 from kvcellar.sample.sampler import Sampler
 from kvcellar.snapshot import with_adapter
 from kvcellar.spans import Span
-from kvcellar.text.replies.machine import Machine
-
-
-@dataclass(frozen=True, slots=True)
-class RequestReading:
-    """How the answers of a request are read: each by a copy of `opened`, which has read the end of the prompt; and what
-    they have to match: `constraint` is for its sampling."""
-
-    opened: Machine
-    constraint: Constraint | None
-
-
-class HowOptions(TypedDict, total=False):
-    """`retention`: how what the request uses and computes is kept. `adapter`: the name of the adapter that it is
-    computed with; "": none; None: that of the engine's settings. `reading`: how its answers are read; None: as text."""
-
-    retention: RetentionOptions | None
-    adapter: str | None
-    reading: RequestReading | None
-
-
-class SubmitOptions(HowOptions, total=False):
-    """What `Engine.submit` says of each. `pooling`: the request ends with its prompt, and gives its hidden states,
-    pooled that way."""
-
-    namespace: str
-    session: int | None
-    checkpoint_positions: Sequence[int] | None
-    breakpoints: Sequence[int]
-    pooling: PoolingMode | None
-
-
-class RequestOptions(SamplingOptions, HowOptions, total=False):
-    """The fields of `SamplingParams` and of `HowOptions`."""
-
-
-def sampling_of(options: RequestOptions) -> SamplingOptions:
-    """Those of `SamplingParams`."""
-    own = HowOptions.__annotations__
-    return cast(SamplingOptions, {name: value for name, value in options.items() if name not in own})
-
-
-def how_of(options: RequestOptions) -> HowOptions:
-    """Those of `HowOptions`."""
-    own = HowOptions.__annotations__
-    return cast(HowOptions, {name: value for name, value in options.items() if name in own})
 
 
 class AdapterUse(NamedTuple):
@@ -207,13 +160,6 @@ class Request:
 
     def timings(self) -> Timings:
         return timings_of(self.submitted, self.admitted, self.first_token, self.last_token)
-
-
-def timings_of(submitted: float, admitted: float | None, first: float | None, last: float | None) -> Timings:
-    """Up to now, from times of `time.perf_counter`; None: that has not been yet."""
-    now = time.perf_counter()
-    began = first or now
-    return Timings((admitted or now) - submitted, began - submitted, (last or began) - began)
 
 
 Token = tuple[int, TokenLogprob | None]  # a drawn token, with its log-probability if that is wanted
@@ -382,20 +328,6 @@ class Completion:
         self.request.emit(Ended(self.sampler.index, reason, self.counted))
         if all(completion.status is Status.DONE for completion in self.request.completions):
             self.request.conclude()
-
-
-def shift_span(context: int, keep: int) -> Span:
-    """What a context shift drops from a text that fills the context: half of what follows the first `keep` tokens.
-
-    As in Ollama it drops at least one token, so `keep` counts as at most `context - 1`.
-    """
-    keep = min(keep, context - 1)
-    return Span(keep, keep + max(1, (context - keep) // 2))
-
-
-def fresh_seed() -> int:
-    """A seed for a request without one."""
-    return random.SystemRandom().getrandbits(63)
 
 
 class Scheduled(NamedTuple):

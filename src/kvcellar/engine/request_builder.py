@@ -10,7 +10,7 @@ from typing import Any
 from kvcellar.engine import arguments
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.output_processor import OutputProcessor
-from kvcellar.engine.request import SubmitOptions, fresh_seed
+from kvcellar.engine.request_options import SubmitOptions, fresh_seed
 from kvcellar.engine.result import Collector, Result, Ticket
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown

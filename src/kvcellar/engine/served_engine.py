@@ -18,7 +18,7 @@ from kvcellar.engine.conversations import Conversations
 from kvcellar.engine.embeddings import Embeddings
 from kvcellar.engine.in_library import preamble_of, shown_name
 from kvcellar.engine.replies import Replies
-from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.engine.result import Ticket
 from kvcellar.engine.stats import EngineStats
 from kvcellar.engine.text_codec import TextCodec

@@ -19,8 +19,8 @@ from typing import Any, Unpack
 from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.client import EngineClient
 from kvcellar.engine.conversations import Conversations
-from kvcellar.engine.request import SubmitOptions
 from kvcellar.engine.request_builder import RequestBuilder
+from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.engine.result import Collector, Result
 from kvcellar.engine.text_codec import TextCodec
 from kvcellar.engine.transcript import Prompt, Transcript

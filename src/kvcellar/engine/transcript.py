@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeGuard
 
 import msgspec
 
-from kvcellar.engine.request import shift_span
+from kvcellar.engine.request_options import shift_span
 from kvcellar.errors import BadRequest, shown
 from kvcellar.prefix.node import common_prefix
 from kvcellar.sample.params import SamplingParams

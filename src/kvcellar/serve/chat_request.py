@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvcellar.engine.request import RequestReading
+from kvcellar.engine.request_options import RequestReading
 from kvcellar.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sample.constraint import Constraint
 from kvcellar.sample.params import SamplingParams

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.embeddings import PARAMS
-from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.events import Embedded as Pooled
 from kvcellar.retention import NO_OPTIONS, RetentionOptions

@@ -15,7 +15,7 @@ from itertools import islice
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from kvcellar.engine.request import SubmitOptions
+from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.api_errors import api_error, shutting_down

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from kvcellar.engine.request import RequestReading
+from kvcellar.engine.request_options import RequestReading
 from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.transcript import Render, chat_prefix, shortened
 from kvcellar.prefix.node import common_prefix

@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from benchmarks.replay import KINDS, QUICK, TRACES, WINDOW, Turn, Writer, replay
 from benchmarks.row import Given, Lines
 from kvcellar.bench.hf_baseline import cropped
-from kvcellar.prefix.node import common_prefix
+from kvcellar.memory.prefix.node import common_prefix
 
 LAYERS = {"full": "full_attention", "sliding": "sliding_attention", "chunked": "chunked_attention"}
 

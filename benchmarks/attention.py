@@ -12,15 +12,15 @@ import torch
 
 from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
-from kvcellar.attention.choose import named
 from kvcellar.bench.network import SMALL, TINY, Size
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import named
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec, Plane, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 
 RAGGED = (128, 200, 700, 1000, 1500, 2000, 3000, 4096)
 

@@ -14,11 +14,11 @@ from benchmarks.interleave import in_rounds
 from benchmarks.networks import group
 from benchmarks.row import Given, Lines
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.choose import backends
 from kvcellar.bench.network import SMALL, TINY, Size
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 
 SEQUENCES = 32
 MAX_GROWTH = 1.3  # from 10^4 to 10^6 cells

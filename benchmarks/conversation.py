@@ -16,9 +16,9 @@ import torch
 from benchmarks.networks import hybrid
 from benchmarks.row import Given, Lines
 from kvcellar.bench import hf_baseline
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.session import Session
-from kvcellar.prefix.node import common_prefix
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.session import Session
+from kvcellar.memory.prefix.node import common_prefix
 
 CHECKPOINTS = (2, 4, 8, 32)
 STEP_TOKENS = 512

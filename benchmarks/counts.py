@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvcellar
-from kvcellar.attention.cpu import Cpu
-from kvcellar.attention.sdpa import Sdpa
 from kvcellar.bench.network import TINY, write
-from kvcellar.contracts import Backend
+from kvcellar.engine.models import seam
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.load import load
 from kvcellar.kernels import layers, packed
-from kvcellar.models import seam
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.load import load
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec
-from kvcellar.spans import Span
+from kvcellar.memory.attention.cpu import Cpu
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec
+from kvcellar.memory.spans import Span
 
 DEPTHS = (2, 6)
 SEQUENCES = (1, 8, 32)
@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 class _Operations(TorchDispatchMode):
-    """Counts operations issued while the network is inside a function of `models/seam.py`."""
+    """Counts operations issued while the network is inside a function of `engine/models/seam.py`."""
 
     def __init__(self) -> None:
         super().__init__()

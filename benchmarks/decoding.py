@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from threading import Semaphore
 from typing import NamedTuple
 
-from kvcellar.engine.engine import Engine
 from kvcellar.events import Delta, Event, Failed, Finished
-from kvcellar.sample.params import SamplingParams
+from kvcellar.frontend.engine import Engine
+from kvcellar.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0.0, ignore_eos=True)
 

@@ -24,13 +24,13 @@ from typing import NamedTuple
 from benchmarks.decoding import PARAMS, Burst, decode, together
 from benchmarks.interleave import Side, sides
 from benchmarks.row import Given, Lines
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.result import Result
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.weights.weights_files import MTP_FILE
+from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.events import Delta, Event, Failed, Finished
-from kvcellar.models import embedded
-from kvcellar.models.weights_files import MTP_FILE
-from kvcellar.sample.params import SamplingParams
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.result import Result
+from kvcellar.sampling_params import SamplingParams
 
 CACHE_BYTES = 64 << 20
 TEMPERATURES = (0.0, 0.8)

@@ -18,15 +18,15 @@ from benchmarks.interleave import in_rounds
 from benchmarks.networks import group
 from benchmarks.row import Given, Lines
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.choose import named
 from kvcellar.bench.network import SMALL, TINY, Size
-from kvcellar.cache.memory import Memory
 from kvcellar.collector import settled
-from kvcellar.contracts import Backend
-from kvcellar.engine.compaction import Compaction
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, Scoring
-from kvcellar.spans import Span
+from kvcellar.engine.core.compaction import Compaction
+from kvcellar.memory.attention.choose import named
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec, Scoring
+from kvcellar.memory.spans import Span
 
 GROUP = "causal"
 SEQUENCES, TOKENS = 8, 1024  # long sequences, and tokens of each

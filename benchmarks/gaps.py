@@ -22,12 +22,12 @@ from benchmarks.row import Given, Lines
 from benchmarks.structured import write_tokenizer
 from kvcellar.bench.network import TINY, Size, write
 from kvcellar.collector import settled
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.settings import EngineOptions
+from kvcellar.constraint import Constraint
+from kvcellar.engine.load.settings import EngineOptions
 from kvcellar.errors import ConstraintFailed
 from kvcellar.events import Delta, Event
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import SamplingOptions
+from kvcellar.frontend.engine import Engine
+from kvcellar.sampling_params import SamplingOptions
 from kvcellar.serve import Server, ServeSettings
 
 LARGE_VOCABULARY = Size(256, 4, 4, 2, 64, 512, 128_256, 16_384)

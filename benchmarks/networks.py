@@ -1,9 +1,9 @@
 """networks: the cells of a Llama network, for rows without weights, and configs of hybrid networks."""
 
 from kvcellar.bench.network import Size
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal
-from kvcellar.shapes import Plane
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.shapes import Plane
 
 RECURRENT = ("lfm2", "qwen3_5_text", "bamba")  # short convolutions; gated delta rules; Mamba 2
 

@@ -16,19 +16,19 @@ from typing import Any
 
 from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
-from kvcellar.attention.choose import backends
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.engine.engine import Engine
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.load import load
 from kvcellar.events import Delta, Event
+from kvcellar.frontend.engine import Engine
 from kvcellar.kernels.packed import pack
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.load import load
-from kvcellar.plan import Batch, Feed
-from kvcellar.prefix.node import key_of
-from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import Losses
-from kvcellar.sample.params import SamplingParams
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.prefix.why import Losses
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 
 CACHE_BYTES = 1 << 30
 STEP_TOKENS = 512

@@ -17,26 +17,26 @@ from torch import Tensor, nn
 from benchmarks.counts import all_counts
 from benchmarks.counts import lines as count_lines
 from benchmarks.row import Given, Lines
-from kvcellar.attention.choose import backends
 from kvcellar.bench.compare import QUICK, WORKS, Extent, Work
 from kvcellar.bench.kinds import KINDS, write_kind
 from kvcellar.bench.network import SMALL, TINY, write
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend, GroupStep, History, StepTables
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.load import load
+from kvcellar.engine.recording.native import native
+from kvcellar.engine.recording.record import record
+from kvcellar.engine.recording.recorded_kernel import WORDS, StepKernel
+from kvcellar.engine.sample.draw import draw
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.packed import LINEARS, pack
-from kvcellar.kernels.recorded_kernel import WORDS, StepKernel
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.load import load
-from kvcellar.models.recording.native import native
-from kvcellar.models.recording.record import record
-from kvcellar.plan import Batch, Feed, GroupPlan
-from kvcellar.sample.draw import draw
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.shapes import Arrangement, AttentionSpec, Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.contracts import Backend, GroupStep, History, StepTables
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed, GroupPlan
+from kvcellar.memory.shapes import Arrangement, AttentionSpec, Scoring
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 
 OTHERS = "small operators"
 OVERHEAD = "overhead"  # of the clock itself

@@ -16,20 +16,20 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.row import Given, Lines
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.engine.drafting import Drafting
-from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.request import Completion, Request, Scheduled, Status
-from kvcellar.layout import Layout
-from kvcellar.messages import Submission
-from kvcellar.plan import Batch, Plan
-from kvcellar.prefix.node import common_prefix, key_of
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.shapes import Plane, Recurrent, StatePlane
+from kvcellar.engine.core.drafting import Drafting
+from kvcellar.engine.core.manager import SequenceManager
+from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
+from kvcellar.engine.messages import Submission
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Plan
+from kvcellar.memory.prefix.node import common_prefix, key_of
+from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
+from kvcellar.sampling_params import SamplingParams
 
 STEP_TOKENS = 512
 CHUNK = 16  # tokens of a node of the clairvoyant cache

@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from benchmarks.row import ROOT, Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.engine.engine import Engine
 from kvcellar.errors import KvcellarError
-from kvcellar.tiers.transfers import Space, allocated
+from kvcellar.frontend.engine import Engine
+from kvcellar.memory.tiers.transfers import Space, allocated
 
 CACHE_BYTES = 1 << 30
 READY = "ready"

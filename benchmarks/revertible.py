@@ -17,14 +17,14 @@ import torch
 from benchmarks.interleave import in_rounds
 from benchmarks.networks import RECURRENT, hybrid
 from benchmarks.row import Given, Lines
-from kvcellar.attention.choose import backends
 from kvcellar.bench import hf_baseline
-from kvcellar.cache.memory import Memory
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
 from kvcellar.kernels.packed import pack
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 
 READ = 64  # tokens of each sequence before the step
 NEW = 4  # tokens of each sequence in the step

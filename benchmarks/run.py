@@ -33,7 +33,7 @@ from benchmarks import (
 )
 from benchmarks.row import Given, Lines, Row
 from kvcellar.bench.report import about
-from kvcellar.engine.settings import RECORD
+from kvcellar.engine.load.settings import RECORD
 
 ROWS: Mapping[str, Row] = MappingProxyType(
     {

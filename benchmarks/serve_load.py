@@ -30,12 +30,12 @@ from tokenizers import Tokenizer, decoders, models
 from benchmarks.row import ROOT, Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.collector import settled
-from kvcellar.engine.engine import Engine
 from kvcellar.engine.request_options import SubmitOptions
-from kvcellar.engine.result import Ticket
 from kvcellar.errors import KvcellarError
 from kvcellar.events import Delta, Event, Finished
-from kvcellar.sample.params import SamplingParams
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.result import Ticket
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve import Server, ServeSettings
 
 MAX_SHARE, MAX_STEPS, MAX_HEALTH = 0.05, 1, 50.0  # aims: of the steps' CPU time; steps; milliseconds

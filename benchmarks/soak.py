@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.row import ROOT
 from kvcellar.bench.network import Size, write
-from kvcellar.engine.engine import Engine
+from kvcellar.frontend.engine import Engine
 
 MODELS = ("embedded", "float32", "bfloat16")
 MINUTES = 20.0

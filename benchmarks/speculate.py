@@ -21,17 +21,17 @@ from typing import NamedTuple
 from benchmarks.decoding import Burst, decode, together
 from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
-from kvcellar.attention.choose import backends
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.engine.engine import Engine
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.load import load
+from kvcellar.engine.speculate.chain import Chain, Key
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.engine.speculate.speculator import Speculator
+from kvcellar.frontend.engine import Engine
 from kvcellar.kernels.packed import pack
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.load import load
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
-from kvcellar.speculate.chain import Chain, Key
-from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 
 CACHE_BYTES = 1 << 29
 ERRORS = (0.0, 0.2, 0.5)

@@ -69,7 +69,7 @@ def _started(environment: Mapping[str, str], settings: Sequence[str]) -> Start:
 
 def _start(settings: Sequence[str]) -> dict[str, Any]:
     """One start, in this process."""
-    from kvcellar.models import embedded
+    from kvcellar.engine.models import embedded
 
     kind = json.loads((embedded.path() / "config.json").read_text())["model_type"]
     marks = [0.0, _cpu_seconds()]

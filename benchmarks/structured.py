@@ -23,12 +23,12 @@ from benchmarks.decoding import decode
 from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.engine.engine import Engine
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.draw import edit
-from kvcellar.sample.matcher import Matcher
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample.draw import edit
+from kvcellar.engine.sample.matcher import Matcher
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.frontend.engine import Engine
+from kvcellar.sampling_params import SamplingParams
 
 CACHE_BYTES = 1 << 30
 MAX_SHARE = 0.05  # of a step, for each token

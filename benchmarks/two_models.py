@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, write
-from kvcellar.engine.device import DeviceThread
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.settings import EngineOptions
+from kvcellar.engine.core.device import DeviceThread
+from kvcellar.engine.load.settings import EngineOptions
+from kvcellar.frontend.engine import Engine
 
 CACHE, ALONE = 64 << 20, 3.0  # bytes of each cache; seconds of a stream alone
 NAMES = ("one", "two")

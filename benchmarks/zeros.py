@@ -2,8 +2,8 @@
 
 import torch
 
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Plan
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Plan
 
 
 def put_zeros(memory: Memory, plan: Plan) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.engine.speculate.chain import Chain, Key, verify
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.events import Speculation
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.speculate.chain import Chain, Key, verify
-from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.sampling_params import SamplingParams
 
 VOCAB = 64
 PHRASES = [list(range(start, start + 12)) for start in range(0, 48, 12)]

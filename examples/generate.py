@@ -8,8 +8,8 @@ text means nothing: replace it with a model of attention layers.
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3TextConfig, PreTrainedModel
 
-from kvcellar.models import embedded
-from kvcellar.models.generation import GenerationCache
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.generation import GenerationCache
 
 
 def network(vocabulary: int) -> PreTrainedModel:

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 import transformers
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import MODEL_ERRORS, build_guest
+from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.errors import ModelRefused
-from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
-from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.memory.attention.choose import backends
 from tests.models.served import expected
 from tests.models.timeline import BOUND, Timeline, seed_of
 from tests.zoo import ARCHS

@@ -35,7 +35,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from kvcellar.models import embedded
+from kvcellar.engine.models import embedded
 from tests.sample.hostile import LARK, SCHEMAS
 
 QUIET = 3.0  # seconds of the row without an attack

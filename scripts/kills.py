@@ -32,7 +32,7 @@ from typing import Any
 
 import openai
 
-from kvcellar.models import embedded
+from kvcellar.engine.models import embedded
 from tests.text.templates import THINKER
 
 START_SECONDS = 300.0  # until a server must be ready

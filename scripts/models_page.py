@@ -17,16 +17,16 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcellar.attention.choose import backends
-from kvcellar.engine.recorded import record_steps
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.recorded import record_steps
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.weights.packing import pack_model
+from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.recorded_kernel import StepKernel
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.packing import pack_model
+from kvcellar.memory.attention.choose import backends
 from kvcellar.verify.bits import same_bits
 from kvcellar.verify.run import Report, verify
 from tests.zoo import ARCHS

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.options import flag
 from kvcellar.cli.store_options import KEY, REMOTE
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.stats import (
     EngineStats,
     GroupStats,
@@ -31,30 +31,30 @@ from kvcellar.engine.stats import (
 from kvcellar.events import Recall, Speculation, Timings, Usage
 from kvcellar.inspector.routes import OPERATIONS
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.sample.params import PARAMETERS, Parameter, SamplingParams, names_in
-from kvcellar.serve import ollama_fields
+from kvcellar.sampling_params import PARAMETERS, Parameter, SamplingParams, names_in
 from kvcellar.serve.anthropic import fields as anthropic_fields
-from kvcellar.serve.embedding_fields import EmbeddingsBody
-from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
-from kvcellar.serve.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.generation.messages import MESSAGE_NO_EFFECT, Message
+from kvcellar.serve.generation.recalls import RecallFields
+from kvcellar.serve.generation.speculations import SpeculationFields
+from kvcellar.serve.http.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
+from kvcellar.serve.http.request_log import LogLine
 from kvcellar.serve.metrics import exposition
 from kvcellar.serve.metrics.requests import ModelRequests
-from kvcellar.serve.ollama_fields import Options
+from kvcellar.serve.ollama import fields as ollama_fields
+from kvcellar.serve.ollama.fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
+from kvcellar.serve.openai.embedding_fields import EmbeddingsBody
 from kvcellar.serve.openai.fields import SAMPLING as SAMPLING_FIELDS
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
+from kvcellar.serve.openai.tokenizing import DetokenizeBody, TokenizeBody
 from kvcellar.serve.openai.usage import TimingsFields
 from kvcellar.serve.openapi import ABOUT, EVERY, MEANINGS, Comments
-from kvcellar.serve.recalls import RecallFields
-from kvcellar.serve.request_log import LogLine
-from kvcellar.serve.responses_api import fields as responses_fields
-from kvcellar.serve.responses_api.fields import ReasoningOptions, ResponsesBody, TextOptions
+from kvcellar.serve.responses import fields as responses_fields
+from kvcellar.serve.responses.fields import ReasoningOptions, ResponsesBody, TextOptions
 from kvcellar.serve.routes import TABLE
 from kvcellar.serve.settings import ServeSettings
-from kvcellar.serve.speculations import SpeculationFields
-from kvcellar.serve.tokenizing import DetokenizeBody, TokenizeBody
 
 COMMENTS = Comments()
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -266,7 +266,13 @@ def _metrics() -> Iterator[str]:
 def _type(cls: type, name: str) -> str:
     kind = inspect.get_annotations(cls)[name]
     text = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind)
-    for module in ("collections.abc.", "typing.", "pathlib.", "kvcellar.engine.stats.", "kvcellar.speculate.factory."):
+    for module in (
+        "collections.abc.",
+        "typing.",
+        "pathlib.",
+        "kvcellar.engine.stats.",
+        "kvcellar.engine.speculate.factory.",
+    ):
         text = text.replace(module, "")
     return text
 

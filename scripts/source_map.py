@@ -35,18 +35,18 @@ def render() -> str:
 
 
 def _package(package: Path, no_torch: set[str]) -> str:
-    """A package: its description, then one line for each of its files."""
-    lines = [_section(package / "__init__.py", f"{package.name}/", no_torch)]
-    for file in sorted(package.rglob("*.py")):
-        if file.parent == package and file.name == "__init__.py":
-            continue
-        name = str(file.relative_to(package)).replace("__init__.py", "")
-        lines.append(f"- `{name}`{_mark(file, no_torch)}: {_opening(file)}")
-    return "\n".join([*lines, ""])
+    """A package: its description, one line for each of its files, and then the packages in it."""
+    title = f"{package.relative_to(SRC)}/"
+    level = "#" * title.count("/")
+    lines = [_section(package / "__init__.py", title, no_torch, level)]
+    files = [file for file in sorted(package.glob("*.py")) if file.name != "__init__.py"]
+    lines += [f"- `{file.name}`{_mark(file, no_torch)}: {_opening(file)}" for file in files]
+    inner = [_package(file.parent, no_torch) for file in sorted(package.glob("*/__init__.py"))]
+    return "\n".join([*lines, *([""] if files else []), *inner])
 
 
-def _section(file: Path, title: str, no_torch: set[str]) -> str:
-    return f"## {title}{_mark(file, no_torch)}\n\n{_opening(file)}\n"
+def _section(file: Path, title: str, no_torch: set[str], level: str = "#") -> str:
+    return f"#{level} {title}{_mark(file, no_torch)}\n\n{_opening(file)}\n"
 
 
 def _mark(file: Path, no_torch: set[str]) -> str:

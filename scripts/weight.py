@@ -1,4 +1,4 @@
-"""Print what the source weighs: files and lines of each package, the largest files, and the longest functions.
+"""Print what the source weighs: files and lines of each package and folder, the largest files, the longest functions.
 
     python scripts/weight.py
 
@@ -27,13 +27,12 @@ def main() -> None:
     lines = {path: len(path.read_text().splitlines()) for path in sorted(SRC.rglob("*.py"))}
     files, of = Counter[str](), Counter[str]()
     for path, count in lines.items():
-        package = path.relative_to(SRC).parts[0]
-        files[package] += 1
-        of[package] += count
+        for folder in path.relative_to(SRC).parents:
+            files[str(folder)] += 1
+            of[str(folder)] += count
     print(f"{len(lines)} files, {sum(lines.values())} lines of Python in {SRC.name}")
-    for package, count in of.most_common():
-        if files[package] > 1:
-            print(f"  {count:6} lines in {files[package]:3} files  {package}/")
+    for folder in sorted(of):
+        print(f"  {of[folder]:6} lines in {files[folder]:3} files  {'  ' * folder.count('/')}{folder}/")
     print("Largest files:")
     for path, count in sorted(lines.items(), key=lambda one: -one[1])[:LARGEST]:
         print(f"  {count:6} lines  {path.relative_to(SRC)}")

@@ -71,11 +71,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         end = item.config.stash.setdefault(_END, time.monotonic() + seconds)
         if time.monotonic() > end:
             pytest.skip(f"not begun after {seconds} seconds")
-    from kvcellar.engine.settings import Settings
+    from kvcellar.engine.load.settings import Settings
 
     recorded = _folder(item.path) in RECORDED
     Settings.__init__.__kwdefaults__["record"] = item.config.getoption("--record") or ("auto" if recorded else "off")
-    if recorded or "kvcellar.engine.build" in sys.modules:
+    if recorded or "kvcellar.engine.load.build" in sys.modules:
         from tests.sharing import Sharing  # imports torch
 
         sharing = item.config.stash.setdefault(_SHARING, Sharing())

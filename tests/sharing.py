@@ -19,16 +19,16 @@ import pytest
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcellar.engine import build, open_drafts, recorded, reserve
-from kvcellar.engine.measures import Measures, digest, flags, model, shape
-from kvcellar.kernels.recorded_kernel import StepKernel
-from kvcellar.models import build_guest
-from kvcellar.models.guest import Guest, Verdict
-from kvcellar.models.recording import record
-from kvcellar.models.recording.recording import Recording
-from kvcellar.models.recording.saved import NoDigest, digest_of
-from kvcellar.models.seam import our_attention
-from kvcellar.models.selftest import Reference
+from kvcellar.engine.load import build, open_drafts, recorded, reserve
+from kvcellar.engine.load.measures import Measures, digest, flags, model, shape
+from kvcellar.engine.models import build_guest
+from kvcellar.engine.models.guest import Guest, Verdict
+from kvcellar.engine.models.seam import our_attention
+from kvcellar.engine.models.selftest import Reference
+from kvcellar.engine.recording import record
+from kvcellar.engine.recording.recorded_kernel import StepKernel
+from kvcellar.engine.recording.recording import Recording
+from kvcellar.engine.recording.saved import NoDigest, digest_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # of steps that are not larger than those that are always measured
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.policy import Candidate, first_to_go, trim
+from kvcellar.memory.policy import Candidate, first_to_go, trim
 
 CANDIDATES = st.builds(
     Candidate, st.just(0), st.integers(0, 500), st.integers(1, 9), st.integers(0, 50), st.just(0)

@@ -6,8 +6,8 @@ import pytest
 
 from kvcellar import RetentionOptions
 from kvcellar.errors import BadRequest
-from kvcellar.retention import MOST_TTL, Retention, stronger
-from kvcellar.spans import Span
+from kvcellar.memory.retention import MOST_TTL, Retention, stronger
+from kvcellar.memory.spans import Span
 from tests.engine.mixes import small_engine
 
 

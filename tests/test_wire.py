@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar import errors, wire
-from kvcellar.events import Done, Failed, Timings, TokenLogprob, Usage
-from kvcellar.messages import (
+from kvcellar.constraint import Constraint
+from kvcellar.engine.messages import (
     VERSION,
     Ask,
     Cancel,
@@ -34,10 +34,10 @@ from kvcellar.messages import (
     Submission,
     ToEngine,
 )
-from kvcellar.prefix.node import key_of
-from kvcellar.retention import RetentionOptions
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import SamplingParams
+from kvcellar.events import Done, Failed, Timings, TokenLogprob, Usage
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.retention import RetentionOptions
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.wire import ErrorRecord, Link, Outbox, decode, encode, error_of, packed, record_of
 
 TO_ENGINE: Any = ToEngine

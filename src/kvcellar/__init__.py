@@ -27,24 +27,24 @@ from kvcellar.errors import (
 from kvcellar.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from kvcellar.attention.reference import Reference
-    from kvcellar.attention.sdpa import Sdpa
-    from kvcellar.cache.group import Group
-    from kvcellar.cache.layouts import Causal, Chunked, Sliding
-    from kvcellar.cache.memory import Memory
-    from kvcellar.engine.engine import Engine
+    from kvcellar.constraint import Constraint
+    from kvcellar.engine.load.settings import EngineOptions, Settings
     from kvcellar.engine.request_options import RequestOptions
-    from kvcellar.engine.result import Result
-    from kvcellar.engine.session import Session
-    from kvcellar.engine.settings import EngineOptions, Settings
+    from kvcellar.frontend.engine import Engine
+    from kvcellar.frontend.result import Result
+    from kvcellar.frontend.session import Session
     from kvcellar.library.hub import Pulled, pull
-    from kvcellar.plan import Batch, Feed, Plan
+    from kvcellar.memory.attention.reference import Reference
+    from kvcellar.memory.attention.sdpa import Sdpa
+    from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+    from kvcellar.memory.kv.group import Group
+    from kvcellar.memory.memory import Memory
+    from kvcellar.memory.plan import Batch, Feed, Plan
+    from kvcellar.memory.retention import RetentionOptions
+    from kvcellar.memory.shapes import Plane, Scoring, Storage
+    from kvcellar.memory.spans import Span
     from kvcellar.progress import Progress
-    from kvcellar.retention import RetentionOptions
-    from kvcellar.sample.constraint import Constraint
-    from kvcellar.sample.params import SamplingOptions, SamplingParams
-    from kvcellar.shapes import Plane, Scoring, Storage
-    from kvcellar.spans import Span
+    from kvcellar.sampling_params import SamplingOptions, SamplingParams
 
 
 __all__ = [
@@ -93,24 +93,24 @@ __all__ = [
 ]
 
 _NAMES = {  # the names that are not errors, by the module that defines them
-    "kvcellar.attention.reference": ("Reference",),
-    "kvcellar.attention.sdpa": ("Sdpa",),
-    "kvcellar.cache.group": ("Group",),
-    "kvcellar.cache.layouts": ("Causal", "Chunked", "Sliding"),
-    "kvcellar.cache.memory": ("Memory",),
-    "kvcellar.engine.engine": ("Engine",),
+    "kvcellar.memory.attention.reference": ("Reference",),
+    "kvcellar.memory.attention.sdpa": ("Sdpa",),
+    "kvcellar.memory.kv.group": ("Group",),
+    "kvcellar.memory.cells.layouts": ("Causal", "Chunked", "Sliding"),
+    "kvcellar.memory.memory": ("Memory",),
+    "kvcellar.frontend.engine": ("Engine",),
     "kvcellar.engine.request_options": ("RequestOptions",),
-    "kvcellar.engine.result": ("Result",),
-    "kvcellar.engine.session": ("Session",),
-    "kvcellar.engine.settings": ("EngineOptions", "Settings"),
+    "kvcellar.frontend.result": ("Result",),
+    "kvcellar.frontend.session": ("Session",),
+    "kvcellar.engine.load.settings": ("EngineOptions", "Settings"),
     "kvcellar.library.hub": ("Pulled", "pull"),
-    "kvcellar.plan": ("Batch", "Feed", "Plan"),
+    "kvcellar.memory.plan": ("Batch", "Feed", "Plan"),
     "kvcellar.progress": ("Progress",),
-    "kvcellar.retention": ("RetentionOptions",),
-    "kvcellar.sample.constraint": ("Constraint",),
-    "kvcellar.sample.params": ("SamplingOptions", "SamplingParams"),
-    "kvcellar.shapes": ("Plane", "Scoring", "Storage"),
-    "kvcellar.spans": ("Span",),
+    "kvcellar.memory.retention": ("RetentionOptions",),
+    "kvcellar.constraint": ("Constraint",),
+    "kvcellar.sampling_params": ("SamplingOptions", "SamplingParams"),
+    "kvcellar.memory.shapes": ("Plane", "Scoring", "Storage"),
+    "kvcellar.memory.spans": ("Span",),
 }
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from kvcellar.attention.blocks import SPLIT, Call
-from kvcellar.attention.reference import attend_dense
+from kvcellar.memory.attention.blocks import SPLIT, Call
+from kvcellar.memory.attention.reference import attend_dense
 
 
 def attend(call: Call) -> None:

@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.blocks import FEW, MANY, SPLIT, Call
-from kvcellar.attention.triton import Triton
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Input, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, Plane, Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.blocks import FEW, MANY, SPLIT, Call
+from kvcellar.memory.attention.triton import Triton
+from kvcellar.memory.cells.layouts import Causal, Input, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec, Plane, Scoring
+from kvcellar.memory.spans import Span
 from tests.attention.by_tables import attend
 from tests.attention.texts import Texts
 from tests.cache.tagged import Tagged
@@ -128,7 +128,7 @@ def test_it_launches_on_the_device_of_its_queries(monkeypatch) -> None:
 
 
 def test_without_the_package_it_says_so(monkeypatch) -> None:
-    from kvcellar.attention import triton
+    from kvcellar.memory.attention import triton
 
     monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
     assert Triton().refuse(ASK) == "the package triton is not installed"

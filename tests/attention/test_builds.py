@@ -7,15 +7,15 @@ import shutil
 import pytest
 import torch
 
-from kvcellar.attention.cpu import Cpu
-from kvcellar.attention.reference import attend_dense
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.cpu import Cpu
+from kvcellar.memory.attention.reference import attend_dense
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec, Plane, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 
 BUILDS = {"native": "", "AVX-512 without BF16": "-mno-avx512bf16", "AVX2": "-mno-avx512f", "portable": "-mno-avx"}
 SHAPES = [(14, 2, 64, 64), (4, 4, 128, 96), (9, 1, 40, 72), (2, 1, 256, 256), (2, 2, 33, 31), (2, 1, 512, 64)]

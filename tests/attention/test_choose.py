@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvcellar.attention.choose import backends, choose, named
-from kvcellar.attention.reference import Reference
-from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import BadRequest, ModelRefused, NoBackend
-from kvcellar.shapes import AttentionSpec
+from kvcellar.memory.attention.choose import backends, choose, named
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.shapes import AttentionSpec
 
 ASK = AttentionSpec(8, 2, 64, 64, "bfloat16", "cpu")
 UNEVEN = replace(ASK, query_heads=7, softcap=True, sinks=True)

@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention import cpu
-from kvcellar.attention.choose import choose
-from kvcellar.attention.cpu import CHUNK, Cpu
-from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.history import StepTables
-from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
 from kvcellar.errors import NoBackend
 from kvcellar.kernels import compiled, layers
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed, GroupPlan, Run, Segment
-from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention import cpu
+from kvcellar.memory.attention.choose import choose
+from kvcellar.memory.attention.cpu import CHUNK, Cpu
+from kvcellar.memory.attention.reference import Reference, attend_dense
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Input, Sliding
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import StepTables
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed, GroupPlan, Run, Segment
+from kvcellar.memory.shapes import AttentionSpec, Plane, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 from tests.cache.tagged import Tagged
 
@@ -304,7 +304,7 @@ def test_without_a_compiler_everything_is_as_it_was() -> None:
 
 @compiles
 def test_it_comes_first_where_it_can() -> None:
-    from kvcellar.attention.choose import backends
+    from kvcellar.memory.attention.choose import backends
 
     served = partial(choose, candidates=backends())
     assert served(ASK).backend.name == "cpu"

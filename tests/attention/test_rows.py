@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention import cpu
-from kvcellar.attention.cpu import CHUNK, Cpu
-from kvcellar.attention.reference import attend_dense
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.history import StepTables
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
 from kvcellar.kernels.compiled import Native
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, Plane, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention import cpu
+from kvcellar.memory.attention.cpu import CHUNK, Cpu
+from kvcellar.memory.attention.reference import attend_dense
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import StepTables
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec, Plane, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 
 ASK = AttentionSpec(6, 2, 40, 40, dtype="bfloat16", device="cpu")
 pytestmark = pytest.mark.skipif(Cpu().refuse(ASK) is not None, reason=f"not compiled here: {Cpu().refuse(ASK)}")

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention import buckets
-from kvcellar.attention.buckets import room
-from kvcellar.attention.products import BLOCK
-from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.shapes import Scoring
+from kvcellar.memory.attention import buckets
+from kvcellar.memory.attention.buckets import room
+from kvcellar.memory.attention.products import BLOCK
+from kvcellar.memory.attention.reference import Reference, attend_dense
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.shapes import Scoring
 from tests.attention.texts import LAYOUTS, SHAPES, Texts, assert_scores_are_as_exact_as_float32, scorings
 
 every_backend = pytest.mark.parametrize(

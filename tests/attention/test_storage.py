@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.choose import choose
-from kvcellar.attention.cpu import Cpu
-from kvcellar.attention.products import BLOCK
-from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.cache.memory import Group, Memory
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import NoBackend
-from kvcellar.layout import Layout
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import choose
+from kvcellar.memory.attention.cpu import Cpu
+from kvcellar.memory.attention.products import BLOCK
+from kvcellar.memory.attention.reference import Reference, attend_dense
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Sliding
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 from tests.zoo import ARCHS
 
 WAYS = ("auto", "bfloat16", "fp8", "int8", "int4", "k=int8+hadamard,v=int4", "k=float16,v=fp8", "int4+hadamard")

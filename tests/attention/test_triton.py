@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.blocks import SPLIT
-from kvcellar.attention.reference import attend_dense
-from kvcellar.attention.triton import Triton
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.blocks import SPLIT
+from kvcellar.memory.attention.reference import attend_dense
+from kvcellar.memory.attention.triton import Triton
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 from tests.attention.interpreted import DEVICE, interpreted, products_in_bfloat16
 from tests.attention.texts import LAYOUTS, Texts, scorings
 
@@ -102,7 +102,7 @@ LONG = 2 * SPLIT + 77
 )
 def test_several_splits_are_one_softmax_however_they_are_divided(layout, dtype, monkeypatch) -> None:
     """By programs of their own, or one after the other in one: the same bits."""
-    from kvcellar.attention import triton_launch
+    from kvcellar.memory.attention import triton_launch
 
     def read() -> tuple[Tensor, Tensor]:
         return Read(layout, "auto", dtype, tokens=LONG).cut([LONG - 7, LONG - 1], LONG - 7)

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Scoring
+from kvcellar.memory.spans import Span
 
 LAYOUTS = [Causal(), Sliding(5), Sliding(4, 9), Chunked(6)]
 SHAPES = [  # query heads, KV heads, key size, value size

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.against import in_transformers
 from benchmarks.replay import KINDS, TRACES, WINDOW, Served, Turn, Writer, computed, ideal
 from benchmarks.run import main
-from kvcellar.prefix.node import common_prefix
+from kvcellar.memory.prefix.node import common_prefix
 
 
 def growing(conversation: int, seed: int, turns: int = 4) -> list[Turn]:

@@ -26,10 +26,10 @@ from kvcellar.bench.peers import ours, with_transformers
 from kvcellar.bench.peers.serve import Adapter
 from kvcellar.bench.peers.turns import Turns
 from kvcellar.cli.bench import command
+from kvcellar.engine.models.gguf.gguf_import import import_gguf
+from kvcellar.engine.models.load import load
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.models.gguf_import import import_gguf
-from kvcellar.models.load import load
 from tests.bench.fake_peer import following
 
 FAKE = Path(__file__).parent / "fake_peer.py"

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.counts import SEQUENCES, SPEC, counts
-from kvcellar.attention.cpu import Cpu
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import Backend
+from kvcellar.memory.attention.cpu import Cpu
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.contracts import Backend
 
 MOST = 8
 

@@ -14,9 +14,9 @@ from benchmarks.networks import RECURRENT
 from benchmarks.profile import PARTS, RECORDED, profile
 from benchmarks.run import FEW, ROWS, main
 from benchmarks.start import Start
-from kvcellar.attention.choose import backends
 from kvcellar.bench.network import TINY, write
 from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.memory.attention.choose import backends
 
 pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings
 

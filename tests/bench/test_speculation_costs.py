@@ -11,7 +11,7 @@ from benchmarks.run import main
 from benchmarks.speculate import DEEPEST, ERRORS, SMALLEST, USELESS, Oracle
 from kvcellar import Engine
 from kvcellar.bench.network import TINY, write
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.speculate.chains import chain, sampler
 
 pytestmark = pytest.mark.filterwarnings("default")  # transformers issues warnings

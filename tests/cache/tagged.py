@@ -5,14 +5,14 @@ from itertools import count
 
 import torch
 
-from kvcellar.attention.reference import attend_dense
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Backend
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.shapes import Plane, Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import attend_dense
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed, Plan
+from kvcellar.memory.shapes import Plane, Scoring
+from kvcellar.memory.spans import Span
 
 PLANES = (Plane("k", 2, 4), Plane("v", 2, 8))
 LAYOUTS: dict[str, Layout] = {"full": Causal(), "window": Sliding(5), "memory": Sliding(3, 7), "chunk": Chunked(4)}

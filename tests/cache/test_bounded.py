@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Chunked, Sliding
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import CacheFull
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 
 POSITIONS = 100_000
 STEP = 256

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.cache.pool import Pool
-from kvcellar.cache.states import States
-from kvcellar.shapes import Arrangement, Kind, Plane, Recurrent, StatePlane, Storage
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.pool import Pool
+from kvcellar.memory.kv.states import States
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.shapes import Arrangement, Kind, Plane, Recurrent, StatePlane, Storage
 
 GROUPS = [
     Group("full", Causal(), (Plane("k", 2, 24), Plane("v", 2, 40)), (0, 3, 5)),

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, WrongStage
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Recurrent, StatePlane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Sliding
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
+from kvcellar.memory.spans import Span
 
 PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))
 

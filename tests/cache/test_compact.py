@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import BadRequest, WrongStage
+from kvcellar.memory.attention.sdpa import Sdpa
 from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 

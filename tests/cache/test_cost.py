@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed, Plan
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 from tests.counted import lines
 
 PLANES = (Plane("k", 1, 8), Plane("v", 1, 8))

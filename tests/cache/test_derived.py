@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 
 WHAT = st.sampled_from(["read", "read", "middle", "middle", "end", "fork"])
 OPERATIONS = st.lists(st.tuples(WHAT, st.integers(0, 2), st.integers(0, 30), st.integers(1, 6)), max_size=12)

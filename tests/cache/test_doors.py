@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.group import Group
-from kvcellar.cache.inputs import Inputs
-from kvcellar.cache.layouts import Causal, Input, Sliding
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, UnknownSequence, WrongStage
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal, Input, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.inputs import Inputs
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Scoring
+from kvcellar.memory.spans import Span
 from tests.laws.watch import everything, nothing_changes
 
 PLANES = (Plane("k", 2, 8), Plane("v", 2, 8))

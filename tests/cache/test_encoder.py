@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention.reference import Reference, attend_dense
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache import inputs
-from kvcellar.cache.layouts import Causal, Input, Sliding
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, UnknownSequence, WrongStage
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Rotation, Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference, attend_dense
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Input, Sliding
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv import inputs
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Rotation, Scoring, StoredAs
+from kvcellar.memory.spans import Span
 from tests.laws import identity
 from tests.laws.watch import nothing_changes
 

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention.reference import Reference
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
 from kvcellar.errors import BadRequest, WrongStage
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Storage
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Storage
+from kvcellar.memory.spans import Span
 from tests.laws.watch import nothing_changes
 
 K, V, INDEX = Plane("k", 2, 4), Plane("v", 2, 8), Plane("index", 1, 6)

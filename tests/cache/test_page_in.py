@@ -4,11 +4,11 @@ import resource
 
 import torch
 
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Memory
-from kvcellar.shapes import Plane
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.shapes import Plane
 from tests.cache.test_readout import feed, filled, read_out
 
 CELLS = 10_000

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import BadRequest, UnknownSequence
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.cache.readout import Mark, Record, Stretch
 from kvcellar.errors import BadRequest, CacheFull
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Arrangement, Plane, Recurrent, StatePlane, Storage
-from kvcellar.spans import Span
+from kvcellar.memory.cells.layouts import Causal, Sliding
+from kvcellar.memory.kv.readout import Mark, Record, Stretch
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Arrangement, Plane, Recurrent, StatePlane, Storage
+from kvcellar.memory.spans import Span
 from tests.laws.watch import Wishes, nothing_changes
 
 STORAGES = {"auto": None, "int4": Storage("int4"), "fp8": Storage("fp8"), "int8+hadamard": Storage("int8", True)}

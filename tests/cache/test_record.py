@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache.readout import Mark, Record, Stretch
-from kvcellar.cache.record import from_bytes, positions, to_bytes
 from kvcellar.errors import BadRequest
-from kvcellar.spans import Span
+from kvcellar.memory.kv.readout import Mark, Record, Stretch
+from kvcellar.memory.kv.record import from_bytes, positions, to_bytes
+from kvcellar.memory.spans import Span
 
 SPANS = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda ends: Span(min(ends), max(ends)))
 MARKS = st.builds(

@@ -5,13 +5,13 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Group, Memory
 from kvcellar.engine.request_options import shift_span
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 from tests.cache.tagged import PLANES, Tagged
 from tests.laws.dumb import causal, member, shifting
 from tests.laws.player import Player

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.reference import Reference
-from kvcellar.attention.sdpa import Sdpa
 from kvcellar.errors import CapacityTooSmall, WrongStage
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Scoring
+from kvcellar.memory.spans import Span
 from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 

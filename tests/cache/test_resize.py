@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest, CapacityTooSmall, WrongStage
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.memory import Memory
 from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvcellar.cache import rows as counted
-from kvcellar.cache.rows import NAME, SequenceStates, StepRows
 from kvcellar.errors import BadRequest, CacheFull
-from kvcellar.plan import Batch, Feed, StateSegment
-from kvcellar.policy import trim
-from kvcellar.spans import Span
+from kvcellar.memory.cells import rows as counted
+from kvcellar.memory.cells.rows import NAME, SequenceStates, StepRows
+from kvcellar.memory.plan import Batch, Feed, StateSegment
+from kvcellar.memory.policy import trim
+from kvcellar.memory.spans import Span
 from tests.cache.test_cost import lines
 
 

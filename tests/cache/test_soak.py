@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.layouts import Causal, Sliding
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.shapes import Plane, Rotation
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal, Sliding
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed, Plan
+from kvcellar.memory.shapes import Plane, Rotation
+from kvcellar.memory.spans import Span
 from tests.laws.watch import Allocations
 
 CELLS, LINES, WRITERS, CHUNK, FULL, STEPS = 1_000_000, 64, 8, 1024, 0.95, 3_000

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import PIECE, Group
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import CacheFull
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Rotation, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.kv.group import PIECE, Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Rotation, StoredAs
+from kvcellar.memory.spans import Span
 from tests.laws.watch import Allocations, nothing_changes
 
 WAYS = ("auto", "float64", "bfloat16", "fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=float16")

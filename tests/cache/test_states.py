@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal, Input
-from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
-from kvcellar.plan import Batch, Feed, Plan, StateSegment
-from kvcellar.shapes import Plane, Recurrent, StatePlane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Input
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed, Plan, StateSegment
+from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
+from kvcellar.memory.spans import Span
 from tests.laws.prefixes import (
     RECURRENT,
     Broken,

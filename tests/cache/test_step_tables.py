@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.buckets import PADDED
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.history import SMALLEST, StepTables
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.buckets import PADDED
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import SMALLEST, StepTables
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 
 
 @settings(derandomize=True, deadline=None)

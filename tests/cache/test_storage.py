@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.history import write_planes
-from kvcellar.cache.layouts import Causal
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.cache.pool import Pool, rope_rotated
-from kvcellar.cache.quantise import LARGEST, dequantise, hadamard, quantise, rotate
 from kvcellar.errors import BadRequest
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal
+from kvcellar.memory.kv.history import write_planes
+from kvcellar.memory.kv.pool import Pool, rope_rotated
+from kvcellar.memory.kv.quantise import LARGEST, dequantise, hadamard, quantise, rotate
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
+from kvcellar.memory.spans import Span
 
 CPU = torch.device("cpu")
 ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcellar.errors import CacheFull
-from kvcellar.spans import Span
+from kvcellar.memory.spans import Span
 from tests.laws.dumb import member, shifting, sliding
 from tests.laws.player import Player
 from tests.laws.watch import nothing_changes

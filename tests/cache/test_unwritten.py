@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.layouts import Causal, Input, Sliding
-from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import WrongStage
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal, Input, Sliding
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed, Plan
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 from tests.cache.test_cost import lines
 from tests.laws.watch import nothing_changes
 

@@ -13,9 +13,9 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.errors import KvcellarError
+from kvcellar.memory.tiers import upkeep
+from kvcellar.memory.tiers.codec import MAGIC, VERSION
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.tiers import upkeep
-from kvcellar.tiers.codec import MAGIC, VERSION
 from tests.cli.command import COMMAND, Ran, environment, kvcellar
 from tests.engine.mixes import tokens
 from tests.tiers.made import IDENTITY, made

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from kvcellar.engine.scheduler import Scheduler
+from kvcellar.engine.core.scheduler import Scheduler
 from tests.cli.command import Terminal, kvcellar
 from tests.zoo import ARCHS
 

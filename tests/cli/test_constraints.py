@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.sample.constraint import MAX_SOURCE_BYTES
+from kvcellar.constraint import MAX_SOURCE_BYTES
 from tests.cli.command import kvcellar
 
 RUN = ("run", "--raw", "--threads", "1", "--cache-bytes", "32M", "--temperature", "1", "--seed", "1")

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize import measuring
+from kvcellar.engine.models.quantize.measuring import measure_harm
 from kvcellar.library.library import Library
-from kvcellar.models import embedded
-from kvcellar.models.load import load
-from kvcellar.models.quantize import measuring
-from kvcellar.models.quantize.measuring import measure_harm
 from tests.cli.test_models import run
 from tests.models.quantised import densified, saved
 from tests.models.test_quantize import same_network

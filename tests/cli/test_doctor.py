@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvcellar import Engine
-from kvcellar.attention import choose
-from kvcellar.attention.reference import Reference
-from kvcellar.engine.capacity import sized
+from kvcellar.engine.load.capacity import sized
+from kvcellar.memory.attention import choose
+from kvcellar.memory.attention.reference import Reference
 from kvcellar.verify import diagnosis
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS

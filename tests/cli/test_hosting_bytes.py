@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvcellar.cli import hosting
+from kvcellar.engine.models.weights.weights_bytes import bytes_in_memory
 from kvcellar.library.library import Library
-from kvcellar.models.weights_bytes import bytes_in_memory
-from kvcellar.serve.model_spec import Caches, LibraryModels, engine_key
+from kvcellar.serve.models.model_spec import Caches, LibraryModels, engine_key
 from tests.library.made import made
 from tests.serve.fake_library import source_in
 

@@ -7,8 +7,8 @@ import pytest
 from click.testing import CliRunner
 
 from kvcellar.cli import library as listing
+from kvcellar.engine.models import embedded
 from kvcellar.library.library import Library
-from kvcellar.models import embedded
 from tests.cli.command import Ran, kvcellar
 from tests.library.made import files, made
 from tests.zoo import ARCHS

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.engine.models.hf_globals import silence_transformers
 from tests.cli.command import COMMAND, environment, kvcellar, ordinary_interrupts
 from tests.library.conftest import cache, hub
 from tests.library.fake_hub import FakeHub

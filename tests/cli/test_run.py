@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.request_builder import RequestBuilder
+from kvcellar.frontend.request_builder import RequestBuilder
 from tests.cli.command import kvcellar, started
 from tests.zoo import ARCHS
 

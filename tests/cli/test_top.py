@@ -17,7 +17,7 @@ from kvcellar.cli.top import FREE, Watched, view
 from kvcellar.errors import KvcellarError
 from kvcellar.inspector.routes import inspector
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.server import hosting
+from kvcellar.serve.http.server import hosting
 from tests.cli.command import PATIENCE, Terminal, kvcellar
 
 

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.cache import step
-from kvcellar.cache.history import LayerHistory
-from kvcellar.cache.layouts import Sliding
-from kvcellar.cache.rows import Rows, SequenceStates, StepRows
-from kvcellar.cache.sequences import Sequences
-from kvcellar.cache.states import States
-from kvcellar.cache.step import Step
-from kvcellar.cache.storage import GroupStore
-from kvcellar.cache.tables import Table
-from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import StateView
-from kvcellar.models.seam import FlatDoor
-from kvcellar.plan import Batch, StateSegment
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.mixers import StateView
+from kvcellar.engine.models.seam import FlatDoor
+from kvcellar.memory import step
+from kvcellar.memory.cells.layouts import Sliding
+from kvcellar.memory.cells.rows import Rows, SequenceStates, StepRows
+from kvcellar.memory.cells.tables import Table
+from kvcellar.memory.kv.history import LayerHistory
+from kvcellar.memory.kv.sequences import Sequences
+from kvcellar.memory.kv.states import States
+from kvcellar.memory.kv.storage import GroupStore
+from kvcellar.memory.plan import Batch, StateSegment
+from kvcellar.memory.step import Step
 from kvcellar.verify import run
 from kvcellar.verify.checks import CHECKS
 from tests.cli.command import Ran, kvcellar

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine
-from kvcellar.models import embedded
+from kvcellar.engine.models import embedded
 from kvcellar.serve import Server, ServeSettings
 from tests.engine.mixes import assert_at_rest
 from tests.text.replies.chats import chat

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcellar.models import embedded
+from kvcellar.engine.models import embedded
 from scripts.embedded_trainer.card import render
 from scripts.embedded_trainer.command import main, options
 from scripts.embedded_trainer.export import write_json, write_model

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from kvcellar.models import embedded
+from kvcellar.engine.models import embedded
 from scripts.embedded_trainer.card import render
 from scripts.embedded_trainer.corpus import Source
 from scripts.embedded_trainer.head import head_config

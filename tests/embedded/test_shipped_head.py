@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvcellar.models import embedded
-from kvcellar.models.load import load
-from kvcellar.models.mtp_head import load_mtp
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.heads.mtp_head import load_mtp
+from kvcellar.engine.models.load import load
 from scripts.embedded_trainer.corpus import Source
 from scripts.embedded_trainer.head import head_shapes
 from scripts.embedded_trainer.head_training import count_head_parameters

@@ -12,21 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.cache.memory import Memory
-from kvcellar.cache.record import positions
-from kvcellar.engine import restore_plan
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.engine.prefixes import Prefixes
-from kvcellar.engine.restore_plan import Planner
-from kvcellar.engine.restores import Evict
-from kvcellar.engine.store import Store, no_store
-from kvcellar.plan import Plan
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.spans import Span
-from kvcellar.speculate.chain import Chain
-from kvcellar.speculate.draft_model import ModelDrafter
-from kvcellar.tiers.disk import DiskTier
+from kvcellar.engine.speculate.chain import Chain
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.draft_model import ModelDrafter
+from kvcellar.memory import restore_plan
+from kvcellar.memory.kv.record import positions
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Plan
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.prefixes import Prefixes
+from kvcellar.memory.restore_plan import Planner
+from kvcellar.memory.restores import Evict
+from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.memory.spans import Span
+from kvcellar.memory.store import Store, no_store
+from kvcellar.memory.tiers.disk import DiskTier
 from tests.engine.test_prefixes import KINDS, LAYOUTS, memory, spelt
 from tests.speculate.chains import sampler
 

@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvcellar.engine.fork_server import Fork, ForkServer
+from kvcellar.frontend.fork_server import Fork, ForkServer
 
 
 class FaultyForks(ForkServer):
@@ -61,8 +61,8 @@ def children() -> set[int]:
 
 
 def main() -> int:
-    from kvcellar.engine import engine_process
-    from kvcellar.engine.fork_process import ForkProcess
+    from kvcellar.frontend import engine_process
+    from kvcellar.frontend.fork_process import ForkProcess
 
     fork = os.fork
 
@@ -104,9 +104,9 @@ def install(
     with that token, or where a grammar is compiled. `turn`: when `step` is reached, the engine meets an error that ends
     it, in place of a signal. `load`: in its load it dies or hangs. `version`: of its messages. `silent`: it does not
     reply that it has taken in a request. `end`: it ends at once, with that exit code or negated signal."""
-    from kvcellar import messages
-    from kvcellar.engine import engine_process
-    from kvcellar.sample.grammars import Grammars
+    from kvcellar.engine import messages
+    from kvcellar.engine.sample.grammars import Grammars
+    from kvcellar.frontend import engine_process
 
     def die(*_: object, **__: object) -> Any:
         os.kill(os.getpid(), with_signal)
@@ -136,7 +136,7 @@ def end_with(status: int) -> None:
 
 
 def die_in(step: int | None, prompt: int | None, die: Callable[[], object]) -> None:
-    from kvcellar.engine.runner import Runner
+    from kvcellar.engine.core.runner import Runner
 
     run, numbers = Runner.step, count(1)
 
@@ -149,7 +149,7 @@ def die_in(step: int | None, prompt: int | None, die: Callable[[], object]) -> N
 
 
 def err_after(step: int | None) -> None:
-    from kvcellar.engine.loop import Loop
+    from kvcellar.engine.core.loop import Loop
 
     receive = Loop._receive
 
@@ -162,8 +162,8 @@ def err_after(step: int | None) -> None:
 
 
 def be_silent() -> None:
-    from kvcellar.engine.engine_process import Outbox
-    from kvcellar.messages import Reply
+    from kvcellar.engine.messages import Reply
+    from kvcellar.frontend.engine_process import Outbox
     from kvcellar.wire import packed
 
     put, nothing = Outbox.put, packed(None)

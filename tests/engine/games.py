@@ -29,11 +29,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.engine.session import Session
-from kvcellar.prefix.node import common_prefix
-from kvcellar.sample.draw import draw
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
+from kvcellar.engine.sample.draw import draw
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.frontend.session import Session
+from kvcellar.memory.prefix.node import common_prefix
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ask, Clock, Ear, assert_at_rest, bytes_for, judge, made, mix, tokens
 from tests.engine.speculating import Oracle, speculates
 from tests.engine.tiered import settled

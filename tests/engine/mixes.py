@@ -16,15 +16,15 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.engine import build
-from kvcellar.engine.allocate import Needs
-from kvcellar.engine.capacity import resolve_capacity
-from kvcellar.engine.reserve import scratch
-from kvcellar.engine.result import Ticket
-from kvcellar.engine.settings import Settings, step_tokens_of
+from kvcellar.engine.load import build
+from kvcellar.engine.load.allocate import Needs
+from kvcellar.engine.load.capacity import resolve_capacity
+from kvcellar.engine.load.reserve import scratch
+from kvcellar.engine.load.settings import Settings, step_tokens_of
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.events import Delta, Done, Event, Failed, Finished, TokenLogprob
-from kvcellar.sample.params import SamplingParams
+from kvcellar.frontend.result import Ticket
+from kvcellar.sampling_params import SamplingParams
 from tests.zoo import ARCHS, reference_logits
 
 PATIENCE = 120.0  # seconds; only a test that fails waits so long

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar import Constraint, Engine, Result
-from kvcellar.engine.client import EngineClient
+from kvcellar.frontend.client import EngineClient
 from tests.engine.embedding_models import saved
 from tests.engine.test_going_on import Ear, submission
 from tests.models import lora

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from kvcellar import Engine
-from kvcellar.cache.memory import Memory
-from kvcellar.cache.readout import Part
-from kvcellar.engine.request import Completion, Status
+from kvcellar.engine.core.request import Completion, Status
+from kvcellar.engine.speculate.chain import Chain, Key
+from kvcellar.engine.speculate.drafter import Committed, Drafter
+from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.events import Speculation
-from kvcellar.sample.params import SamplingParams
-from kvcellar.spans import Span
-from kvcellar.speculate.chain import Chain, Key
-from kvcellar.speculate.drafter import Committed, Drafter
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.memory.kv.readout import Part
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, same_numbers
 from tests.engine.test_limits import held
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.zeros import put_zeros
 from kvcellar import Engine
-from kvcellar.engine.result import Result
+from kvcellar.frontend.result import Result
 from tests.text import made
 from tests.zoo import ARCHS
 

@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvcellar import Engine
-from kvcellar.engine.output_processor import OutputProcessor
-from kvcellar.engine.request import Request, Status, Token
+from kvcellar.engine.core.request import Request, Status, Token
+from kvcellar.engine.messages import Submission
 from kvcellar.events import Delta, Done, Event, TokenLogprob
-from kvcellar.messages import Submission
-from kvcellar.prefix.node import key_of
-from kvcellar.sample.params import SamplingParams
+from kvcellar.frontend.output_processor import OutputProcessor
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import Stops
 
 TEXT = 'def f(x):\n    """naïve 🙂 ☕"""\n    return x + 1\n\n\ndef g(y):\n    return f(y)\n'

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from kvcellar import Engine, RetentionOptions
-from kvcellar.engine import restore_plan
-from kvcellar.engine.loop import Loop
-from kvcellar.engine.restore_plan import Planner
-from kvcellar.engine.result import Collector
+from kvcellar.engine.core.loop import Loop
+from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.errors import AdapterRefused, BadRequest
-from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.frontend.result import Collector
+from kvcellar.memory import restore_plan
+from kvcellar.memory.restore_plan import Planner
 from tests.engine.tiered import acknowledged
 from tests.models.lora import ends_with, layers_of, merged, saved
 from tests.own_cache import own_cache
@@ -367,7 +367,7 @@ def test_a_step_that_fails_in_a_layer_with_an_adapter_ends_its_request_only(
         raise RuntimeError("out of order")
 
     with Engine(llama, adapters={"style": path}) as engine:
-        monkeypatch.setattr("kvcellar.models.adapted._product", broken)
+        monkeypatch.setattr("kvcellar.engine.models.adapters.adapted._product", broken)
         runs = {use: running(engine, PROMPT, 6, adapter=use) for use in ("style", "")}
         check_greedy(runs[""].result().token_ids, llama, PROMPT, 6)
         with pytest.raises(Exception, match="out of order"):

@@ -1,7 +1,7 @@
 """A request is restored where that takes less time than computing it, by what this machine has been measured to do."""
 
 from kvcellar import Engine
-from kvcellar.engine.result import Collector
+from kvcellar.frontend.result import Collector
 from tests.engine.test_store import GREEDY, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import acknowledged, store_of
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from kvcellar.engine.settings import RECORD
+from kvcellar.engine.load.settings import RECORD
 from kvcellar.kernels.compiled import COMPILERS
 from tests.engine.mixes import Clock, assert_at_rest, assert_greedy, bytes_for, mix, small_engine
 

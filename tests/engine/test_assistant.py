@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.engine.engine import Engine
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.speculate.assistant import AssistantDrafter
 from kvcellar.errors import DraftRefused
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.speculate.assistant import AssistantDrafter
+from kvcellar.frontend.engine import Engine
 from tests.engine.speculating import speculates
 from tests.models.assistants import ORDERED, VOCAB, saved
 from tests.zoo import ARCHS

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from kvcellar import Engine, EngineClosed, EngineFailed
-from kvcellar.cache.memory import Memory
-from kvcellar.engine import capacity
-from kvcellar.engine.request import Completion, Request
-from kvcellar.plan import Plan
-from kvcellar.sample.params import SamplingParams
+from kvcellar.engine.core.request import Completion, Request
+from kvcellar.engine.load import capacity
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Plan
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for
 from tests.engine.test_limits import held
 from tests.zoo import ARCHS, layers

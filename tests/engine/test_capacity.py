@@ -7,10 +7,10 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvcellar import BadRequest, CapacityTooSmall
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.engine.capacity import Demand, resolve_capacity
-from kvcellar.engine.machine import free_cpu_bytes
-from kvcellar.engine.settings import Settings, step_tokens_of
+from kvcellar.engine.load.capacity import Demand, resolve_capacity
+from kvcellar.engine.load.machine import free_cpu_bytes
+from kvcellar.engine.load.settings import Settings, step_tokens_of
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 
 LAYOUTS = st.one_of(
     st.just(Causal()),

@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar import BadRequest, Engine
 from kvcellar.events import Done
-from kvcellar.prefix.node import common_prefix
+from kvcellar.memory.prefix.node import common_prefix
 from kvcellar.text import replay
 from tests.engine.chatting import chat_engine, unspoken
 from tests.text.templates import CHATML, LLAMA2, PLAIN, THINKER

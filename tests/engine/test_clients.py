@@ -12,8 +12,7 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from kvcellar import BadRequest, Constraint, Engine, EngineClosed, Overloaded, PromptTooLong, WrongStage
-from kvcellar.events import Done, Failed, PromptScored
-from kvcellar.messages import (
+from kvcellar.engine.messages import (
     Admitted,
     CheckInvariants,
     DescribeCapacity,
@@ -29,8 +28,9 @@ from kvcellar.messages import (
     ReadStats,
     TakePicture,
 )
+from kvcellar.events import Done, Failed, PromptScored
 from kvcellar.progress import Progress
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear as TextEar
 from tests.engine.places import (
     ASKED,
@@ -421,7 +421,7 @@ def test_a_defect_of_the_statistics_ends_no_engine(engines: dict[str, Engine], m
         raise ArithmeticError("a count is below zero")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvcellar.engine.thread_client.stats", broken)
+        patch.setattr("kvcellar.frontend.thread_client.stats", broken)
         eventually(lambda: engine.generate([5, 6], **GREEDY) and "below zero" in caplog.text, "it is logged")
     eventually(lambda: engine.generate([5, 6], **GREEDY) and engine.last_stats.steps > before.steps, "it is told again")
 

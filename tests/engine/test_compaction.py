@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.storage import Fragments
-from kvcellar.engine.compaction import PASSES, SHORT, Compaction, worth_compacting
-from kvcellar.shapes import StoredAs
+from kvcellar.engine.core.compaction import PASSES, SHORT, Compaction, worth_compacting
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.cells import Cells
+from kvcellar.memory.kv.storage import Fragments
+from kvcellar.memory.shapes import StoredAs
 from tests.cache.tagged import Tagged
 from tests.engine.mixes import assert_at_rest, small_engine
 from tests.laws.dumb import causal, chunked, kept_as, member, shifting, sliding

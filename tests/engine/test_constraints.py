@@ -12,7 +12,7 @@ import pytest
 from kvcellar import BadRequest, Constraint, Engine, SamplingParams
 from kvcellar.errors import ConstraintFailed
 from kvcellar.events import Delta
-from kvcellar.sample.params import MAX_CHOICES
+from kvcellar.sampling_params import MAX_CHOICES
 from tests.engine.mixes import Ear, assert_at_rest
 from tests.engine.schemas import random_schema
 from tests.engine.speculating import Oracle, ask, speculates, told

@@ -12,16 +12,11 @@ import msgspec
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.contents import Contents
-from kvcellar.engine.control_clients import AdaptersClient, CacheClient, SurveyClient
+from kvcellar.engine.control.contents import Contents
+from kvcellar.engine.control.controls import Controls
+from kvcellar.engine.control.survey import Survey
 from kvcellar.engine.control_replies import REPLIES
-from kvcellar.engine.controls import Controls
-from kvcellar.engine.served_engine import open_variant
-from kvcellar.engine.survey import Survey
-from kvcellar.library.create import create
-from kvcellar.library.library import Library
-from kvcellar.library.modelfile import parse
-from kvcellar.messages import (
+from kvcellar.engine.messages import (
     AddAdapter,
     CheckInvariants,
     CheckPinned,
@@ -33,8 +28,13 @@ from kvcellar.messages import (
     DescribeVariant,
     ReadStats,
 )
-from kvcellar.models.create_tools import CreateTools
-from kvcellar.tiers.upkeep import Readable
+from kvcellar.engine.models.weights.create_tools import CreateTools
+from kvcellar.frontend.control_clients import AdaptersClient, CacheClient, SurveyClient
+from kvcellar.frontend.served_engine import open_variant
+from kvcellar.library.create import create
+from kvcellar.library.library import Library
+from kvcellar.library.modelfile import parse
+from kvcellar.memory.tiers.upkeep import Readable
 from tests.engine.mixes import tokens
 from tests.engine.tiered import acknowledged
 from tests.models.lora import ends_with, layers_of, saved

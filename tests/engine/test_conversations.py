@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.prefixes import Prefix, Prefixes
-from kvcellar.engine.transcript import Transcript
 from kvcellar.errors import ConversationConflict, ConversationNotSaved, ConversationUnreadable, UnknownConversation
-from kvcellar.tiers.archive import Archive, DiskArchive, file_of
+from kvcellar.frontend.conversations import Conversations, TokenSource
+from kvcellar.frontend.transcript import Transcript
+from kvcellar.memory.prefixes import Prefix, Prefixes
+from kvcellar.memory.tiers.archive import Archive, DiskArchive, file_of
 from tests.engine.mixes import assert_at_rest, small_engine, tokens
 from tests.zoo import ARCHS
 
@@ -440,6 +440,6 @@ def test_one_owner_has_its_share_of_the_memory_of_conversations(monkeypatch: pyt
             super().__init__(share=share)
             shares.append(share)
 
-    monkeypatch.setattr("kvcellar.engine.engine.Archive", Noted)
+    monkeypatch.setattr("kvcellar.frontend.engine.Archive", Noted)
     small_engine("llama", tenant_share=0.25).close()
     assert shares == [0.25]

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from kvcellar import BadRequest
-from kvcellar.engine.machine import Threads, most_threads, threads_of
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.machine import Threads, most_threads, threads_of
+from kvcellar.engine.load.settings import Settings
 from kvcellar.verify.diagnosis import diagnose
 from tests.zoo import ARCHS
 
@@ -44,7 +44,7 @@ def machine(root, membership, files):
     ],
 )
 def test_a_quota_of_a_container_counts(tmp_path, monkeypatch, membership, files, count) -> None:
-    monkeypatch.setattr("kvcellar.engine.machine._allowed", lambda: 64)
+    monkeypatch.setattr("kvcellar.engine.load.machine._allowed", lambda: 64)
     found = threads_of(None, 8, root=machine(tmp_path, membership, files), environment=FREE)
     if count is None:
         assert found == Threads(8, "torch's default")
@@ -54,13 +54,13 @@ def test_a_quota_of_a_container_counts(tmp_path, monkeypatch, membership, files,
 
 
 def test_a_quota_is_rounded_down_and_the_smallest_limit_counts(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.engine.machine._allowed", lambda: 64)
+    monkeypatch.setattr("kvcellar.engine.load.machine._allowed", lambda: 64)
     root = machine(tmp_path, "0::/a\n", {"a/cpu.max": "390000 100000\n", "cpu.max": "1000000 100000\n"})
     assert threads_of(None, 8, root=root, environment=FREE) == Threads(3, "a CPU quota of 3.9")
     assert threads_of(None, 2, root=root, environment=FREE).count == 2
     assert threads_of(7, 2, root=root, environment=FREE) == Threads(7, "threads")
     assert threads_of(None, 6, root=root, environment={"OMP_NUM_THREADS": "6"}) == Threads(6, "OMP_NUM_THREADS")
-    monkeypatch.setattr("kvcellar.engine.machine._allowed", lambda: 2)
+    monkeypatch.setattr("kvcellar.engine.load.machine._allowed", lambda: 2)
     assert threads_of(None, 8, root=root, environment=FREE).count == 2
 
 

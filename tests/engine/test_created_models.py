@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from kvcellar import Engine
-from kvcellar.engine.in_library import in_library
+from kvcellar.engine.load.in_library import in_library
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.weights.create_tools import CreateTools
 from kvcellar.errors import KvcellarError
 from kvcellar.library.create import Created, create
 from kvcellar.library.library import Library
 from kvcellar.library.modelfile import parse
-from kvcellar.models.create_tools import CreateTools
-from kvcellar.models.load import load
 from tests.engine.test_assistant import target
 from tests.models.assistants import ORDERED, saved
 from tests.zoo import ARCHS

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.device import DeviceThread
-from kvcellar.engine.result import Collector
+from kvcellar.engine.core.device import DeviceThread
 from kvcellar.errors import EngineClosed, EngineFailed, WrongStage
+from kvcellar.frontend.result import Collector
 from tests.zoo import ARCHS
 
 PATIENCE = 240

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.engine.result import Collector
-from kvcellar.prefix.node import key_of
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.speculate.speculator import Speculator
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.speculator import Speculator
+from kvcellar.frontend.result import Collector
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from tests.engine.drafting import PATIENCE, always_restored, chain
 from tests.engine.mixes import tokens
 from tests.own_cache import own_cache

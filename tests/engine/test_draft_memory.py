@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.plan import Batch
-from kvcellar.retention import RetentionOptions
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.memory.plan import Batch
+from kvcellar.memory.retention import RetentionOptions
 from tests.engine.drafting import PATIENCE, VOCAB, Drafting, always_restored, chain, expected
 from tests.engine.test_prefixes import KINDS, memory
 

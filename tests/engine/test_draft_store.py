@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from kvcellar.attention.choose import named
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.engine.open_store import Source, open_draft_store
-from kvcellar.engine.settings import Settings
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.load import load
-from kvcellar.speculate.draft_model import ModelDrafter
+from kvcellar.engine.load.open_store import Source, open_draft_store
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.load import load
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.draft_model import ModelDrafter
+from kvcellar.memory.attention.choose import named
 from tests.engine.drafting import always_restored, chain, until
 from tests.engine.mixes import tokens
 from tests.own_cache import own_cache

@@ -8,14 +8,14 @@ import pytest
 from transformers import PreTrainedModel
 
 from kvcellar import BadRequest, CapacityTooSmall, Engine, ModelNotFound, ModelRefused
-from kvcellar.engine.settings import MOST_DEPTH, Settings
+from kvcellar.engine.load.settings import MOST_DEPTH, Settings
+from kvcellar.engine.models import load
+from kvcellar.engine.speculate.chain import Chain, Key
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.engine.speculate.factory import Target
+from kvcellar.engine.speculate.ngram import NGramDrafter
 from kvcellar.errors import DraftRefused
 from kvcellar.events import Speculation
-from kvcellar.models import load
-from kvcellar.speculate.chain import Chain, Key
-from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.factory import Target
-from kvcellar.speculate.ngram import NGramDrafter
 from tests.models.assistants import VOCAB, saved
 from tests.models.mtp import saved_beside
 from tests.zoo import ARCHS
@@ -207,7 +207,7 @@ def test_a_target_that_cannot_reject_drafts_is_refused(monkeypatch: pytest.Monke
     def broken(*_: object) -> Any:
         raise RuntimeError("no part can be kept")
 
-    monkeypatch.setattr("kvcellar.models.build_guest.partial_commit_test", broken)
+    monkeypatch.setattr("kvcellar.engine.models.build_guest.partial_commit_test", broken)
     for draft in ("ngram", Repeats):
         with pytest.raises(
             DraftRefused, match=r"verification: the target cannot keep a part of a step.*Leave draft out"

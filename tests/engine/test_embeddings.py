@@ -5,10 +5,10 @@ import math
 import pytest
 
 from kvcellar import BadRequest, Engine, PromptTooLong
-from kvcellar.engine.prompt_rows import PromptRows
+from kvcellar.engine.core.prompt_rows import PromptRows
+from kvcellar.engine.models.weights.config_file import pooling_of
 from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Pooling
-from kvcellar.models.config_file import pooling_of
 from tests.engine.embedding_models import END, expected, saved, written
 from tests.engine.mixes import assert_at_rest
 

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from kvcellar import BadRequest, Constraint, Engine, EngineClosed, EngineDied, EngineFailed, KvcellarError, WrongStage
-from kvcellar.engine import process_client
-from kvcellar.engine.child_process import _kills_for_memory
-from kvcellar.engine.process_client import ProcessClient
+from kvcellar.engine.messages import Drawn, ExportStore
 from kvcellar.events import Done, Failed
-from kvcellar.messages import Drawn, ExportStore
+from kvcellar.frontend import process_client
+from kvcellar.frontend.child_process import _kills_for_memory
+from kvcellar.frontend.process_client import ProcessClient
 from tests.engine.fork_server import FaultyForks, parent_of, there
 from tests.engine.places import (
     ASKED,
@@ -259,7 +259,7 @@ def test_an_engine_that_is_killed_counts_against_a_request_at_once_only_where_me
     server, model, expected, monkeypatch, lacks
 ) -> None:
     if lacks:
-        monkeypatch.setattr("kvcellar.engine.child_process._kills_for_memory", count().__next__)
+        monkeypatch.setattr("kvcellar.frontend.child_process._kills_for_memory", count().__next__)
     server.faults = [{"step": 1}] * 3
     with in_a_process(server, model) as engine, pytest.raises(EngineDied, match="SIGKILL") if lacks else nullcontext():
         assert ASKED["greedy"](engine) == expected["greedy"]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kvcellar import BadRequest, EngineClosed, EngineFailed
-from kvcellar.engine.request import Completion
+from kvcellar.engine.core.request import Completion
+from kvcellar.engine.speculate import chain
 from kvcellar.errors import CacheFull, NoToken, WrongStage
 from kvcellar.events import Delta, Finished
-from kvcellar.sample.params import SamplingParams
-from kvcellar.speculate import chain
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, small_engine
 from tests.engine.test_limits import held
 from tests.zoo import ARCHS
@@ -374,7 +374,7 @@ def test_leaving_a_stream_cancels_its_request():
 
 def test_whoever_is_interrupted_while_waiting_leaves_nothing_running(monkeypatch):
     with small_engine("llama") as engine:
-        from kvcellar.engine.result import Collector
+        from kvcellar.frontend.result import Collector
 
         def interrupted(self):
             raise KeyboardInterrupt

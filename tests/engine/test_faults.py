@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcellar import BadRequest, Engine, EngineFailed
-from kvcellar.cache.pool import Pool
-from kvcellar.speculate import chain
+from kvcellar.engine.speculate import chain
+from kvcellar.memory.kv.pool import Pool
 from tests.engine.mixes import assert_at_rest, bytes_for
 from tests.zoo import ARCHS
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine, EngineFailed
-from kvcellar.engine.fork_server import ForkServer, Spawner, in_words, starter_for
-from kvcellar.engine.process_client import ProcessClient
 from kvcellar.events import Done
+from kvcellar.frontend.fork_server import ForkServer, Spawner, in_words, starter_for
+from kvcellar.frontend.process_client import ProcessClient
 from kvcellar.progress import Progress
 from tests.engine.fork_server import FaultyForks, children, parent_of, there
 from tests.engine.places import ASKED, GREEDY, LONG, SMALL, eventually, model_in, sent
@@ -160,7 +160,7 @@ def test_what_is_imported_asks_no_gpu() -> None:
 import torch
 def asked(*_): raise AssertionError("a GPU was asked for")
 torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = asked
-import kvcellar.engine.fork_process
+import kvcellar.frontend.fork_process
 print(torch.cuda.is_initialized())
 """
     assert in_python(code).split() == ["False"]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from kvcellar.cache.claim import Claim
-from kvcellar.cache.layouts import Chunked, Sliding
-from kvcellar.cache.states import States
-from kvcellar.engine import restore_plan, store
+from kvcellar.memory import restore_plan, store
+from kvcellar.memory.cells.layouts import Chunked, Sliding
+from kvcellar.memory.kv.claim import Claim
+from kvcellar.memory.kv.states import States
 from tests.engine.drafting import always_restored
 from tests.engine.games import Game, play
 from tests.zoo import ARCHS

@@ -13,11 +13,11 @@ import pytest
 from msgspec.structs import replace
 
 from kvcellar import BadRequest, Constraint, Engine
-from kvcellar.engine.request import Request
+from kvcellar.engine.core.request import Request
+from kvcellar.engine.messages import Drawn, Ended, EngineEvent, Produced, Submission
 from kvcellar.events import Done, Embedded, Failed, PromptScored
-from kvcellar.messages import Drawn, Ended, EngineEvent, Produced, Submission
-from kvcellar.prefix.node import ids_of, key_of
-from kvcellar.sample.params import SamplingParams
+from kvcellar.memory.prefix.node import ids_of, key_of
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import assert_at_rest, made, small_engine, tokens
 from tests.engine.test_limits import held
 from tests.engine.world import Heard

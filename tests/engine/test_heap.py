@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 
-from kvcellar.engine import build, machine
-from kvcellar.engine.machine import trim_heap
+from kvcellar.engine.load import build, machine
+from kvcellar.engine.load.machine import trim_heap
 from tests.engine.mixes import small_engine
 
 FREED = """
 import re
-from kvcellar.engine.machine import trim_heap
+from kvcellar.engine.load.machine import trim_heap
 
 def used():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read()).group(1))

@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.conversation import Script, Turn, ideal, play, reads
 from kvcellar import Engine
-from kvcellar.engine import capacity
-from kvcellar.engine.prefixes import NEAR
-from kvcellar.engine.session import Session
-from kvcellar.prefix.node import common_prefix
-from kvcellar.sample.params import SamplingParams
+from kvcellar.engine.load import capacity
+from kvcellar.frontend.session import Session
+from kvcellar.memory.prefix.node import common_prefix
+from kvcellar.memory.prefixes import NEAR
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, small_engine, tokens
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar import Engine, KvcellarError, SamplingParams
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest, PromptTooLong, shown
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.engine.mixes import Ear, assert_at_rest
 from tests.zoo import ARCHS
 

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.build import build
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.build import build
+from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest
 from tests.zoo import ARCHS
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.kv_events import MEDIA, KvEvents, Mirror
-from kvcellar.prefix.blocks import START, TreeBlocks, blocks_of
-from kvcellar.prefix.node import TOKEN, Node, key_of, root_of
-from kvcellar.prefix.tree import LEAST, Tree
-from kvcellar.prefix.why import path_key
-from kvcellar.snapshot import Snapshot
-from kvcellar.spans import Span
+from kvcellar.memory.prefix.blocks import START, TreeBlocks, blocks_of
+from kvcellar.memory.prefix.kv_events import MEDIA, KvEvents, Mirror
+from kvcellar.memory.prefix.node import TOKEN, Node, key_of, root_of
+from kvcellar.memory.prefix.tree import LEAST, Tree
+from kvcellar.memory.prefix.why import path_key
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.spans import Span
 from tests.engine.mixes import bytes_for, small_engine, tokens
 from tests.prefix.claims import TokenClaims
 from tests.prefix.test_tree import ACTION, Run, World
@@ -207,7 +207,7 @@ def test_each_token_is_hashed_and_queued_once_in_whatever_chunks_it_is_computed(
         return blake2b(data, **how)
 
     world, size, tokens = Watched(anywhere=True).watch(16), 16, 4000
-    monkeypatch.setattr("kvcellar.prefix.blocks.blake2b", counted)
+    monkeypatch.setattr("kvcellar.memory.prefix.blocks.blake2b", counted)
     queued: list[int] = []
     monkeypatch.setattr(world.mirror, "gained", lambda namespace, blocks: queued.append(len(blocks.key)))
     grow(world.tree, world.claims, 1, tokens=tokens)
@@ -218,7 +218,7 @@ def test_each_token_is_hashed_and_queued_once_in_whatever_chunks_it_is_computed(
 
 
 def test_long_prompts_wait_to_be_published_in_as_many_bytes_as_they_have(monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.engine.kv_events.WAITING_BYTES", 2 * 4000 * TOKEN)
+    monkeypatch.setattr("kvcellar.memory.prefix.kv_events.WAITING_BYTES", 2 * 4000 * TOKEN)
     events, go_on = KvEvents("tcp://127.0.0.1:*", size=16), threading.Event()
     try:
         events._put(lambda: go_on.wait() and None)
@@ -391,7 +391,7 @@ def test_one_that_comes_late_or_has_lost_messages_asks_for_them() -> None:
 
 
 def test_a_namespace_is_an_extra_key_of_the_first_block() -> None:
-    from kvcellar.engine.result import Collector
+    from kvcellar.frontend.result import Collector
 
     with small_engine("llama", **ON) as engine, listening(engine) as listener:
         for namespace in ("a", "b"):
@@ -448,7 +448,7 @@ def test_a_change_that_fails_or_is_lost_clears_all_and_events_go_on(monkeypatch)
             engine.generate(text, **GREEDY)
             until_known()
             if number:
-                monkeypatch.setattr("kvcellar.engine.kv_events.WAITING", 0)
+                monkeypatch.setattr("kvcellar.memory.prefix.kv_events.WAITING", 0)
                 events._put(lambda: None)
                 monkeypatch.undo()
             else:
@@ -486,7 +486,7 @@ def test_requests_that_are_none_are_ignored() -> None:
 
 
 def test_only_the_last_batches_are_replayed(monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.engine.kv_events.REPLAYED", 3)
+    monkeypatch.setattr("kvcellar.memory.prefix.kv_events.REPLAYED", 3)
     with small_engine("llama", **ON) as engine, listening(engine) as listener:
         for number in range(6):
             engine.generate([5 + number] * 12, **GREEDY)

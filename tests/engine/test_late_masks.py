@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvcellar import Constraint, Engine, SamplingParams
+from kvcellar.engine.sample.mask_threads import Lane, MaskThreads
+from kvcellar.engine.sample.matcher import Matcher
 from kvcellar.errors import ConstraintFailed
-from kvcellar.retention import RetentionOptions
-from kvcellar.sample.mask_threads import Lane, MaskThreads
-from kvcellar.sample.matcher import Matcher
+from kvcellar.memory.retention import RetentionOptions
 from tests.engine.mixes import Ear, assert_at_rest
 from tests.engine.speculating import Oracle, ask, speculates, told
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from kvcellar import Engine, EngineFailed
-from kvcellar.engine.engine import Ticket
-from kvcellar.engine.request import Completion, Request
+from kvcellar.engine.core.request import Completion, Request
 from kvcellar.errors import BadRequest, NoToken
 from kvcellar.events import Delta, Event
+from kvcellar.frontend.engine import Ticket
 from kvcellar.progress import rounded
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine, tokens
 from tests.small_process import in_small_process
 from tests.zoo import ARCHS, layers

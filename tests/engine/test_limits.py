@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvcellar import BadRequest, CapacityTooSmall, Engine, Overloaded, PromptTooLong
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine
 from tests.zoo import ARCHS
 from tests.zoo_test_support.tiny import tiny

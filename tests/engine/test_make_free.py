@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from benchmarks.replay import Replay, Turn
-from kvcellar.plan import Feed
-from kvcellar.spans import Span
+from kvcellar.memory.plan import Feed
+from kvcellar.memory.spans import Span
 from tests.prefix.test_cost import some
 
 

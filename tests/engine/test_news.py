@@ -7,12 +7,12 @@ from contextlib import closing
 
 import pytest
 
-from kvcellar.engine import news as news_module
-from kvcellar.engine.news import AGAIN, PATIENCE, News
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.retention import Retention
-from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.tier import Entry
+from kvcellar.memory import news as news_module
+from kvcellar.memory.news import AGAIN, PATIENCE, News
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.tier import Entry
 from tests.engine.mixes import tokens
 from tests.engine.test_store import GREEDY, acknowledged, always, cache, opened, own_cache, saved  # noqa: F401
 from tests.tiers.made import IDENTITY, made, store

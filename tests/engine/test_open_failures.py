@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine import build, open_store
-from kvcellar.engine.device import DeviceThread
-from kvcellar.engine.store import Store
-from kvcellar.models.draft_fit import DraftFit
-from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.objects import FsspecObjects
-from kvcellar.tiers.remote import RemoteTier
-from kvcellar.tiers.transfers import Transfers
+from kvcellar.engine.core.device import DeviceThread
+from kvcellar.engine.load import build, open_store
+from kvcellar.engine.models.heads.draft_fit import DraftFit
+from kvcellar.memory.store import Store
+from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.objects import FsspecObjects
+from kvcellar.memory.tiers.remote import RemoteTier
+from kvcellar.memory.tiers.transfers import Transfers
 from tests.own_cache import own_cache
 from tests.zoo import ARCHS
 

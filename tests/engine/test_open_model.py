@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from kvcellar import BadRequest, Engine
+from kvcellar.engine.models import embedded
 from kvcellar.errors import ModelNotFound, ModelRefused
 from kvcellar.library.create import create
 from kvcellar.library.library import Library
 from kvcellar.library.modelfile import parse
-from kvcellar.models import embedded
 from kvcellar.verify.run import verify
 from tests.zoo import ARCHS
 

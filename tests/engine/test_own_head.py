@@ -10,9 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from kvcellar.engine.engine import Engine
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.speculate.head import HeadDrafter
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.speculate.head import HeadDrafter
+from kvcellar.frontend.engine import Engine
 from tests.engine.speculating import speculates
 from tests.models.mtp import model_with_layers, new_layers, saved_beside
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine
-from kvcellar.speculate.head import HISTORY
-from kvcellar.speculate.speculator import SHORTEST, Speculator
+from kvcellar.engine.speculate.head import HISTORY
+from kvcellar.engine.speculate.speculator import SHORTEST, Speculator
 from tests.models.mtp import saved_beside
 
 BYTES = 20_000_000

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.engine.prefixes import Prefix, Prefixes
-from kvcellar.plan import Batch, Feed
-from kvcellar.prefix.node import key_of
-from kvcellar.shapes import Plane, Recurrent, StatePlane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefixes import Prefix, Prefixes
+from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
+from kvcellar.memory.spans import Span
 
 PLANES = (Plane("k", 1, 4), Plane("v", 1, 4))
 LAYOUTS = {"full": Causal(), "window": Sliding(3), "chunk": Chunked(4)}

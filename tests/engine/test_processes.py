@@ -19,7 +19,7 @@ PARENT = """
 import faulthandler, json, multiprocessing, os, subprocess, sys, threading
 import torch
 from kvcellar import Engine
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.zoo import ARCHS
 
 SETTINGS = {"cache_bytes": 40_000_000}

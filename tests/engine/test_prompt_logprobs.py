@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 
 from kvcellar import BadRequest, Engine, SamplingParams
-from kvcellar.engine import prompt_rows
-from kvcellar.engine.intake import COPY_BYTES, SCORE_BYTES, TOKEN_BYTES
-from kvcellar.engine.request import Status
-from kvcellar.engine.result import Collector
+from kvcellar.engine.core import prompt_rows
+from kvcellar.engine.core.intake import COPY_BYTES, SCORE_BYTES, TOKEN_BYTES
+from kvcellar.engine.core.request import Status
 from kvcellar.errors import ScoresNotNumbers
 from kvcellar.events import Delta, Done, Finished, PromptScored
+from kvcellar.frontend.result import Collector
 from tests.engine.mixes import (
     Clock,
     Ear,

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.open_drafts import DraftModel
-from kvcellar.engine.recorded import without_preparing
-from kvcellar.engine.settings import RECORD, Settings
-from kvcellar.models.recording.saved import Programs
+from kvcellar.engine.load.open_drafts import DraftModel
+from kvcellar.engine.load.recorded import without_preparing
+from kvcellar.engine.load.settings import RECORD, Settings
+from kvcellar.engine.recording.saved import Programs
 from kvcellar.verify.diagnosis import diagnose
 from tests.engine.test_adapters import adapter, held, running
 from tests.models.lora import ends_with, layers_of, saved
@@ -23,7 +23,7 @@ PROMPT = list(range(3, 24))
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Recordings are kept here, instead of in the user's cache."""
-    monkeypatch.setattr("kvcellar.engine.recorded.programs", lambda _: Programs(tmp_path))
+    monkeypatch.setattr("kvcellar.engine.load.recorded.programs", lambda _: Programs(tmp_path))
     return tmp_path
 
 

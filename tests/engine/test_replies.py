@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Constraint, Engine
+from kvcellar.engine.models import embedded
 from kvcellar.errors import BadRequest
-from kvcellar.models import embedded
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Reasoning, pieces_of
 from tests.text.templates import THINKER
 

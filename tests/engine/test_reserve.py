@@ -8,23 +8,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from kvcellar.attention import buckets
-from kvcellar.attention.choose import named
-from kvcellar.attention.reference import Reference
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.contracts import Backend
-from kvcellar.engine import allocate, reserve
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
+from kvcellar.engine.load import allocate, reserve
+from kvcellar.engine.load.reserve import ROWS, _draw, continued, peak, prove, scratch, uncollected
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.sample.draw import draw
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import BadRequest, CapacityTooSmall
+from kvcellar.frontend.engine import Engine
 from kvcellar.kernels.packed import pack
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.sample.draw import draw
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.spans import Span
+from kvcellar.memory.attention import buckets
+from kvcellar.memory.attention.choose import named
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import bytes_for, small_engine
 from tests.laws.watch import Allocations
 from tests.zoo import ARCHS

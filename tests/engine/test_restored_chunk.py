@@ -4,8 +4,8 @@ import warnings
 
 import torch
 
-from kvcellar.engine.restores import ChunkTensor
-from kvcellar.tiers.transfers import Space, allocated
+from kvcellar.memory.restores import ChunkTensor
+from kvcellar.memory.tiers.transfers import Space, allocated
 
 
 def test_a_chunk_in_memory_that_may_be_written_is_not_copied() -> None:

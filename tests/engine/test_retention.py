@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvcellar import BadRequest, Engine, RetentionOptions
-from kvcellar.engine.result import Collector
+from kvcellar.frontend.result import Collector
 from tests.engine.mixes import assert_at_rest, bytes_for, small_engine, tokens
 
 KINDS = ["llama", "gemma3", "llama4", "lfm2"]  # full, sliding, chunked, hybrid

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvcellar import Engine
-from kvcellar.engine import restore_plan
-from kvcellar.engine.restore_plan import Planner
+from kvcellar.memory import restore_plan
+from kvcellar.memory.restore_plan import Planner
 from tests.engine.mixes import tokens
 from tests.engine.test_store import acknowledged
 from tests.own_layers import need_own_layers

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.engine import prefix_cache
-from kvcellar.engine.request import Status
-from kvcellar.engine.scheduler import LEAST_CHUNK, Chunks
-from kvcellar.prefix.node import common
+from kvcellar.engine.core.request import Status
+from kvcellar.engine.core.scheduler import LEAST_CHUNK, Chunks
+from kvcellar.memory import prefix_cache
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.prefix.node import common
 from tests.engine.world import Ask, World
 
 CONTEXT = 60

@@ -10,9 +10,9 @@ import pytest
 
 from kvcellar import BadRequest, Engine, EngineFailed, PromptTooLong
 from kvcellar.errors import EngineClosed
-from kvcellar.prefix.node import key_of
-from kvcellar.prefix.tree import LEAST
-from kvcellar.sample.params import SamplingParams
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.tree import LEAST
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, assert_greedy, bytes_for, small_engine, tokens
 from tests.engine.spoken import Spoken
 

@@ -10,8 +10,8 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.events import Delta, Event
-from kvcellar.prefix.node import common_prefix
-from kvcellar.sample.params import SamplingParams
+from kvcellar.memory.prefix.node import common_prefix
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine, tokens
 from tests.engine.test_limits import held
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcellar import BadRequest
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Clock, Ear, assert_at_rest, bytes_for, mix, small_engine
 
 CONTEXT = 48

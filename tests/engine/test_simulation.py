@@ -10,10 +10,10 @@ from random import Random
 
 import pytest
 
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.layout import Layout
-from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.tier import Loaded, Take, fresh
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.tier import Loaded, Take, fresh
 from tests.engine.world import Ask, World
 
 CONTEXT = 260

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.loop import Loop
-from kvcellar.engine.restore_plan import LONGEST, SHORTEST, SLACK, Part, Planner
-from kvcellar.engine.restores import Fetch, Restores
-from kvcellar.engine.result import Collector
-from kvcellar.engine.store import Store
-from kvcellar.engine.thread_client import LOOK
-from kvcellar.tiers.admission import Piece
+from kvcellar.engine.core.loop import Loop
+from kvcellar.frontend.result import Collector
+from kvcellar.frontend.thread_client import LOOK
+from kvcellar.memory.restore_plan import LONGEST, SHORTEST, SLACK, Part, Planner
+from kvcellar.memory.restores import Fetch, Restores
+from kvcellar.memory.store import Store
+from kvcellar.memory.tiers.admission import Piece
 from tests.engine.places import eventually
 from tests.engine.test_store import GREEDY, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import settled, store_of

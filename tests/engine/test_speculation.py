@@ -9,15 +9,15 @@ import pytest
 from torch import Tensor
 
 from kvcellar import Engine, EngineFailed
-from kvcellar.cache.memory import Memory
-from kvcellar.engine.request import Completion
+from kvcellar.engine.core.request import Completion
+from kvcellar.engine.speculate.chain import Chain, Key
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.engine.speculate.ngram import NGramDrafter
+from kvcellar.engine.speculate.speculator import FAILURES, Speculator
 from kvcellar.events import Delta, Done, Event, Failed, Speculation
-from kvcellar.plan import Plan
-from kvcellar.sample.params import SamplingParams
-from kvcellar.speculate.chain import Chain, Key
-from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.ngram import NGramDrafter
-from kvcellar.speculate.speculator import FAILURES, Speculator
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Plan
+from kvcellar.sampling_params import SamplingParams
 
 PROMPTS = ["def add(a, b):\n", "import os\n\n\nclass Path:\n    def __init__(self", "x = 1\nx = 1\nx = 1\nx"]
 

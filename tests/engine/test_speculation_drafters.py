@@ -10,16 +10,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.attention.choose import backends
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.models.assistant_head import build_assistant
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.mtp_head import build_mtp_head
-from kvcellar.speculate.assistant import AssistantDrafter
-from kvcellar.speculate.chain import Chain, Key
-from kvcellar.speculate.draft_model import ModelDrafter
-from kvcellar.speculate.drafter import Drafter
-from kvcellar.speculate.head import HeadDrafter
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.heads.assistant_head import build_assistant
+from kvcellar.engine.models.heads.mtp_head import build_mtp_head
+from kvcellar.engine.speculate.assistant import AssistantDrafter
+from kvcellar.engine.speculate.chain import Chain, Key
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.draft_model import ModelDrafter
+from kvcellar.engine.speculate.drafter import Drafter
+from kvcellar.engine.speculate.head import HeadDrafter
+from kvcellar.memory.attention.choose import backends
 from tests.engine.mixes import assert_at_rest, made
 from tests.engine.speculating import Oracle, Rounds, Text, ask, report, speculates, told, watched
 from tests.models.assistants import VOCAB, network

@@ -15,10 +15,10 @@ from unittest import mock
 import pytest
 
 from kvcellar import Engine, EngineFailed
-from kvcellar.engine import runner as runners
-from kvcellar.engine.request import Completion
+from kvcellar.engine.core import runner as runners
+from kvcellar.engine.core.request import Completion
 from kvcellar.events import Event
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear, assert_at_rest, bytes_for, made
 from tests.engine.speculating import Oracle, Rounds, ask, report, speculates, told, watched
 from tests.engine.test_breaking import GREEDY, Fault, Mix, reads_what_it_sees
@@ -50,7 +50,7 @@ def mix() -> Iterator[Mix]:
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("kvcellar.engine", "kvcellar.speculate"):
+    for name in ("kvcellar.engine", "kvcellar.engine.speculate"):
         monkeypatch.setattr(logging.getLogger(name), "disabled", True)
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from kvcellar import Engine
-from kvcellar.speculate.drafter import Drafter
-from kvcellar.speculate.ngram import NGramDrafter
+from kvcellar.engine.speculate.drafter import Drafter
+from kvcellar.engine.speculate.ngram import NGramDrafter
 from tests.engine.mixes import Ear, assert_at_rest, assert_greedy, small_engine
 from tests.engine.speculating import Oracle, Rounds, ask, report, speculates, told, watched
 from tests.zoo import WINDOW

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvcellar import Engine
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Plan
-from kvcellar.speculate.chain import Chain, Key, extend
-from kvcellar.speculate.drafter import Committed
+from kvcellar.engine.speculate.chain import Chain, Key, extend
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Plan
 from tests.engine.mixes import Clock, assert_at_rest, bytes_for, judge, made, mix, same_numbers, small_engine
 from tests.engine.speculating import Oracle, Silent, Text, ask, report, speculates, told, watched
 from tests.engine.test_breaking import reads_what_it_sees
@@ -186,7 +186,7 @@ def of_a_table(memory: Memory, plan: Plan, ids: list[int], want: list[int]) -> T
 def chi_square(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> float:
     """Of the texts of 15 requests, in standard deviations above its mean. Rare texts count as one."""
     seeds, seen = count(1), Counter[tuple[int, ...]]()
-    monkeypatch.setattr("kvcellar.engine.request_builder.fresh_seed", lambda: next(seeds))
+    monkeypatch.setattr("kvcellar.frontend.request_builder.fresh_seed", lambda: next(seeds))
     for _ in range(15):
         (ear,) = ask(engine, [[1]], max_tokens=LENGTH, temperature=0.9, top_k=4, n=COMPLETIONS, ignore_eos=True)
         seen.update(ear.ids(choice) for choice in range(COMPLETIONS))
@@ -219,5 +219,5 @@ def test_sampled_texts_have_the_distribution_of_plain_sampling(sampling, drafter
 
 def test_a_wrong_residual_is_found_in_the_texts_of_an_engine(sampling, monkeypatch) -> None:
     speculates(sampling, Drawn())
-    monkeypatch.setattr("kvcellar.sample.draw.residual", lambda weights, drawn_from: weights)
+    monkeypatch.setattr("kvcellar.engine.sample.draw.residual", lambda weights, drawn_from: weights)
     assert chi_square(sampling, monkeypatch) > 8

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine import store as store_file
-from kvcellar.engine.store import LATE, MOST_BEHIND, SLICE, Store
-from kvcellar.prefix.node import key_of
+from kvcellar.memory import store as store_file
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.store import LATE, MOST_BEHIND, SLICE, Store
 from tests.engine.drafting import always_restored
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.tiered import store_of
@@ -140,7 +140,7 @@ def test_another_namespace_finds_nothing_in_the_store(saved, tmp_path) -> None:
     prompt = next(conversation("space"))
 
     def read(engine: Engine, namespace: str) -> int:
-        from kvcellar.engine.result import Collector
+        from kvcellar.frontend.result import Collector
 
         collector = Collector(1)
         engine.submit(prompt, engine.params(**GREEDY), deliver=collector.deliver, namespace=namespace)

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar import EngineFailed
-from kvcellar.engine.count_stats import stats as stats_of
-from kvcellar.prefix.node import key_of
-from kvcellar.sample.params import SamplingParams
+from kvcellar.engine.control.count_stats import stats as stats_of
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import ByteStream, _Table
 from tests.engine.mixes import Ear, assert_at_rest, judge, small_engine
 from tests.engine.speculating import Oracle, speculates

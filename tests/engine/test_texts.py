@@ -7,8 +7,8 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.engine.arguments import prompt_ids
-from kvcellar.engine.intake import COPY_BYTES, TOKEN_BYTES, PromptMemory
-from kvcellar.engine.settings import LEAST_TEXT_BYTES, MOST_TEXT_BYTES, Settings, text_bytes_of
+from kvcellar.engine.core.intake import COPY_BYTES, TOKEN_BYTES, PromptMemory
+from kvcellar.engine.load.settings import LEAST_TEXT_BYTES, MOST_TEXT_BYTES, Settings, text_bytes_of
 from kvcellar.errors import BadRequest, EngineClosed, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvcellar.events import Delta, Done, Failed, Finished
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import assert_at_rest, bytes_for, small_engine
 
 THREADS = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.result import Collector
+from kvcellar.frontend.result import Collector
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.test_store import GREEDY, always, opened, saved  # noqa: F401
 from tests.engine.tiered import acknowledged, settled, store_of

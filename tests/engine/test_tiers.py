@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine.result import Collector
-from kvcellar.prefix.node import key_of
-from kvcellar.retention import RetentionOptions
+from kvcellar.frontend.result import Collector
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.retention import RetentionOptions
 from tests.engine.mixes import bytes_for, tokens
 from tests.engine.test_store import GREEDY, always, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import Watch, acknowledged, settled, store_of

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar import BadRequest
-from kvcellar.engine.transcript import Prompt, Transcript, shown_from
-from kvcellar.sample.params import SamplingParams
+from kvcellar.frontend.transcript import Prompt, Transcript, shown_from
+from kvcellar.sampling_params import SamplingParams
 
 PARAMS = SamplingParams()
 TOKENS = st.lists(st.integers(0, 3), max_size=4)

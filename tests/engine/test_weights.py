@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar import BadRequest, Engine
-from kvcellar.engine import restore_plan
-from kvcellar.engine.restore_plan import Planner
+from kvcellar.engine.models.load import load
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.quantised import QuantisedKernel
-from kvcellar.models.load import load
+from kvcellar.memory import restore_plan
+from kvcellar.memory.restore_plan import Planner
 from tests.engine.tiered import acknowledged
 from tests.models.lora import ends_with, layers_of, merged
 from tests.models.lora import saved as saved_adapter

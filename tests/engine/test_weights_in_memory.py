@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from kvcellar import Engine
 from kvcellar.bench.network import Size, write
+from kvcellar.engine.models.weights import packing
 from kvcellar.kernels.packed import Packing, pack
-from kvcellar.models import packing
 
 WIDE = Size(1024, 1, 8, 8, 128, 4096, 64, 256)  # nearly all of it are weights of linear layers
 

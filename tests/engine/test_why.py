@@ -10,12 +10,12 @@ from typing import Literal
 import pytest
 
 from kvcellar import Engine, RetentionOptions
-from kvcellar.engine.result import Collector
 from kvcellar.events import Recall
-from kvcellar.prefix.node import key_of
-from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import SHOWN, Elsewhere, Losses, ReadBack, Sightings, explained
-from kvcellar.serve.recalls import recall_fields
+from kvcellar.frontend.result import Collector
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.prefix.why import SHOWN, Elsewhere, Losses, ReadBack, Sightings, explained
+from kvcellar.serve.generation.recalls import recall_fields
 from tests.engine.mixes import bytes_for, small_engine, tokens
 from tests.prefix.claims import TokenClaims
 from tests.zoo import ARCHS

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar import Engine
-from kvcellar.engine.store import Store
-from kvcellar.tiers.host import HostTier
+from kvcellar.memory.store import Store
+from kvcellar.memory.tiers.host import HostTier
 from tests.tiers.test_cap import bytes_in
 
 OPERATIONS = ("put", "get", "renew", "remove", "used", "entries")

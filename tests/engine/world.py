@@ -16,32 +16,32 @@ from typing import Any, cast
 import pytest
 import torch
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.group import Group
-from kvcellar.cache.memory import Memory
-from kvcellar.cache.record import positions
-from kvcellar.engine.device import Inbox
-from kvcellar.engine.drafting import Drafting
-from kvcellar.engine.loop import Loop
-from kvcellar.engine.manager import SequenceManager
-from kvcellar.engine.prefixes import Prefixes
-from kvcellar.engine.request import Completion, Request, Scheduled, Status
-from kvcellar.engine.restores import Evict
-from kvcellar.engine.scheduler import PASSED, ROUND, Chunks, Scheduler
-from kvcellar.engine.store import Store, no_store
+from kvcellar.engine.core.device import Inbox
+from kvcellar.engine.core.drafting import Drafting
+from kvcellar.engine.core.loop import Loop
+from kvcellar.engine.core.manager import SequenceManager
+from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
+from kvcellar.engine.core.scheduler import PASSED, ROUND, Chunks, Scheduler
+from kvcellar.engine.messages import Drawn, Ended, EngineEvent, Submission
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import CacheFull
 from kvcellar.events import Done, Failed, FinishReason
-from kvcellar.layout import Layout
-from kvcellar.messages import Drawn, Ended, EngineEvent, Submission
-from kvcellar.plan import Batch
-from kvcellar.prefix.node import key_of
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.retention import RetentionOptions
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.shapes import Plane
-from kvcellar.tiers.lanes import Lane
-from kvcellar.tiers.tier import Tier
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.record import positions
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.prefixes import Prefixes
+from kvcellar.memory.restores import Evict
+from kvcellar.memory.retention import RetentionOptions
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.store import Store, no_store
+from kvcellar.memory.tiers.lanes import Lane
+from kvcellar.memory.tiers.tier import Tier
+from kvcellar.sampling_params import SamplingParams
 
 VOCABULARY = 1000
 

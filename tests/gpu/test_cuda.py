@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.attention.choose import backends
-from kvcellar.engine import settings
+from kvcellar.engine.load import settings
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.stats import EngineStats
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.shapes import StoredAs
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.shapes import StoredAs
 from tests.engine.mixes import assert_at_rest
 from tests.models.timeline import BOUND, read, relative, small_memory
 from tests.zoo import ARCHS

@@ -8,14 +8,14 @@ from scripts.check import nearest
 
 FILES = {
     "src/kvcellar/__init__.py": "",
-    "src/kvcellar/spans.py": "",
-    "src/kvcellar/cells.py": "from kvcellar.spans import Span",
+    "src/kvcellar/memory/spans.py": "",
+    "src/kvcellar/cells.py": "from kvcellar.memory.spans import Span",
     "src/kvcellar/engine.py": "import kvcellar.cells",
     "tests/__init__.py": "",
     "tests/world.py": "from kvcellar import engine",
     "tests/test_cells.py": "from kvcellar.cells import Cells",
     "tests/test_engine.py": "from tests.world import World",
-    "tests/test_spans.py": "def test():\n    from kvcellar.spans import Span",
+    "tests/test_spans.py": "def test():\n    from kvcellar.memory.spans import Span",
     "tests/test_page.py": "PAGE = 'docs/page.md'",
     "benchmarks/__init__.py": "",
     "scripts/tool.py": "",
@@ -25,7 +25,7 @@ FILES = {
 @pytest.mark.parametrize(
     ("path", "tests"),
     [
-        ("src/kvcellar/spans.py", ["spans", "cells", "engine"]),
+        ("src/kvcellar/memory/spans.py", ["spans", "cells", "engine"]),
         ("src/kvcellar/engine.py", ["engine"]),
         ("tests/test_cells.py", ["cells"]),
         ("docs/page.md", ["page"]),

@@ -12,7 +12,7 @@ import click
 import pytest
 
 from kvcellar.cli.main import cli
-from kvcellar.serve.health import OPEN
+from kvcellar.serve.admin.health import OPEN
 
 ROOT = Path(__file__).parents[2]
 UNIT, CONTAINER = ROOT / "deploy/kvcellar.service", ROOT / "deploy/Containerfile"

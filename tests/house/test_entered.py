@@ -10,8 +10,8 @@ from typing import Any
 
 import kvcellar
 from kvcellar import Engine
-from kvcellar.engine.loop import Loop
-from kvcellar.engine.thread_client import ThreadClient
+from kvcellar.engine.core.loop import Loop
+from kvcellar.frontend.thread_client import ThreadClient
 
 SRC = Path(kvcellar.__file__).parent
 LOOP = "kvcellar-engine"  # the name of its thread
@@ -58,5 +58,7 @@ def test_one_generate_enters_few_files() -> None:
         engine.generate("class Cellar:\n", max_tokens=8)
         entered.counting = False
     found = sorted(entered.files)
-    assert {"engine/loop.py", "models/seam.py", "sample/draw.py", "text/output.py"} <= set(found), "it was not seen"
+    assert {"engine/core/loop.py", "engine/models/seam.py", "engine/sample/draw.py", "text/output.py"} <= set(found), (
+        "it was not seen"
+    )
     assert len(found) <= MOST, f"{len(found)} files: {', '.join(found)}"

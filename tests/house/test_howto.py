@@ -27,7 +27,7 @@ from kvcellar.cli.main import cli
 from kvcellar.serve import ModelManager, Server, ServeSettings
 
 ROOT = Path(__file__).parents[2]
-EMBEDDED = ROOT / "src/kvcellar/models/embedded"
+EMBEDDED = ROOT / "src/kvcellar/engine/models/embedded"
 PAGES = sorted((ROOT / "docs/howto").glob("*.md"))
 NEEDS = {
     "a hub": "kvcellar pull",

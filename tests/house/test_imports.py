@@ -35,16 +35,18 @@ def test_loads_neither_torch_nor_transformers():
     modules = ["kvcellar", *(module for name in NO_TORCH for module in modules_of(name))]
     assert len(modules) > 50
     assert loaded(modules, "torch", "transformers") == []
-    assert loaded(["kvcellar.models.seam"], "torch")[:1] == ["kvcellar.models.seam"], "what is loaded is noticed"
+    assert loaded(["kvcellar.engine.models.seam"], "torch")[:1] == ["kvcellar.engine.models.seam"], (
+        "what is loaded is noticed"
+    )
 
 
 def test_running_a_prompt_loads_no_server():
     """It would take a third of the time to the first token beyond the imports of torch and transformers."""
-    assert loaded(["kvcellar.cli.run", "kvcellar.engine.build"], "kvcellar.serve", "starlette", "uvicorn") == []
+    assert loaded(["kvcellar.cli.run", "kvcellar.engine.load.build"], "kvcellar.serve", "starlette", "uvicorn") == []
 
 
 def test_asking_a_server_loads_neither_an_engine_nor_what_a_server_consists_of():
     """It would take 2 s of CPU before the first byte is sent."""
     commands = [f"kvcellar.cli.{name}" for name in ("client", "top", "why", "cache", "library")]
-    unwanted = ("kvcellar.engine", "kvcellar.serve.server", "uvicorn", "pydantic", "jinja2", "torch")
-    assert loaded([*commands, "kvcellar.serve.keys"], *unwanted) == []
+    unwanted = ("kvcellar.engine", "kvcellar.serve.http.server", "uvicorn", "pydantic", "jinja2", "torch")
+    assert loaded([*commands, "kvcellar.serve.http.keys"], *unwanted) == []

@@ -8,9 +8,9 @@ from typing import Any, Unpack, get_args, get_origin, get_type_hints
 import pytest
 
 from kvcellar import BadRequest, Engine, RequestOptions, RetentionOptions, SamplingParams, Session, Settings
+from kvcellar.engine.load.settings import EngineOptions
 from kvcellar.engine.request_options import RequestReading
-from kvcellar.engine.settings import EngineOptions
-from kvcellar.sample.params import SamplingOptions
+from kvcellar.sampling_params import SamplingOptions
 
 SAMPLING = [Engine.params, Session.send, Session.stream]
 REQUESTS = [Engine.generate, Engine.stream, Engine.chat]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.engine.control.survey import Holding, mapped
 from kvcellar.engine.control_replies import RUNS, CellMap, Kind
-from kvcellar.engine.survey import Holding, mapped
-from kvcellar.plan import Run
+from kvcellar.memory.plan import Run
 
 CELLS = 40
 

@@ -197,7 +197,7 @@ def test_an_open_stream_does_not_delay_the_end_of_the_server(engine):
     ids=str,
 )
 def test_the_page_is_off_where_others_could_look_unless_it_is_allowed(engine, settings, key, page, data, monkeypatch):
-    monkeypatch.setattr("kvcellar.serve.server.bind", lambda settings: _loopback())
+    monkeypatch.setattr("kvcellar.serve.http.server.bind", lambda settings: _loopback())
     with served(engine, key, **settings) as client:
         address = str(client.base_url).replace("0.0.0.0", "127.0.0.1")
         assert client.get(f"{address}/inspector").status_code == page

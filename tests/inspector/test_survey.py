@@ -11,19 +11,19 @@ import pytest
 
 from benchmarks.prefix import Spans, _insert, bushy
 from kvcellar import Engine, SamplingParams
-from kvcellar.engine.contents import Contents
-from kvcellar.engine.control_clients import SurveyClient
-from kvcellar.engine.last_requests import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
-from kvcellar.engine.request import Request
+from kvcellar.engine.control.contents import Contents
+from kvcellar.engine.control.survey import NODES, _Walk
+from kvcellar.engine.core.last_requests import KEPT_REQUESTS, KEPT_TOKENS, LastRequests
+from kvcellar.engine.core.request import Request
+from kvcellar.engine.core.runner import RECENT
+from kvcellar.engine.messages import Submission
 from kvcellar.engine.request_options import SubmitOptions
-from kvcellar.engine.runner import RECENT
-from kvcellar.engine.survey import NODES, _Walk
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.control_clients import SurveyClient
 from kvcellar.inspector.snapshot import Viewer, snapshot
-from kvcellar.messages import Submission
-from kvcellar.prefix.node import key_of
-from kvcellar.prefix.tree import Tree
-from kvcellar.retention import RetentionOptions
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.retention import RetentionOptions
 from tests.counted import lines
 from tests.engine.mixes import PATIENCE
 from tests.engine.tiered import acknowledged
@@ -161,7 +161,7 @@ def test_a_tree_of_more_entries_than_are_shown_shows_those_used_last(engine):
 
 
 def _walk(engine: Engine, most: int) -> Any:
-    from kvcellar.engine.survey import _Walk
+    from kvcellar.engine.control.survey import _Walk
 
     walk = _Walk(engine._built, most)
     while walk.go_on(0.0):
@@ -269,7 +269,7 @@ def test_a_way_is_the_same_in_slices_of_any_size(engine, monkeypatch) -> None:
     number = ended(engine, 11).ended[0].number
     whole = survey(engine).way(number)
     assert len(whole.entries) > 5
-    monkeypatch.setattr("kvcellar.engine.survey.PARTS", 2)
+    monkeypatch.setattr("kvcellar.engine.control.survey.PARTS", 2)
     assert survey(engine).way(number) == whole
 
 
@@ -286,8 +286,8 @@ class Tables:
 
 @pytest.mark.parametrize("shape", ["flat", "bushy"])
 def test_a_slice_of_a_picture_looks_at_a_bounded_number_of_nodes(shape, monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.engine.survey.TURNS", 4)
-    monkeypatch.setattr("kvcellar.engine.survey.CHILDREN", 32)
+    monkeypatch.setattr("kvcellar.engine.control.survey.TURNS", 4)
+    monkeypatch.setattr("kvcellar.engine.control.survey.CHILDREN", 32)
     for nodes in (300, 12_000):
         if shape == "bushy":
             tree = bushy(nodes)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvcellar.kernels.packed import BLOCK, PADDED, of_few_lengths, with_padding
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.timeline import guest_and_reference
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 100, 127, 128, 129, 200, 300]

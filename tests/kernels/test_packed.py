@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvcellar.attention.choose import backends
-from kvcellar.engine.engine import Engine
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.frontend.engine import Engine
 from kvcellar.kernels import packed
 from kvcellar.kernels.packed import BLOCK, PADDED, PackedLinear, Packing, padded
-from kvcellar.models.build_guest import build_guest
+from kvcellar.memory.attention.choose import backends
 
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = sorted(BOUND, key=str)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.kernels.program import Number, Op, Program, Ref, Value, size_of
+from kvcellar.engine.recording.program import Number, Op, Program, Ref, Value, size_of
 
 TEXTS = st.recursive(
     st.sampled_from(["T", "W", "3", "7"]),

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcellar.engine.recording.program import Number, Op, Program, Ref, Value
+from kvcellar.engine.recording.recorded import FIXED, KEPT, Recorded
+from kvcellar.engine.recording.recorded_kernel import CANDIDATES, REFERENCES, TYPES, Functions, StepKernel, same_bits
+from kvcellar.engine.recording.recorded_lowering import operator
+from kvcellar.engine.recording.recorded_operators import Life, placed
+from kvcellar.engine.recording.recorded_outline import Handler, outlined
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.kernels.program import Number, Op, Program, Ref, Value
-from kvcellar.kernels.recorded import FIXED, KEPT, Recorded
-from kvcellar.kernels.recorded_kernel import CANDIDATES, REFERENCES, TYPES, Functions, StepKernel, same_bits
-from kvcellar.kernels.recorded_lowering import operator
-from kvcellar.kernels.recorded_operators import Life, placed
-from kvcellar.kernels.recorded_outline import Handler, outlined
 from tests.kernels.traced import data_of, traced
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)

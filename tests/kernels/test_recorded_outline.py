@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvcellar.engine.recording.recorded import FIXED, Recorded
+from kvcellar.engine.recording.recorded_kernel import StepKernel
+from kvcellar.engine.recording.recorded_outline import outlined
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.recorded import FIXED, Recorded
-from kvcellar.kernels.recorded_kernel import StepKernel
-from kvcellar.kernels.recorded_outline import outlined
 from tests.kernels.traced import data_of, traced
 
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcellar.attention.choose import backends
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.attention.triton import Triton
-from kvcellar.contracts import Backend
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.sample import draw as draw_file
+from kvcellar.engine.sample.draw import draw
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.kernels.uploads import upload, uploaded
-from kvcellar.models.build_guest import build_guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.sample import draw as draw_file
-from kvcellar.sample.draw import draw
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.attention.triton import Triton
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 from tests.attention.by_tables import attend
 from tests.models.graph_of_calls import READS_BACK
 from tests.zoo import ARCHS

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from kvcellar.kernels.program import Constant, Dtype, Number, Op, Program, Ref, Size, Value
+from kvcellar.engine.recording.program import Constant, Dtype, Number, Op, Program, Ref, Size, Value
 
 
 class _Traced:

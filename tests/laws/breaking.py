@@ -12,9 +12,9 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.tables import Table, Tables
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.cells import Cells
+from kvcellar.memory.cells.tables import Table, Tables
 
 TAKING = ((Cells, "take"), (Cells, "take_exact"), (Table, "share"), (Tables, "new"), (Sdpa, "prepare"))
 ERRORS: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, MemoryError, KeyboardInterrupt)

@@ -7,12 +7,12 @@ the cells in use are the distinct ones that are held. So it is with the position
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvcellar.cache.layouts import Causal, Chunked, Input, Sliding
-from kvcellar.cache.memory import Group
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.cells.layouts import Causal, Chunked, Input, Sliding
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Group
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, StoredAs
+from kvcellar.memory.spans import Span
 from tests.laws import identity
 from tests.laws.identity import Spelt
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.cache.quantise import LARGEST, rotate
-from kvcellar.shapes import Plane, Rotation
+from kvcellar.memory.kv.quantise import LARGEST, rotate
+from kvcellar.memory.shapes import Plane, Rotation
 
 LANES = 32
 TOKEN, LAYER, PLANE = 20, 6, 2  # bits

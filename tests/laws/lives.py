@@ -9,9 +9,9 @@ from random import Random
 
 import torch
 
-from kvcellar.cache.history import AXES
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.kv.history import AXES
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.laws.breaking import ERRORS, Fault
 from tests.laws.dumb import Member
 from tests.laws.player import End, Player

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.reference import attend_dense
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, NotSupported, WrongStage
-from kvcellar.plan import Batch, Feed, GroupPlan, Plan
-from kvcellar.shapes import Scoring
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import attend_dense
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed, GroupPlan, Plan
+from kvcellar.memory.shapes import Scoring
+from kvcellar.memory.spans import Span
 from tests.laws import identity
 from tests.laws.breaking import Fault, try_with
 from tests.laws.dumb import Cell, Dumb, Member

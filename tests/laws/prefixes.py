@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import StateSegment
-from kvcellar.shapes import Recurrent, StatePlane
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import StateSegment
+from kvcellar.memory.shapes import Recurrent, StatePlane
 from tests.laws.watch import everything
 
 Tokens = tuple[int, ...]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 
 FEEDS = st.lists(
     st.builds(

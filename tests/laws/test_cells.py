@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.tables import Table, Tables
-from kvcellar.plan import Run
+from kvcellar.memory.cells.cells import Cells
+from kvcellar.memory.cells.tables import Table, Tables
+from kvcellar.memory.plan import Run
 from tests.laws.watch import pieces
 
 

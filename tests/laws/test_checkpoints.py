@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Group, Memory
-from kvcellar.cache.readout import Record
 from kvcellar.errors import BadRequest, CacheFull, NotSupported
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import Plane, Recurrent, StatePlane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.kv.readout import Record
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
+from kvcellar.memory.spans import Span
 from tests.laws.watch import nothing_changes
 
 PLANES = (Plane("k", 2, 4), Plane("v", 1, 3))

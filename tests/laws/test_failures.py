@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from kvcellar.cache.history import LayerHistory
-from kvcellar.cache.readout import Record
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.shapes import Scoring, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.kv.history import LayerHistory
+from kvcellar.memory.kv.readout import Record
+from kvcellar.memory.plan import Batch, Feed, Plan
+from kvcellar.memory.shapes import Scoring, StoredAs
+from kvcellar.memory.spans import Span
 from tests.laws.breaking import Fault, try_with
 from tests.laws.dumb import causal, chunked, encoder, kept_as, member, shifting, sliding
 from tests.laws.player import Player

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.reference import Reference
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
-from kvcellar.cache.memory import Memory
 from kvcellar.errors import BadRequest
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.laws.dumb import Cell, Dumb, Kind, Line, causal, chunked, member, sliding
 
 KINDS = st.one_of(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from kvcellar.shapes import StoredAs
+from kvcellar.memory.shapes import StoredAs
 from tests.laws.dumb import Member, causal, chunked, encoder, kept_as, member, shifting, sliding
 from tests.laws.lives import FLOATS, Life
 

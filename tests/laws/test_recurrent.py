@@ -18,14 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from torch import Tensor
 
 from benchmarks.zeros import put_zeros
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.layouts import Input
-from kvcellar.cache.memory import Group, Memory
 from kvcellar.errors import BadRequest, CacheFull, NotSupported, WrongStage
-from kvcellar.plan import Batch, Feed, Plan, StateSegment
-from kvcellar.policy import trim
-from kvcellar.shapes import Plane
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.layouts import Input
+from kvcellar.memory.memory import Group, Memory
+from kvcellar.memory.plan import Batch, Feed, Plan, StateSegment
+from kvcellar.memory.policy import trim
+from kvcellar.memory.shapes import Plane
+from kvcellar.memory.spans import Span
 from tests.laws.dumb import Kind, causal, chunked, sliding
 from tests.laws.prefixes import (
     RECURRENT,

@@ -6,10 +6,10 @@ from random import Random
 import pytest
 from hypothesis import settings
 
-from kvcellar.cache.layouts import Chunked, Input, Sliding
-from kvcellar.layout import Layout
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.cells.layouts import Chunked, Input, Sliding
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.laws.dumb import Kind, Member, causal, chunked, encoder, member, shifting, sliding
 from tests.laws.lives import LIMITS, Life
 from tests.laws.player import Player

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.memory import Memory
-from kvcellar.spans import Span
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.spans import Span
 from tests.cache.tagged import Tagged
 from tests.laws.watch import nothing_changes
 

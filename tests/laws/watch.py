@@ -10,11 +10,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.memory import Memory
-from kvcellar.plan import Run
-from kvcellar.shapes import Arrangement
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.cells.cells import Cells
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Run
+from kvcellar.memory.shapes import Arrangement
 
 
 class Wishes(Sdpa):

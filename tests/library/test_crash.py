@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvcellar.errors import ModelNotFound
+from kvcellar.files import Files
 from kvcellar.library.library import Library
 from kvcellar.library.manifest import Manifest
-from kvcellar.tiers.files import Files
 from tests.library.made import FakeTools, adapter, made, model, tree
 from tests.small_process import in_small_process
 from tests.tiers.faults import Counting, Killing, Recording, after_power_loss

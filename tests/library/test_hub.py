@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
+from kvcellar.engine.models.weights.find import find
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, PullFailed
 from kvcellar.library import download
 from kvcellar.library.hub import look_up, pull
 from kvcellar.library.hub_cache import cached_models
-from kvcellar.models.find import find
 from kvcellar.progress import Progress
 from kvcellar.repository import Repository, is_used
 from tests.library.fake_hub import FakeHub, serving

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from kvcellar.attention.choose import backends
-from kvcellar.models.assistant_head import ASSISTANTS, AssistantHead, build_assistant, queries_only
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, AssistantHead, build_assistant, queries_only
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.memory.attention.choose import backends
 from tests.zoo import ARCHS, layers
 from tests.zoo_test_support.initialise import initialise
 

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from kvcellar.attention.choose import backends
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import sharing_weights
-from kvcellar.models.mtp_head import MtpHead, build_mtp_head
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.heads.mtp_head import MtpHead, build_mtp_head
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import sharing_weights
+from kvcellar.memory.attention.choose import backends
 from tests.zoo import ARCHS
 from tests.zoo_test_support.initialise import initialise
 from tests.zoo_test_support.tiny import tiny

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.engine.models.hf_globals import silence_transformers
 from tests.zoo import ARCHS
 
 

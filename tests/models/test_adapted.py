@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcellar.attention.choose import named
+from kvcellar.engine.models.adapters.adapters import read_adapter
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.load import sharing_weights
+from kvcellar.engine.models.selftest import check_adapted
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.packed import pack
-from kvcellar.models.adapters import read_adapter
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.load import sharing_weights
-from kvcellar.models.selftest import check_adapted
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import named
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.lora import ends_with, layers_of, merged, saved
 from tests.zoo import ARCHS, reference_logits
 

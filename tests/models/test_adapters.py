@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.adapters.adapters import Adapter, check_adapter, linear_layers, read_adapter, sizes_of
+from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.errors import AdapterRefused
-from kvcellar.models.adapters import Adapter, check_adapter, linear_layers, read_adapter, sizes_of
-from kvcellar.models.hf_globals import silence_transformers
 from tests.models.lora import ends_with, layers_of, saved
 from tests.zoo import ARCHS
 
@@ -254,7 +254,7 @@ def test_an_adapter_over_the_cap_is_refused_before_its_tensors_are_read(
     path = saved(tmp_path / "a", layers_of(llama, ends_with("q_proj", "v_proj")))
     size = read(llama, path).bytes
     assert read(llama, path, most=size).bytes == size
-    monkeypatch.setattr("kvcellar.models.adapters._Part.read", None)
+    monkeypatch.setattr("kvcellar.engine.models.adapters.adapters._Part.read", None)
     with pytest.raises(AdapterRefused, match=f"it takes {size} bytes, and {size - 1} are left for it"):
         read(llama, path, most=size - 1)
 

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from kvcellar.attention.choose import backends
-from kvcellar.cache.layouts import Causal, Chunked, Sliding
+from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.errors import ModelRefused
-from kvcellar.models.build_guest import build_guest
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from tests.models.served import FLAT, REFUSED, SERVED, SOLO
 from tests.models.timeline import guest_and_reference
 from tests.zoo import ARCHS, ATTENTION, WINDOW

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvcellar.models import hf_globals as module
-from kvcellar.models.assistant_head import check_assistant
-from kvcellar.models.hf_globals import building, silence_transformers
-from kvcellar.models.load import load
-from kvcellar.models.mtp_head import load_mtp
-from kvcellar.models.quantize.directory import quantize_directory
+from kvcellar.engine.models import hf_globals as module
+from kvcellar.engine.models.heads.assistant_head import check_assistant
+from kvcellar.engine.models.heads.mtp_head import load_mtp
+from kvcellar.engine.models.hf_globals import building, silence_transformers
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize.directory import quantize_directory
 from tests.models.assistants import ORDERED, VOCAB, saved
 from tests.models.mtp import saved_beside
 from tests.zoo import ARCHS

@@ -11,14 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize import measuring
+from kvcellar.engine.models.quantize.directory import int4_gptq, quantize_directory
+from kvcellar.engine.models.quantize.kinds import report_lines
+from kvcellar.engine.models.quantize.measuring import (
+    Calibration,
+    _compare,
+    _Differences,
+    measure_harm,
+    of_text,
+    sampled,
+)
+from kvcellar.engine.models.quantize.rounding import int4_groups
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models import embedded
-from kvcellar.models.load import load
-from kvcellar.models.quantize import measuring
-from kvcellar.models.quantize.directory import int4_gptq, quantize_directory
-from kvcellar.models.quantize.kinds import report_lines
-from kvcellar.models.quantize.measuring import Calibration, _compare, _Differences, measure_harm, of_text, sampled
-from kvcellar.models.quantize.rounding import int4_groups
 from tests.models.quantised import saved, types
 
 TEXT = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 40

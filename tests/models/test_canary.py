@@ -3,9 +3,9 @@
 import pytest
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.build_guest import build_guest as original
+from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import ModelRefused
-from kvcellar.models.build_guest import build_guest as original
-from kvcellar.models.guest import Guest
 from scripts import canary
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from kvcellar.attention.choose import backends
-from kvcellar.engine.build import build
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.build import build
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.input_limits import context_of, context_reason
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.input_limits import context_of, context_reason
+from kvcellar.memory.attention.choose import backends
 from kvcellar.verify.diagnosis import diagnose
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, small_memory
 from tests.zoo import ARCHS, ROPE_LONG, reference_logits

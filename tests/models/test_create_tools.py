@@ -7,13 +7,13 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from kvcellar.engine.engine import Engine
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.weights.create_tools import CreateTools
 from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.frontend.engine import Engine
 from kvcellar.library.create import create
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.modelfile import parse
-from kvcellar.models.create_tools import CreateTools
-from kvcellar.models.hf_globals import silence_transformers
 from tests.models import gguf_files as gguf
 from tests.models.assistants import ORDERED, VOCAB, saved
 from tests.models.lora import ends_with, layers_of
@@ -165,7 +165,9 @@ def test_without_folders_no_directory_is_looked_at(library, tmp_path, monkeypatc
 
 def test_a_report_without_a_measurement_loads_no_model(library, tmp_path, monkeypatch):
     directory(tmp_path / "m", "llama")
-    monkeypatch.setattr("kvcellar.models.quantize.directory.measure_harm", lambda *_, **__: pytest.fail("it measures"))
+    monkeypatch.setattr(
+        "kvcellar.engine.models.quantize.directory.measure_harm", lambda *_, **__: pytest.fail("it measures")
+    )
     tools = CreateTools(measure=False)
     model = create(library, "a", parse("FROM ./m"), tools=tools, folders=[tmp_path], quantize="int8").model
     assert model.manifest.quantized == "int8"

@@ -23,10 +23,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from kvcellar.cache import inputs as inputs_module
-from kvcellar.cache.history import write_planes
+from kvcellar.engine.models.generation import DecoderCache, cross_attention_cache
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused, NotSupported
-from kvcellar.models.generation import DecoderCache, cross_attention_cache
+from kvcellar.memory.kv import inputs as inputs_module
+from kvcellar.memory.kv.history import write_planes
 from tests.zoo import ARCHS
 from tests.zoo_test_support.initialise import initialise
 

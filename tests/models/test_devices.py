@@ -13,20 +13,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.attention.choose import backends
-from kvcellar.attention.reference import Reference
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.sample.draw import Drawn, draw
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import NotSupported
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.sample.draw import Drawn, draw
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.shapes import StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.attention.reference import Reference
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import StoredAs
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingParams
 from tests.zoo import ARCHS
 
 META = torch.device("meta")

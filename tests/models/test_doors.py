@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvcellar.engine.models.seam import Door, GuestCache
 from kvcellar.errors import ModelRefused
-from kvcellar.models.seam import Door, GuestCache
-from kvcellar.shapes import Scoring
+from kvcellar.memory.shapes import Scoring
 
 X = torch.zeros(1, 1, 2, 4)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
+from kvcellar.engine.models.heads.draft_fit import DraftFit, draft_fit
+from kvcellar.engine.models.load import Loaded, load
 from kvcellar.errors import DraftRefused, ModelRefused
-from kvcellar.models.draft_fit import DraftFit, draft_fit
-from kvcellar.models.load import Loaded, load
 from kvcellar.text.tokens import TextAssets
 from tests.text import made
 from tests.zoo import ARCHS

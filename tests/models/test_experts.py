@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.weights.packing import CHILDREN, pack_experts, pack_model, wrap_routers
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.experts import OwnExperts
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.packing import CHILDREN, pack_experts, pack_model, wrap_routers
+from kvcellar.memory.attention.choose import backends
 from kvcellar.verify.bits import same_bits
 from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS

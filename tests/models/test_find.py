@@ -11,11 +11,11 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from kvcellar.engine.engine import Engine
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.weights.find import find
 from kvcellar.errors import ModelNotFound, ModelRefused
-from kvcellar.models.find import find
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
+from kvcellar.frontend.engine import Engine
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS, reference_logits
 

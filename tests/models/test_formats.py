@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize.directory import quantize_directory
+from kvcellar.engine.models.quantize.formats.part import Decoded, as_floats, e2m1, looked_up, shown_part
+from kvcellar.engine.models.quantize.reading import format_in
+from kvcellar.engine.models.quantize.rounding import unpack
+from kvcellar.engine.models.weights.weights_bytes import bytes_in_memory, weights_of
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.codes import Coded, Codes
-from kvcellar.models.load import load
-from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.formats.part import Decoded, as_floats, e2m1, looked_up, shown_part
-from kvcellar.models.quantize.reading import format_in
-from kvcellar.models.quantize.rounding import unpack
-from kvcellar.models.weights_bytes import bytes_in_memory, weights_of
-from kvcellar.models.weights_files import Stored, WeightsFiles
 from tests.models import foreign
 from tests.models.foreign import Writer, directory
 from tests.models.quantised import saved, stored

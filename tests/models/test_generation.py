@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.generation import GenerationCache
 from kvcellar.errors import BadRequest, CacheFull, ModelRefused
-from kvcellar.models.generation import GenerationCache
 from tests.zoo import ARCHS
 
 NAMES = ("llama", "gemma3", "gpt2", "gpt-oss", "deepseek-v3", "cohere2", "bloom")

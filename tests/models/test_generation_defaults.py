@@ -9,12 +9,12 @@ import torch
 from transformers import GenerationConfig
 
 from kvcellar.engine.card import default_sampling
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.generation_defaults import FIELDS, generation_defaults
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models.generation_defaults import FIELDS, generation_defaults
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
+from kvcellar.frontend.engine import Engine
 from kvcellar.verify.diagnosis import diagnose
 from tests.cli.command import kvcellar
 from tests.zoo import ARCHS
@@ -135,7 +135,7 @@ def test_values_that_leave_a_feature_off_are_not_reported() -> None:
 def test_invalid_rules_are_refused_before_anything_is_built(
     rules: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcellar.models.load.opened", lambda path: pytest.fail("the weights were opened"))
+    monkeypatch.setattr("kvcellar.engine.models.load.opened", lambda path: pytest.fail("the weights were opened"))
     with pytest.raises(ModelRefused) as refusal:
         load(saved(tmp_path, **rules))
     assert message in str(refusal.value)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcellar.engine.models.gguf.gguf_file import _Reader, read_header
 from kvcellar.errors import ModelRefused
-from kvcellar.models.gguf_file import _Reader, read_header
 from tests.models import gguf_files as gguf
 
 FIELDS: dict[str, Any] = {

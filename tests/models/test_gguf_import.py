@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.gguf.gguf_file import TYPES
+from kvcellar.engine.models.gguf.gguf_import import BITS, decode, import_gguf
+from kvcellar.engine.models.gguf.gguf_models import ARCHITECTURES, llama3_parameters
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize.served import kernels_for
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.quantised import QuantisedLinear
-from kvcellar.models.gguf_file import TYPES
-from kvcellar.models.gguf_import import BITS, decode, import_gguf
-from kvcellar.models.gguf_models import ARCHITECTURES, llama3_parameters
-from kvcellar.models.load import load
-from kvcellar.models.quantize.served import kernels_for
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS, reference_logits
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvcellar.engine.models.gguf.gguf_file import Header, read_header
+from kvcellar.engine.models.gguf.gguf_import import import_gguf, write_tokenizer
+from kvcellar.engine.models.load import Loaded, load
 from kvcellar.errors import ModelRefused
-from kvcellar.models.gguf_file import Header, read_header
-from kvcellar.models.gguf_import import import_gguf, write_tokenizer
-from kvcellar.models.load import Loaded, load
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcellar.attention.choose import backends
-from kvcellar.attention.sdpa import Sdpa
-from kvcellar.attention.triton import Triton
-from kvcellar.engine.recorded import replay_graphs
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.recording import graphs as graphs_of
-from kvcellar.models.recording.graphs import CudaGraphs, Graphs
+from kvcellar.engine.load.recorded import replay_graphs
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.recording import graphs as graphs_of
+from kvcellar.engine.recording.graphs import CudaGraphs, Graphs
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.attention.triton import Triton
 from tests.attention.by_tables import attend
 from tests.models import graph_of_calls
 from tests.models.test_recording import Steps

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.heads.heads import find_head
+from kvcellar.engine.models.heads.mtp_head import MtpHead
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import Loaded, load
 from kvcellar.errors import ModelNotFound, ModelRefused
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.heads import find_head
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import Loaded, load
-from kvcellar.models.mtp_head import MtpHead
+from kvcellar.memory.attention.choose import backends
 from tests.models.mtp import saved_beside
 from tests.zoo import ARCHS
 

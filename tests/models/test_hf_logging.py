@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from transformers.utils import logging as transformers_logging
 
-from kvcellar.attention.choose import backends
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
+from kvcellar.memory.attention.choose import backends
 from tests.zoo import ARCHS
 
 LIBRARY = logging.getLogger("transformers")
 STRANGER = logging.getLogger("transformers.models.llama")
 PROGRAM = """
 import sys
-from kvcellar.attention.choose import backends
+from kvcellar.memory.attention.choose import backends
 from kvcellar.errors import ModelRefused
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.load import load
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.load import load
 for path in sys.argv[1:]:
     try:
         build_guest(load(path).model, backends())

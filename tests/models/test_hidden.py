@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, small_memory
 
 # Full, sliding, chunked, latents, learned positions; convolutions, delta rules, scans; solo. By how much the model

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.generation import GenerationCache
+from kvcellar.engine.models.seam import OwnLayer, SoloDoor
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.generation import GenerationCache
-from kvcellar.models.seam import OwnLayer, SoloDoor
-from kvcellar.shapes import StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.shapes import StoredAs
+from kvcellar.memory.spans import Span
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, small_memory
 from tests.zoo import ARCHS, reference_logits
 

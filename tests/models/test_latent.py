@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar import Engine
-from kvcellar.attention.choose import backends, named
-from kvcellar.attention.cpu import Cpu
-from kvcellar.engine.recorded import record_steps
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.recorded import record_steps
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models import build_guest as build
+from kvcellar.engine.models.adapters.adapters import read_adapter
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.latent_attention import CHILD, NotLinear, with_latents
+from kvcellar.engine.models.quantize import served
+from kvcellar.engine.models.seam import Latent
+from kvcellar.engine.models.selftest import check_adapted
+from kvcellar.engine.models.weights.packing import pack_model
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnLinear
-from kvcellar.models import build_guest as build
-from kvcellar.models.adapters import read_adapter
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.latent_attention import CHILD, NotLinear, with_latents
-from kvcellar.models.packing import pack_model
-from kvcellar.models.quantize import served
-from kvcellar.models.seam import Latent
-from kvcellar.models.selftest import check_adapted
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import AttentionSpec, StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends, named
+from kvcellar.memory.attention.cpu import Cpu
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import AttentionSpec, StoredAs
+from kvcellar.memory.spans import Span
 from kvcellar.verify.bits import same_bits
 from tests.models.lora import ends_with, layers_of, saved
 from tests.models.served import FLAT

@@ -26,14 +26,14 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import MAX_FILE_BYTES, load
+from kvcellar.engine.models.weights import weights_files
+from kvcellar.engine.models.weights.config_file import MOST_JSON, config_fields
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
-from kvcellar.models import weights_files
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.config_file import MOST_JSON, config_fields
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import MAX_FILE_BYTES, load
-from kvcellar.sample.params import SamplingParams
+from kvcellar.memory.attention.choose import backends
+from kvcellar.sampling_params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 
 TOKENS = list(range(3, 40))

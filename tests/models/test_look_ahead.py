@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.cache.memory import Memory
+from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.remasked import Rule, remasked_logits
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, small_memory
 from tests.zoo import WINDOW, reference_logits

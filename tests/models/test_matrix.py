@@ -6,15 +6,15 @@ import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from kvcellar.attention.choose import backends, named
-from kvcellar.engine.recorded import record_steps
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.recorded import record_steps
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends, named
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.served import FLAT, SERVED, SOLO
 from tests.models.timeline import (
     BOUND,

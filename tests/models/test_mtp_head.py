@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.heads.mtp_head import MtpHead, build_mtp_head, described, load_mtp
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
 from kvcellar.errors import ModelRefused
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
-from kvcellar.models.mtp_head import MtpHead, build_mtp_head, described, load_mtp
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.mtp import (
     FAMILIES,
     head_and_reference,

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.choose import backends
-from kvcellar.cache.layouts import Causal
+from kvcellar.engine.models import seam
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.seam import FlatDoor
 from kvcellar.errors import ModelRefused
-from kvcellar.models import seam
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.seam import FlatDoor
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.cells.layouts import Causal
 from tests.models.timeline import BOUND, Timeline, seed_of
 from tests.zoo import ARCHS
 

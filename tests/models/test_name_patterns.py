@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcellar.engine.models.adapters.adapter_config import Effort, NamePattern
 from kvcellar.errors import ModelRefused
-from kvcellar.models.adapter_config import Effort, NamePattern
 
 atoms = st.sampled_from(
     ["a", "b", ".", r"\.", r"\d", r"\w", r"\b", "^", "$", "[ab]", "[^a1]", "[0-9_]", "(?=a)", "(?!b)"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcellar.models.load import sharing_weights
+from kvcellar.engine.models.load import sharing_weights
 from tests.models.test_adapted import Steps, guest_of, texts_of
 from tests.zoo import ARCHS, reference_logits
 

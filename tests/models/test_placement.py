@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from kvcellar import Engine
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.weights.placement import ELSEWHERE, PARALLEL
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models.load import load
-from kvcellar.models.placement import ELSEWHERE, PARALLEL
 from kvcellar.verify.diagnosis import Machine, diagnose, machine_notes
 from tests.zoo import ARCHS
 

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize.directory import quantize_directory
+from kvcellar.engine.models.quantize.reading import FORMATS, format_in
 from kvcellar.errors import ModelRefused
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
-from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.reading import FORMATS, format_in
-from kvcellar.tiers.identity import FileDigests
+from kvcellar.memory.tiers.identity import FileDigests
 from tests.models.quantised import saved, stored, words_of
 from tests.zoo import reference_logits
 

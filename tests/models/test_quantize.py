@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvcellar.bench.network import SMALL, TINY, write
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.heads.assistant_head import load_assistant
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.quantize.directory import quantize_directory
+from kvcellar.engine.models.quantize.kinds import canonical_kind, report_lines
+from kvcellar.engine.models.quantize.rounding import int4_groups, int8_rows, pack, unpack
+from kvcellar.engine.models.quantize.selection import choose
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.models import embedded
-from kvcellar.models.assistant_head import load_assistant
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
-from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.kinds import canonical_kind, report_lines
-from kvcellar.models.quantize.rounding import int4_groups, int8_rows, pack, unpack
-from kvcellar.models.quantize.selection import choose
 from kvcellar.progress import Progress
 from tests.models.assistants import saved as assistant
 from tests.models.assistants import target as assistant_target
@@ -312,9 +312,9 @@ def test_parts_that_are_joined_elsewhere_are_of_one_kind(name: str, changes: dic
 
 def test_the_bench_model_is_quantised_but_for_its_embedding(tmp_path: Path) -> None:
     """By its shapes: the files are too large for a test."""
-    from kvcellar.models.config_file import config_fields
-    from kvcellar.models.load import config_of, skeleton_of
-    from kvcellar.models.weights_files import opened
+    from kvcellar.engine.models.load import config_of, skeleton_of
+    from kvcellar.engine.models.weights.config_file import config_fields
+    from kvcellar.engine.models.weights.weights_files import opened
 
     (tmp_path / "m").mkdir()
     write(TINY, tmp_path / "m")

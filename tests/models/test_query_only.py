@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcellar.cache.memory import Memory
+from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import ModelRefused
-from kvcellar.models.guest import Guest
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.remasked import Rule, remasked_logits
 from tests.models.timeline import BOUND, guest_and_reference, read, relative, run, small_memory
 from tests.zoo import RECURRENT, reference_logits

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvcellar.attention.choose import backends
-from kvcellar.kernels.program import Constant, Op, Program, Ref, Value
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.passes import simplified
-from kvcellar.models.recording.record import record
-from kvcellar.models.recording.recording import Captured
-from kvcellar.models.recording.replay import Replay
-from kvcellar.models.recording.saved import FORMAT, Damaged, Programs, decoded, digest_of, encoded
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.recording.capture import capture
+from kvcellar.engine.recording.passes import simplified
+from kvcellar.engine.recording.program import Constant, Op, Program, Ref, Value
+from kvcellar.engine.recording.record import record
+from kvcellar.engine.recording.recording import Captured
+from kvcellar.engine.recording.replay import Replay
+from kvcellar.engine.recording.saved import FORMAT, Damaged, Programs, decoded, digest_of, encoded
+from kvcellar.memory.attention.choose import backends
 from tests.zoo import ARCHS
 
 
@@ -172,7 +172,7 @@ def test_a_kept_program_is_used_and_a_damaged_one_is_captured_again(
         assert "is not used" in caplog.text
     record(served, lambda program: Replay(program, served.model), kept)
     assert path.read_bytes() == content
-    monkeypatch.setattr("kvcellar.models.recording.capture.capture", lambda _: pytest.fail("it is captured again"))
+    monkeypatch.setattr("kvcellar.engine.recording.capture.capture", lambda _: pytest.fail("it is captured again"))
     record(served, lambda program: Replay(program, served.model), kept)
     assert served.not_recorded is None
 
@@ -188,7 +188,7 @@ def test_a_digest_is_of_the_network_and_not_of_its_numbers() -> None:
 
 
 def test_a_directory_keeps_the_programs_that_were_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcellar.models.recording.saved.MOST_FILES", most := 6)
+    monkeypatch.setattr("kvcellar.engine.recording.saved.MOST_FILES", most := 6)
     kept = Programs(tmp_path)
     for number in range(most + 2):
         (tmp_path / f"{number:040}.recording").touch()

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from kvcellar.attention.choose import backends
-from kvcellar.kernels.program import Program
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import random_tokens
-from kvcellar.models.recording import record as recording_of
-from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.record import record
-from kvcellar.models.recording.recording import NotRecordable, RecordedStep, Results
-from kvcellar.models.recording.replay import Replay
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import random_tokens
+from kvcellar.engine.recording import record as recording_of
+from kvcellar.engine.recording.capture import capture
+from kvcellar.engine.recording.program import Program
+from kvcellar.engine.recording.record import record
+from kvcellar.engine.recording.recording import NotRecordable, RecordedStep, Results
+from kvcellar.engine.recording.replay import Replay
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.served import SOLO
 from tests.zoo import ARCHS
 

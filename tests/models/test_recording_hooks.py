@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from kvcellar.attention.choose import backends
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import wrap_mixers
-from kvcellar.models.recording.record import record
-from kvcellar.models.recording.recording import Hooks
-from kvcellar.models.recording.replay import Replay
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.mixers import wrap_mixers
+from kvcellar.engine.recording.record import record
+from kvcellar.engine.recording.recording import Hooks
+from kvcellar.engine.recording.replay import Replay
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.zoo import ARCHS
 
 LAYER = "model.layers.1.mlp.up_proj"

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import random_tokens
+from kvcellar.engine.models.load import load
+from kvcellar.engine.recording.capture import capture
+from kvcellar.engine.recording.native import NativeExecutor
+from kvcellar.engine.recording.recorded_kernel import StepKernel
+from kvcellar.engine.recording.recording import Captured, RecordedStep, Recording, Results
+from kvcellar.engine.recording.replay import Replay
 from kvcellar.kernels.codes import Codes
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.packed import pack
 from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
-from kvcellar.kernels.recorded_kernel import StepKernel
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import random_tokens
-from kvcellar.models.load import load
-from kvcellar.models.recording.capture import capture
-from kvcellar.models.recording.native import NativeExecutor
-from kvcellar.models.recording.recording import Captured, RecordedStep, Recording, Results
-from kvcellar.models.recording.replay import Replay
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.quantised import saved
 from tests.models.served import FLAT
 from tests.models.test_recording import Steps, timeline

@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvcellar.attention.choose import backends
-from kvcellar.cache.cells import Cells
-from kvcellar.cache.memory import Memory
-from kvcellar.cache.rows import Rows, SequenceStates
-from kvcellar.cache.states import States
-from kvcellar.engine.reserve import peak, uncollected
+from kvcellar.engine.load.reserve import peak, uncollected
+from kvcellar.engine.models import build_guest as guest_building
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.load import sharing_weights
+from kvcellar.engine.models.mixers import Mixing, StateView
+from kvcellar.engine.models.weights.scan import SCANS, Advance, Call, Scan
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.models import build_guest as guest_building
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.load import sharing_weights
-from kvcellar.models.mixers import Mixing, StateView
-from kvcellar.models.scan import SCANS, Advance, Call, Scan
-from kvcellar.plan import Batch, Feed, Run, StateSegment
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.cells.cells import Cells
+from kvcellar.memory.cells.rows import Rows, SequenceStates
+from kvcellar.memory.kv.states import States
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed, Run, StateSegment
+from kvcellar.memory.spans import Span
 from tests.laws.prefixes import Made
 from tests.models.timeline import BOUND, guest_and_reference, relative
 from tests.zoo import ARCHS, RECURRENT, reference_logits

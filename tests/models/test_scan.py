@@ -14,11 +14,11 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.zamba import modeling_zamba
 
+from kvcellar.engine.models.mixers import StateView
+from kvcellar.engine.models.weights import scan
+from kvcellar.engine.models.weights.scan import SCANS, Call, selective_scan
 from kvcellar.errors import ModelRefused
-from kvcellar.models import scan
-from kvcellar.models.mixers import StateView
-from kvcellar.models.scan import SCANS, Call, selective_scan
-from kvcellar.plan import StateSegment
+from kvcellar.memory.plan import StateSegment
 from tests.models.timeline import relative
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvcellar.engine.models.load import Loaded, load
+from kvcellar.engine.models.quantize import served as served_module
+from kvcellar.engine.models.quantize.directory import quantize_directory
+from kvcellar.engine.models.quantize.selection import choose
+from kvcellar.engine.models.selftest import judged_as
+from kvcellar.engine.models.weights.weights_files import opened
+from kvcellar.engine.models.weights.weights_loading import fill, stacked_targets, targets_of
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.experts import OwnExperts
 from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
-from kvcellar.models.load import Loaded, load
-from kvcellar.models.quantize import served as served_module
-from kvcellar.models.quantize.directory import quantize_directory
-from kvcellar.models.quantize.selection import choose
-from kvcellar.models.selftest import judged_as
-from kvcellar.models.weights_files import opened
-from kvcellar.models.weights_loading import fill, stacked_targets, targets_of
 from tests.kernels.rounded import Emulated
 from tests.models import foreign
 from tests.models.quantised import saved, stored

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar import BadRequest, CapacityTooSmall, Engine, ModelRefused
-from kvcellar.engine import thread_client
-from kvcellar.engine.loop import Loop
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.core.loop import Loop
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models import build_guest as guest_building
+from kvcellar.engine.models.guest import Verdict
+from kvcellar.engine.models.load import sharing_weights
 from kvcellar.errors import EngineFailed
+from kvcellar.frontend import thread_client
 from kvcellar.kernels.packed import LINEARS
-from kvcellar.models import build_guest as guest_building
-from kvcellar.models.guest import Verdict
-from kvcellar.models.load import sharing_weights
 from kvcellar.verify.diagnosis import diagnose
 from kvcellar.verify.run import verify
 from tests.models.timeline import BOUND

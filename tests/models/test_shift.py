@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.attention.choose import backends
-from kvcellar.cache.memory import Memory
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.rope import TOKENS, stored_at
 from kvcellar.errors import NotSupported
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.rope import TOKENS, stored_at
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.zoo import ARCHS
 
 GONE = Span(8, 8 + 16)  # whole windows and whole chunks of the zoo's, inside the filler

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama
 
-from kvcellar.attention.choose import backends, named
-from kvcellar.cache.layouts import Causal, Sliding
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.load import sharing_weights
+from kvcellar.engine.models.seam import ATTENTION, scoring_of
+from kvcellar.engine.models.shape import recognise
 from kvcellar.errors import ModelRefused
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.load import sharing_weights
-from kvcellar.models.seam import ATTENTION, scoring_of
-from kvcellar.models.shape import recognise
+from kvcellar.memory.attention.choose import backends, named
+from kvcellar.memory.cells.layouts import Causal, Sliding
 from tests.models.timeline import BOUND, Timeline, guest_and_reference, read, relative, run, small_memory
 from tests.zoo import ARCHS, reference_logits
 

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.weights import weights_loading as reading
 from kvcellar.errors import ModelRefused
-from kvcellar.models import weights_loading as reading
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.load import load
+from kvcellar.frontend.engine import Engine
 from kvcellar.verify.diagnosis import diagnose
 from tests.zoo import ARCHS, reference_logits
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcellar import Engine, ModelRefused
-from kvcellar.models.weights_bytes import MARGIN, bytes_in_memory
+from kvcellar.engine.models.weights.weights_bytes import MARGIN, bytes_in_memory
 from tests.zoo import ARCHS
 
 

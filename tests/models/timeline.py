@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvcellar.attention.choose import backends
-from kvcellar.cache.memory import Memory
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import context_of, padding_token
 from kvcellar.errors import CacheFull, NotSupported
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import context_of, padding_token
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.zoo import ARCHS, WINDOW, reference_logits
 
 BOUND = 1e-4  # of the largest logit, in float32

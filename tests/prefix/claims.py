@@ -1,6 +1,6 @@
 """Claims that hold the tokens themselves instead of their memory, so that a wrong cut or join shows."""
 
-from kvcellar.spans import Span
+from kvcellar.memory.spans import Span
 
 
 class TokenClaims:

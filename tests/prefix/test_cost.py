@@ -10,13 +10,13 @@ import pytest
 
 from benchmarks.prefix import NODE, Spans, _insert, bushy, grown
 from benchmarks.replay import Replay, Turn, _completion
-from kvcellar.engine.prefixes import SLICE
-from kvcellar.engine.request import Completion, Status
-from kvcellar.prefix import node
-from kvcellar.prefix.listing import Walk
-from kvcellar.prefix.node import TOKEN, Kept, key_of
-from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import _diverging
+from kvcellar.engine.core.request import Completion, Status
+from kvcellar.memory.prefix import node
+from kvcellar.memory.prefix.listing import Walk
+from kvcellar.memory.prefix.node import TOKEN, Kept, key_of
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.prefix.why import _diverging
+from kvcellar.memory.prefixes import SLICE
 from tests.counted import lines
 
 
@@ -202,7 +202,7 @@ def test_a_slice_of_a_listing_costs_the_same_in_a_tree_of_any_size_and_shape(sha
 
 
 def test_a_slice_of_a_listing_reads_a_bounded_number_of_tokens(monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.prefix.listing.BYTES", 10 * TOKEN)
+    monkeypatch.setattr("kvcellar.memory.prefix.listing.BYTES", 10 * TOKEN)
     walk, slices = Walk(flat(20)), 0
     while not walk.over:
         assert len(walk.next(100)) <= 4

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.heap import Heap
+from kvcellar.memory.heap import Heap
 
 
 @dataclass(eq=False)

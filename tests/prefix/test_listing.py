@@ -5,10 +5,10 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.prefix.listing import Listed, Walk
-from kvcellar.prefix.node import Node, key_of
-from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import name_of, named
+from kvcellar.memory.prefix.listing import Listed, Walk
+from kvcellar.memory.prefix.node import Node, key_of
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.prefix.why import name_of, named
 from tests.prefix.claims import TokenClaims
 
 TEXTS = st.lists(

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.prefix.node import common_prefix, key_of
-from kvcellar.prefix.tree import Tree
-from kvcellar.prefix.why import LEAST, Elsewhere, Losses, ReadBack, Sightings, explained
+from kvcellar.memory.prefix.node import common_prefix, key_of
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.prefix.why import LEAST, Elsewhere, Losses, ReadBack, Sightings, explained
 from tests.prefix.claims import TokenClaims
 
 BOS = 9

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.prefix.node import Node, Use, key_of
-from kvcellar.prefix.order import Part
-from kvcellar.prefix.tree import Tree
-from kvcellar.retention import DEFAULT, Retention, stronger
+from kvcellar.memory.prefix.node import Node, Use, key_of
+from kvcellar.memory.prefix.order import Part
+from kvcellar.memory.prefix.tree import Tree
+from kvcellar.memory.retention import DEFAULT, Retention, stronger
 from tests.prefix.claims import TokenClaims
 
 Tokens = tuple[int, ...]

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.policy import worth_by_age
-from kvcellar.prefix.node import Node, Use, key_of
-from kvcellar.prefix.returns import AGAIN, AGES, KINDS, LONGEST, OFTEN, ONCE, RARELY, STARTS, WIDTHS, Returns
-from kvcellar.prefix.tree import LEAST, Tree
+from kvcellar.memory.policy import worth_by_age
+from kvcellar.memory.prefix.node import Node, Use, key_of
+from kvcellar.memory.prefix.returns import AGAIN, AGES, KINDS, LONGEST, OFTEN, ONCE, RARELY, STARTS, WIDTHS, Returns
+from kvcellar.memory.prefix.tree import LEAST, Tree
 from tests.prefix.claims import TokenClaims
 
 NONE = [0.0] * AGES

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.prefix.node import common_prefix, key_of
-from kvcellar.prefix.why import LEAST, SEEN, Sightings
+from kvcellar.memory.prefix.node import common_prefix, key_of
+from kvcellar.memory.prefix.why import LEAST, SEEN, Sightings
 
 TEXT = st.tuples(st.integers(0, 1), st.integers(0, 3 * LEAST), st.integers(1, 3 * LEAST)).map(
     lambda drawn: [drawn[0]] * drawn[1] + [7] * drawn[2]

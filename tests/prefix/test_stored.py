@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import KvcellarError
-from kvcellar.prefix.node import TOKEN, common_prefix, key_of
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.retention import DEFAULT
-from kvcellar.snapshot import Snapshot, key_after
-from kvcellar.spans import Span
+from kvcellar.memory.prefix.node import TOKEN, common_prefix, key_of
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.retention import DEFAULT
+from kvcellar.memory.snapshot import Snapshot, key_after
+from kvcellar.memory.spans import Span
 from tests.counted import lines
 
 

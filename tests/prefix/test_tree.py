@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.prefix.node import Node, key_of
-from kvcellar.prefix.tree import Tree
+from kvcellar.memory.prefix.node import Node, key_of
+from kvcellar.memory.prefix.tree import Tree
 from tests.prefix.claims import TokenClaims
 
 Tokens = tuple[int, ...]

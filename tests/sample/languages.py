@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.grammars import Grammars
-from kvcellar.sample.matcher import Matcher
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample.grammars import Grammars
+from kvcellar.engine.sample.matcher import Matcher
 from kvcellar.text.tokens import TextTokenizer
 from kvcellar.worker import Worker
 

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from kvcellar import Overloaded
-from kvcellar.sample import compiling as module
-from kvcellar.sample.compiling import AT_ONCE, STACK, WAITING, Turns, on_a_stack
+from kvcellar.engine.sample import compiling as module
+from kvcellar.engine.sample.compiling import AT_ONCE, STACK, WAITING, Turns, on_a_stack
 
 TIMEOUT = 60.0
 

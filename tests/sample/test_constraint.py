@@ -10,14 +10,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from kvcellar import BadRequest, SamplingParams
-from kvcellar.sample.constraint import (
-    MAX_DEPTH,
-    MAX_PROPERTIES,
-    MAX_SOURCE_BYTES,
-    MAX_VALUES,
-    Constraint,
-)
-from kvcellar.sample.params import merged
+from kvcellar.constraint import MAX_DEPTH, MAX_PROPERTIES, MAX_SOURCE_BYTES, MAX_VALUES, Constraint
+from kvcellar.sampling_params import merged
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.sample import draw as drawing
-from kvcellar.sample.couple import WEIGHT_BITS, Draft, keeps, residual
-from kvcellar.sample.draw import draw, edit, pick, weights_of
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
+from kvcellar.engine.sample import draw as drawing
+from kvcellar.engine.sample.couple import WEIGHT_BITS, Draft, keeps, residual
+from kvcellar.engine.sample.draw import draw, edit, pick, weights_of
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.sampling_params import SamplingParams
 
 DRAWS, VOCAB = 100_000, 12
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
+from kvcellar.engine.sample import draw as ops
+from kvcellar.engine.sample.draw import Drawn, draw
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import NoToken
 from kvcellar.events import TokenLogprob
-from kvcellar.sample import draw as ops
-from kvcellar.sample.draw import Drawn, draw
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
+from kvcellar.sampling_params import SamplingParams
 
 VOCAB = 400  # more than the first short list, so that two ways of finding a nucleus run
 

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.structured import write_tokenizer
 from kvcellar import BadRequest
-from kvcellar.sample import compiler
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.grammars import KEPT, Grammars
-from kvcellar.sample.matcher import Matcher
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample import compiler
+from kvcellar.engine.sample.grammars import KEPT, Grammars
+from kvcellar.engine.sample.matcher import Matcher
 from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars, settle, words
 
 

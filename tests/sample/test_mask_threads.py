@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.sample import mask_threads as module
-from kvcellar.sample.mask_threads import MOST, OF_OWNER, PATIENCE, Lane, MaskThreads, Patience
+from kvcellar.engine.sample import mask_threads as module
+from kvcellar.engine.sample.mask_threads import MOST, OF_OWNER, PATIENCE, Lane, MaskThreads, Patience
 
 TIMEOUT = 60.0
 

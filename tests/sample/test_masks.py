@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.draw import _penalise, _spread, draw, forbid_unmatched
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample.draw import _penalise, _spread, draw, forbid_unmatched
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.sampling_params import SamplingParams
 from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars
 
 PATTERNS = ["[ab]+", None, "c", "(ab|ba|cc)*"]

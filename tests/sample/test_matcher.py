@@ -11,10 +11,10 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from kvcellar import BadRequest
-from kvcellar.sample import matcher as module
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.grammars import Grammars
-from kvcellar.sample.matcher import GRANTED, PER_TOKEN, SLOWEST, Matcher
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample import matcher as module
+from kvcellar.engine.sample.grammars import Grammars
+from kvcellar.engine.sample.matcher import GRANTED, PER_TOKEN, SLOWEST, Matcher
 from tests.sample.languages import (
     END,
     LANGUAGES,

@@ -1,6 +1,6 @@
 """Noise: the same for the same arguments, unrelated for any others."""
 
-from kvcellar.sample.sampler import uniform
+from kvcellar.engine.sample.sampler import uniform
 
 
 def test_noise_is_written_in_stone() -> None:

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import STOPS, SamplingParams, check_ids
+from kvcellar.sampling_params import STOPS, SamplingParams, check_ids
 
 WRONG = {
     "max_tokens": [0, -1, 2**31, 2**63, 1.5, "5", True],

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
+from kvcellar.engine.sample import draw as ops
+from kvcellar.engine.sample.draw import draw
+from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import BadRequest
-from kvcellar.sample import draw as ops
-from kvcellar.sample.draw import draw
-from kvcellar.sample.params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, check_ids, merged
-from kvcellar.sample.sampler import Sampler
+from kvcellar.sampling_params import MAX_IDS, MAX_NGRAM, MAX_SEQUENCES, SamplingParams, check_ids, merged
 from tests.sample.test_draw import VOCAB, each, judged_by, random_logits, support
 
 SMALL = 12  # a vocabulary in which rules meet their cases often

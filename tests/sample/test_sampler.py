@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.sampling_params import SamplingParams
 from tests.counted import lines
 
 FIELDS = ("params", "seed", "index", "vocab_size", "produced", "greedy", "penalised", "end_ids", "end_array")

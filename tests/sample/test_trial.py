@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvcellar import BadRequest
-from kvcellar.sample import grammars as module
-from kvcellar.sample.compiler import Compiler, Vocabulary
-from kvcellar.sample.compiling import STACK, on_a_stack
-from kvcellar.sample.constraint import Constraint
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample import grammars as module
+from kvcellar.engine.sample.compiler import Compiler, Vocabulary
+from kvcellar.engine.sample.compiling import STACK, on_a_stack
 from tests.sample.hostile import LARK, SCHEMAS
 from tests.sample.languages import COLUMNS, END, allowed, grammars, words
 

@@ -11,7 +11,7 @@ import httpx
 from jsonschema import Draft202012Validator
 
 from kvcellar.inspector.routes import OPERATIONS
-from kvcellar.serve.api_errors import error_format
+from kvcellar.serve.http.api_errors import error_format
 from kvcellar.serve.openapi import document
 from kvcellar.serve.routes import TABLE
 

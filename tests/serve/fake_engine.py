@@ -17,21 +17,21 @@ from typing import Any
 
 from msgspec import structs
 
+from kvcellar.constraint import Constraint
 from kvcellar.engine.arguments import prompt_ids, tokens
-from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.result import Ticket
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
-from kvcellar.retention import RetentionOptions
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import SamplingParams, check_ids
+from kvcellar.frontend.conversations import Conversations, TokenSource
+from kvcellar.frontend.result import Ticket
+from kvcellar.memory.retention import RetentionOptions
+from kvcellar.memory.tiers.archive import Archive
+from kvcellar.sampling_params import SamplingParams, check_ids
 from kvcellar.text.conversation import Caps, checked
 from kvcellar.text.pieces import Content, Piece
 from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.machine import Machine, Outline, joined
 from kvcellar.text.replies.tools import checked as checked_tools
-from kvcellar.tiers.archive import Archive
 
 VOCABULARY = 256
 CONTEXT = 20_000

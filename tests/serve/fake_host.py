@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcellar.engine.conversations import Conversations, TokenSource
-from kvcellar.engine.served_engine import NamedEngine
 from kvcellar.errors import ModelNotFound
-from kvcellar.serve.model_manager import Limits, ModelManager
-from kvcellar.serve.model_spec import ModelSpec
-from kvcellar.tiers.archive import Archive
+from kvcellar.frontend.conversations import Conversations, TokenSource
+from kvcellar.frontend.served_engine import NamedEngine
+from kvcellar.memory.tiers.archive import Archive
+from kvcellar.serve.models.model_manager import Limits, ModelManager
+from kvcellar.serve.models.model_spec import ModelSpec
 from tests.serve.fake_engine import FakeModel, FakeReplies
 
 

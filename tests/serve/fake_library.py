@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcellar.engine.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.serve import ModelManager, Server, ServeSettings
-from kvcellar.serve.model_manager import Limits
-from kvcellar.serve.model_spec import Caches, LibraryModels, ModelSpec
+from kvcellar.serve.models.model_manager import Limits
+from kvcellar.serve.models.model_spec import Caches, LibraryModels, ModelSpec
 from tests.library.made import FakeTools, model
 from tests.serve.fake_engine import CONTEXT, FakeEngine, FakeModel
 

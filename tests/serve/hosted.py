@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvcellar.cli.hosting import hosting
-from kvcellar.engine.engine import Engine
+from kvcellar.frontend.engine import Engine
 from kvcellar.library.library import Library
 from kvcellar.serve import ModelManager
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvcellar import BadRequest, Engine
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.records import MOST, MOST_PROMPTS, Records
-from kvcellar.serve.request_log import RequestLog
+from kvcellar.serve.admin.records import MOST, MOST_PROMPTS, Records
+from kvcellar.serve.http.request_log import RequestLog
 from tests.engine.mixes import small_engine, tokens
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
@@ -155,7 +155,7 @@ def logged(name: str, prompts: int = 1) -> RequestLog:
 
 
 def test_a_record_does_not_change_when_the_log_line_is_written_after_it_was_read(monkeypatch) -> None:
-    monkeypatch.setattr("kvcellar.serve.request_log.time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr("kvcellar.serve.http.request_log.time", SimpleNamespace(monotonic=count().__next__))
     records, log = Records(), logged("one")
     records.add(log)
     record = records.find("one")

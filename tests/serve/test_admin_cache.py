@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.prefix.node import key_of
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.upkeep import exported
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.upkeep import exported
 from tests.engine.mixes import small_engine, tokens
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE

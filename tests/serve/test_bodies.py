@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
-from kvcellar.serve.connection import READ, READ_OF_BODY, Connection
-from kvcellar.serve.json_text import json_chunks, to_json
-from kvcellar.serve.sending import send_json
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.body import SHORT_BODY, BodyBudget, RequestBody
+from kvcellar.serve.http.connection import READ, READ_OF_BODY, Connection
+from kvcellar.serve.http.json_text import json_chunks, to_json
+from kvcellar.serve.http.sending import send_json
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_response, request
 
 

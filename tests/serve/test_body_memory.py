@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
-from kvcellar.serve.key_ring import KeyRing
-from kvcellar.serve.lifecycle import Drain, Startup
-from kvcellar.serve.middleware import RequestMiddleware
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.body import SHORT_BODY, BodyBudget, RequestBody
+from kvcellar.serve.http.key_ring import KeyRing
+from kvcellar.serve.http.lifecycle import Drain, Startup
+from kvcellar.serve.http.middleware import RequestMiddleware
 from kvcellar.serve.shared import Mounted
 from tests.serve.fake_engine import FakeEngine, FakeModel
 from tests.serve.wire import connected, read_until
@@ -35,7 +35,7 @@ def long_server():
         return budgets[-1]
 
     with pytest.MonkeyPatch.context() as patch, FakeEngine(FakeModel(context=2 * TEXT)) as engine:
-        patch.setattr("kvcellar.serve.server.BodyBudget", made)
+        patch.setattr("kvcellar.serve.http.server.BodyBudget", made)
         with Server(engine, ServeSettings(port=0)) as server:
             yield SimpleNamespace(server=server, engine=engine, port=server.port, budget=budgets[0])
 

@@ -10,18 +10,18 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from kvcellar.engine.transcript import Transcript
+from kvcellar.frontend.transcript import Transcript
+from kvcellar.memory.tiers import archive
 from kvcellar.serve import ServeSettings
-from kvcellar.serve.body import BodyBudget
-from kvcellar.serve.conversations import PATH, WHOLE, WholeHandler
-from kvcellar.serve.key_ring import KeyRing
-from kvcellar.serve.lifecycle import Drain
+from kvcellar.serve.admin.conversations import PATH, WHOLE, WholeHandler
+from kvcellar.serve.http.body import BodyBudget
+from kvcellar.serve.http.key_ring import KeyRing
+from kvcellar.serve.http.lifecycle import Drain
+from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.http.sending import SEND_BYTES
+from kvcellar.serve.http.server import hosting
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.sending import SEND_BYTES
-from kvcellar.serve.server import hosting
 from kvcellar.serve.shared import Shared
-from kvcellar.tiers import archive
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, error_of
 

@@ -15,8 +15,8 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.errors import ConversationNotSaved
+from kvcellar.memory.tiers.archive import file_of
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.tiers.archive import file_of
 from tests.engine.mixes import made, tokens
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.prompt_rows import PromptRows
-from kvcellar.serve import Server, ServeSettings, embeddings
+from kvcellar.engine.core.prompt_rows import PromptRows
+from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve.openai import embeddings
 from tests.engine.embedding_models import saved
 from tests.engine.mixes import assert_at_rest
 from tests.serve.fake_engine import PATIENCE

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.serve.event_loop import SOCKETS, ShortTurns
+from kvcellar.serve.http.event_loop import SOCKETS, ShortTurns
 
 PAIRS = 3 * SOCKETS
 EVENTS = {"nothing": 0, "read": selectors.EVENT_READ, "write": selectors.EVENT_WRITE}

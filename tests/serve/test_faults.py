@@ -13,7 +13,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.health import OPEN
+from kvcellar.serve.admin.health import OPEN
 from kvcellar.text.template import ChatTemplate
 from tests.engine.mixes import assert_at_rest
 from tests.library.made import FakeTools

@@ -3,7 +3,7 @@
 import pytest
 
 from kvcellar.errors import BadRequest, PromptTooLong
-from kvcellar.serve.field_names import naming_fields
+from kvcellar.serve.generation.field_names import naming_fields
 
 NAMES = {"prompt": "input", "messages": "input", "stop": "stop_sequences", "max_tokens": "num_predict"}
 

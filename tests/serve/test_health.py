@@ -8,12 +8,12 @@ import pytest
 
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.app import build_app
-from kvcellar.serve.body import BodyBudget
-from kvcellar.serve.key_ring import KeyRing
-from kvcellar.serve.lifecycle import Drain
+from kvcellar.serve.http.body import BodyBudget
+from kvcellar.serve.http.key_ring import KeyRing
+from kvcellar.serve.http.lifecycle import Drain
+from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.http.server import hosting
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.reader_threads import ReaderThreads
-from kvcellar.serve.server import hosting
 from kvcellar.serve.shared import Shared
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine

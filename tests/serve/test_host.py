@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound, ModelRefused, Overloaded
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.loaded_model import LoadedModel, Stage
-from kvcellar.serve.model_manager import Lease, Limits
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.models.loaded_model import LoadedModel, Stage
+from kvcellar.serve.models.model_manager import Lease, Limits
 from tests.serve.fake_host import World, engine_of
 
 SIZES = {"a": (50, 10), "b": (60, 10), "c": (20, 5), "d": (30, 40)}

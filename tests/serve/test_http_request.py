@@ -7,9 +7,9 @@ import pytest
 
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.events import Delta, Done, Failed, Finished, Timings, Usage
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.arrivals import Arrivals
-from kvcellar.serve.http_request import HttpRequest
+from kvcellar.serve.generation.arrivals import Arrivals
+from kvcellar.serve.generation.http_request import HttpRequest
+from kvcellar.serve.http.api_errors import ApiError
 from tests.serve.fake_engine import PATIENCE
 
 DONE = Done(Usage(1, 0, 1), Timings(0.0, 0.0, 0.0))

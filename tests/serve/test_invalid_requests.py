@@ -19,8 +19,8 @@ from kvcellar.errors import (
     ScoresNotNumbers,
     TemplateFailed,
 )
-from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.json_text import printable
+from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion, error_of, lines_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import UNSET, Raw
 
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.json_text import json_chunks, to_json
+from kvcellar.serve.http.json_text import json_chunks, to_json
 
 TEXTS = st.text() | st.sampled_from(["%", "%s", "%(text)s", '"', "\\", "\u2028", "\U0001f600", "{}", ""])
 VALUES = st.recursive(

@@ -12,11 +12,11 @@ import httpx
 import pytest
 
 from kvcellar.errors import BadRequest
-from kvcellar.retention import NO_OPTIONS
+from kvcellar.memory.retention import NO_OPTIONS
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.key_ring import KeyRing, Keys
-from kvcellar.serve.keys import named_keys, read_keys
-from kvcellar.serve.retained import allowed
+from kvcellar.serve.generation.retained import allowed
+from kvcellar.serve.http.key_ring import KeyRing, Keys
+from kvcellar.serve.http.keys import named_keys, read_keys
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import COMPLETIONS, completion, connected, error_of, read_to_end, read_until, request

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
-from kvcellar.serve.keys import MAX_BYTES, VARIABLE, key_digests, permission_warning
+from kvcellar.serve.http.keys import MAX_BYTES, VARIABLE, key_digests, permission_warning
 from kvcellar.serve.settings import key_digest
 
 ONE, TWO = "sk-first-key", "sk-second-key"

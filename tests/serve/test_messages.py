@@ -21,10 +21,8 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.engine.intake import PromptMemory
-from kvcellar.engine.request_builder import RequestBuilder
-from kvcellar.engine.settings import Settings
-from kvcellar.engine.text_codec import TextCodec
+from kvcellar.engine.core.intake import PromptMemory
+from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import (
     CacheFull,
     ConversationNotSaved,
@@ -33,9 +31,11 @@ from kvcellar.errors import (
     EngineFailed,
     NotSupported,
 )
+from kvcellar.frontend.request_builder import RequestBuilder
+from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.body import BodyBudget
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.body import BodyBudget
 from kvcellar.text.template import ChatTemplate
 from kvcellar.text.tokens import SHORTS, TextTokenizer, TokenizingLimit
 from tests.serve.declared import DeclaredClient

@@ -19,11 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 
 from kvcellar.engine.stats import EngineStats, PrefixStats, SpeculationStats, StoreStats, TierStats, declared
 from kvcellar.events import Done, Event, Failed
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.buckets import Buckets
+from kvcellar.serve.http.buckets import Buckets
 from kvcellar.serve.metrics.engines import LATE, EngineCounts
-from kvcellar.serve.model_manager import Lease, Limits
+from kvcellar.serve.models.model_manager import Lease, Limits
 from tests.serve.fake_engine import PATIENCE, FakeEngine, engine_stats
 from tests.serve.fake_host import World
 from tests.serve.wire import COMPLETIONS, MODEL, completion, connected, request

@@ -21,10 +21,11 @@ import pytest
 from kvcellar import __version__
 from kvcellar.errors import ModelRefused
 from kvcellar.progress import Progress, report
-from kvcellar.serve import Server, ServeSettings, generation, key_digest
-from kvcellar.serve.failed_loads import without_paths
-from kvcellar.serve.ollama_details import Details
-from kvcellar.serve.server import bind
+from kvcellar.serve import Server, ServeSettings, key_digest
+from kvcellar.serve.generation import handler as generation
+from kvcellar.serve.http.server import bind
+from kvcellar.serve.models.failed_loads import without_paths
+from kvcellar.serve.ollama.details import Details
 from tests.library.made import FakeTools, made
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel

@@ -10,7 +10,7 @@ import pytest
 
 from kvcellar.errors import CacheFull, EngineFailed, Overloaded
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import SAMPLING

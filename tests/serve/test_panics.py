@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.model_manager import Limits
-from kvcellar.serve.ollama_library import result
-from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.models.model_manager import Limits
+from kvcellar.serve.ollama.library_routes import result
 from tests.serve.fake_host import World
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.serve import event_loop
-from kvcellar.serve.connection import Connection
-from kvcellar.serve.event_loop import FREE, REST, SHARE, CpuBudget, ParseQueue
+from kvcellar.serve.http import event_loop
+from kvcellar.serve.http.connection import Connection
+from kvcellar.serve.http.event_loop import FREE, REST, SHARE, CpuBudget, ParseQueue
 from tests.serve.wire import COMPLETIONS, completion, connected, read_response, request
 
 

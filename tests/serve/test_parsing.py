@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcellar.errors import PromptTooLong
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.json_text import printable
-from kvcellar.serve.parsing import Limits, outside_strings, parse_object
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.json_text import printable
+from kvcellar.serve.http.parsing import Limits, outside_strings, parse_object
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | texts

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvcellar.serve import reader_threads
-from kvcellar.serve.body import SHORT_BODY, BodyBudget, RequestBody
-from kvcellar.serve.reader_threads import ReaderThreads
+from kvcellar.serve.http import reader_threads
+from kvcellar.serve.http.body import SHORT_BODY, BodyBudget, RequestBody
+from kvcellar.serve.http.reader_threads import ReaderThreads
 from tests.serve.fake_engine import PATIENCE
 
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from kvcellar import Engine
-from kvcellar.models import embedded
+from kvcellar.engine.models import embedded
 from kvcellar.serve import Server, ServeSettings
 from tests.engine.test_replies import TOOLS
 from tests.serve.fake_engine import PATIENCE

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcellar.engine.transcript import Turn, as_json
+from kvcellar.frontend.transcript import Turn, as_json
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.responses_api import routes
-from kvcellar.serve.responses_api.input_items import page
-from kvcellar.serve.responses_api.items import messages_of
-from kvcellar.serve.responses_api.store import Kept, ResponseStore
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.responses import routes
+from kvcellar.serve.responses.input_items import page
+from kvcellar.serve.responses.items import messages_of
+from kvcellar.serve.responses.store import Kept, ResponseStore
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 from kvcellar.text.replies.detection import known
 from tests.serve.fake_engine import FakeEngine
@@ -764,7 +764,7 @@ def test_the_openai_package_reads_streams(client, calling):
 
 
 def test_one_item_for_each_run_of_pieces():
-    from kvcellar.serve.responses_api.output import Output
+    from kvcellar.serve.responses.output import Output
 
     output = Output()
     pieces: list[Piece] = [

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.serve import Server, ServeSettings
 from tests.engine.mixes import small_engine
 from tests.serve.declared import DeclaredClient

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.room import STRANGERS, Room
+from kvcellar.serve.http.room import STRANGERS, Room
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_response, read_to_end, read_until, request
 

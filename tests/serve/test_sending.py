@@ -9,8 +9,8 @@ from typing import Any
 import h11
 import pytest
 
-from kvcellar.serve.connection import Connection
-from kvcellar.serve.sending import WRITE, Stream
+from kvcellar.serve.http.connection import Connection
+from kvcellar.serve.http.sending import WRITE, Stream
 
 PARTS = [b"one", b"", b"two" * 5000, b"0"]
 

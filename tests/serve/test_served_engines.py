@@ -8,7 +8,7 @@ import pytest
 
 from kvcellar import BadRequest, Engine, EngineClosed, PromptTooLong
 from kvcellar.events import Delta, Done, Finished
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from tests.engine.mixes import Ear
 from tests.engine.places import GREEDY, LONG, SEEDED, SMALL, eventually, model_in
 from tests.serve.fake_engine import FakeEngine

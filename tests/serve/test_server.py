@@ -222,7 +222,7 @@ def test_run_gives_the_server_all_that_it_is_given(monkeypatch):
 
         def serve(self, *_: object) -> None: ...
 
-    monkeypatch.setattr("kvcellar.serve.server.Server", Recorded)
+    monkeypatch.setattr("kvcellar.serve.http.server.Server", Recorded)
     names = set(inspect.signature(Server.__init__).parameters) - {"self", "models", "settings"}
     wanted = {name: object() for name in names}
     run(None, None, **wanted)

@@ -10,7 +10,7 @@ import pytest
 from kvcellar.cli.serve import LAST_STEP
 from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.server import SHUTDOWN_SECONDS, bind
+from kvcellar.serve.http.server import SHUTDOWN_SECONDS, bind
 from tests.serve.fake_engine import FakeEngine
 
 KEYS = (key_digest("secret"),)

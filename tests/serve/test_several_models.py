@@ -16,10 +16,10 @@ import pytest
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines
 from kvcellar.collector import settled
-from kvcellar.engine.process_client import ProcessClient
+from kvcellar.engine.models.load import load
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.process_client import ProcessClient
 from kvcellar.library.library import Library
-from kvcellar.models.load import load
 from kvcellar.serve import ModelManager, Server, ServeSettings, key_digest
 from tests.engine.fork_server import children, parent_of, there
 from tests.library.made import made

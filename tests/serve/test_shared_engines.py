@@ -14,10 +14,10 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines
-from kvcellar.engine.request import Request
+from kvcellar.engine.core.request import Request
+from kvcellar.engine.models.adapters.adapters import check_adapter
+from kvcellar.engine.models.load import load
 from kvcellar.library.library import Library
-from kvcellar.models.adapters import check_adapter
-from kvcellar.models.load import load
 from kvcellar.serve import ModelManager, Server, ServeSettings
 from tests.library.made import FakeTools, made
 from tests.models.lora import saved

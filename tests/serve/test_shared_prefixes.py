@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvcellar import BadRequest, Engine
-from kvcellar.prefix.node import common_prefix
+from kvcellar.memory.prefix.node import common_prefix
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.engine.mixes import small_engine, tokens
 from tests.serve.fake_engine import PATIENCE, FakeEngine

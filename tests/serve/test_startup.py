@@ -13,10 +13,10 @@ import pytest
 from kvcellar.errors import EngineClosed, ModelRefused
 from kvcellar.progress import Progress
 from kvcellar.serve import ModelManager, ServeSettings, key_digest
-from kvcellar.serve.lifecycle import Startup
-from kvcellar.serve.model_manager import Limits
-from kvcellar.serve.model_spec import ModelSpec
-from kvcellar.serve.server import NoModels, Server, bind, run
+from kvcellar.serve.http.lifecycle import Startup
+from kvcellar.serve.http.server import NoModels, Server, bind, run
+from kvcellar.serve.models.model_manager import Limits
+from kvcellar.serve.models.model_spec import ModelSpec
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
 from tests.serve.wire import CHAT, chat, error_of
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from kvcellar import BadRequest, Constraint, Engine
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.structured_fields import constraint_of
+from kvcellar.serve.generation.structured_fields import constraint_of
 from tests.serve.fake_engine import PATIENCE
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["a"]}

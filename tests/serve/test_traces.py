@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kvcellar.errors import BadRequest
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.traces import Traces, open_traces, wanted
+from kvcellar.serve.http.traces import Traces, open_traces, wanted
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, completion
 
@@ -155,7 +155,7 @@ def test_spans_reach_a_collector_and_one_that_hangs_does_not_delay_the_end(monke
                 httpx.post(f"{server.url}{COMPLETIONS}", json=completion())
                 while not received:
                     pass
-            monkeypatch.setattr("kvcellar.serve.traces.FLUSH_SECONDS", 0.05)
+            monkeypatch.setattr("kvcellar.serve.http.traces.FLUSH_SECONDS", 0.05)
             traces.close()
         finally:
             hang.set()

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.events import Delta, TokenLogprob
-from kvcellar.sample.params import SamplingParams
-from kvcellar.serve import ollama_writer
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve.anthropic.message_writer import MessageWriter
-from kvcellar.serve.json_text import to_json
-from kvcellar.serve.ollama_writer import OllamaWriter
+from kvcellar.serve.generation.replies import Replies, ReplyPart
+from kvcellar.serve.generation.writer import Writer
+from kvcellar.serve.http.json_text import to_json
+from kvcellar.serve.ollama import writer as ollama_writer
+from kvcellar.serve.ollama.writer import OllamaWriter
 from kvcellar.serve.openai.formats import ChatFormat, TextFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
-from kvcellar.serve.replies import Replies, ReplyPart
-from kvcellar.serve.responses_api.response_writer import Echo, RequestFields, ResponsesWriter
-from kvcellar.serve.writer import Writer
+from kvcellar.serve.responses.response_writer import Echo, RequestFields, ResponsesWriter
 from kvcellar.text.pieces import Content, Reasoning
 
 ENGINE: Any = SimpleNamespace(model=SimpleNamespace(name='a "name" of 100 %s', has_text=True), decode=lambda ids: "t")
@@ -141,7 +141,7 @@ def test_events_of_responses_are_numbered_and_have_their_texts(pieces):
 
 def test_log_probabilities_of_a_response_are_the_same_in_all_places_and_encoded_once(monkeypatch):
     encoded = list[object]()
-    from kvcellar.serve.responses_api import response_writer
+    from kvcellar.serve.responses import response_writer
 
     real = response_writer.to_json
     monkeypatch.setattr(response_writer, "to_json", lambda value: encoded.append(value) or real(value))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.sample.params import SamplingParams
-from kvcellar.sample.sampler import Sampler
-from kvcellar.speculate.chain import Chain
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.engine.speculate.chain import Chain
+from kvcellar.sampling_params import SamplingParams
 
 VOCAB = 6
 

@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvcellar.speculate.depth import DepthController, Limit, Outcome
+from kvcellar.engine.speculate.depth import DepthController, Limit, Outcome
 
 Cost = Callable[[int], float]  # seconds of a step by its rows
 

@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvcellar.attention.choose import backends
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.heads.assistant_head import AssistantHead, load_assistant
+from kvcellar.engine.models.heads.heads import find_head
+from kvcellar.engine.models.load import load
+from kvcellar.engine.speculate.assistant import AssistantDrafter
+from kvcellar.engine.speculate.chain import Chain
+from kvcellar.engine.speculate.drafter import Committed
 from kvcellar.errors import ModelRefused
-from kvcellar.models.assistant_head import AssistantHead, load_assistant
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.heads import find_head
-from kvcellar.models.load import load
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
-from kvcellar.speculate.assistant import AssistantDrafter
-from kvcellar.speculate.chain import Chain
-from kvcellar.speculate.drafter import Committed
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.assistants import ORDERED, TEXTS, VOCAB, head_and_reference, saved, target
 from tests.models.timeline import small_memory
 from tests.speculate.chains import sampler

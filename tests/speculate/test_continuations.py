@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcellar.sample.couple import keeps, residual
-from kvcellar.sample.draw import edit, pick, weights_of
+from kvcellar.engine.sample.couple import keeps, residual
+from kvcellar.engine.sample.draw import edit, pick, weights_of
 from tests.speculate.chains import VOCAB, Model, sampler
 from tests.speculate.test_distribution import CASES, PROMPT
 

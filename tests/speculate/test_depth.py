@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcellar.speculate.cost import Curve, rounded
-from kvcellar.speculate.depth import DepthController, Limit, Outcome, Rates
+from kvcellar.engine.speculate.cost import Curve, rounded
+from kvcellar.engine.speculate.depth import DepthController, Limit, Outcome, Rates
 from tests.speculate.simulated import Machine, play
 
 

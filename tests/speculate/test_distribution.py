@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcellar.sample import draw as drawing
-from kvcellar.sample.draw import edit, weights_of
-from kvcellar.sample.sampler import Sampler
-from kvcellar.speculate.chain import Chain, extend, verify
+from kvcellar.engine.sample import draw as drawing
+from kvcellar.engine.sample.draw import edit, weights_of
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.engine.speculate.chain import Chain, extend, verify
 from tests.speculate.chains import VOCAB, Model, sampler
 
 LENGTH = 3  # tokens of a continuation

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvcellar import Batch, Feed, Memory, Plan, Span
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.speculate.chain import Chain, verify
-from kvcellar.speculate.draft_model import Forward, ModelDrafter
+from kvcellar.engine.speculate.chain import Chain, verify
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.draft_model import Forward, ModelDrafter
 from tests.examples.test_examples import example
 from tests.speculate.chains import chain, sampler
 

@@ -11,17 +11,17 @@ from torch import Tensor
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from kvcellar.cache.memory import Memory
-from kvcellar.engine.draft_memory import DraftMemory
-from kvcellar.models.guest import Guest
-from kvcellar.models.mtp_head import MtpHead
-from kvcellar.plan import Batch, Feed
-from kvcellar.sample.sampler import Sampler
-from kvcellar.spans import Span
-from kvcellar.speculate import head as module
-from kvcellar.speculate.chain import Chain, verify
-from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.head import HeadDrafter
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.heads.mtp_head import MtpHead
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.engine.speculate import head as module
+from kvcellar.engine.speculate.chain import Chain, verify
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.engine.speculate.head import HeadDrafter
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 from tests.models.mtp import head_and_reference
 from tests.models.timeline import small_memory
 from tests.speculate.chains import sampler

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.speculate import ngram
-from kvcellar.speculate.chain import Chain, verify
-from kvcellar.speculate.ngram import BREAK, LEAST, LONGEST, TRIES, Match, NGramDrafter, Suffixes
+from kvcellar.engine.speculate import ngram
+from kvcellar.engine.speculate.chain import Chain, verify
+from kvcellar.engine.speculate.ngram import BREAK, LEAST, LONGEST, TRIES, Match, NGramDrafter, Suffixes
 from tests.speculate.chains import Model, sampler
 
 texts = st.lists(st.integers(0, 2), max_size=60)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kvcellar.speculate.speculator import IDLE, LONGEST, MOST, SHARE, SHORTEST, Parking
+from kvcellar.engine.speculate.speculator import IDLE, LONGEST, MOST, SHARE, SHORTEST, Parking
 
 STEP = 0.02  # seconds of a plain step
 

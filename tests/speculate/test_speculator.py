@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvcellar.speculate.chain import Chain, Key, verify
-from kvcellar.speculate.drafter import Committed
-from kvcellar.speculate.speculator import FAILURES, IDLE, SHORTEST, Speculator, Tally
+from kvcellar.engine.speculate.chain import Chain, Key, verify
+from kvcellar.engine.speculate.drafter import Committed
+from kvcellar.engine.speculate.speculator import FAILURES, IDLE, SHORTEST, Speculator, Tally
 from tests.speculate.chains import Model, chain, sampler
 
 TARGET = Model(1)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.sample.draw import draw
-from kvcellar.sample.sampler import Sampler
-from kvcellar.speculate.chain import Chain, Verified, extend, verify
+from kvcellar.engine.sample.draw import draw
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.engine.speculate.chain import Chain, Verified, extend, verify
 from tests.speculate.chains import VOCAB, Model, chain, random_logits, sampler
 
 TARGET = Model(1)
@@ -206,6 +206,6 @@ def test_rows_that_are_drawn_in_parts_have_the_same_tokens(seed: int, depths: li
     for one in chains:
         guesses(seed)(one)
     logits = random_logits(sum(one.rows for one in chains), seed=seed)
-    with mock.patch("kvcellar.speculate.chain.PART", part):
+    with mock.patch("kvcellar.engine.speculate.chain.PART", part):
         found = verify(chains, logits)
     assert found == verify(chains, logits)

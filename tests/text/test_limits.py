@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
+from kvcellar.engine.models import embedded
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, TextTooSlow, TokenizerFailed
-from kvcellar.models import embedded
 from kvcellar.text.tokens import (
     SHORT,
     SHORTS,

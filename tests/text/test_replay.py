@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import PromptTooLong
 from kvcellar.events import Rewrite
-from kvcellar.snapshot import Snapshot
-from kvcellar.spans import Span
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.spans import Span
 from kvcellar.text.output import LONG_RUN, open_stream
 from kvcellar.text.rendering import Outcome, Renderer
 from kvcellar.text.replay import Replays, StoredTexts

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from kvcellar.engine.models import embedded
 from kvcellar.errors import ModelRefused, TextTooSlow, TokenizerFailed
-from kvcellar.models import embedded
 from kvcellar.text import trial
 from kvcellar.text.tokens import TokenizingLimit
 from kvcellar.text.trial import MOST_GROWTH, MOST_WORD, TokenizerTrial, try_tokenizer

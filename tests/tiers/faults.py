@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvcellar.tiers.files import Files
+from kvcellar.files import Files
 
 COUNTED = (
     "create",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from itertools import islice
 
-from kvcellar.tiers.objects import RemoteFailed
+from kvcellar.memory.tiers.objects import RemoteFailed
 
 
 class InMemory:

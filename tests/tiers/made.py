@@ -5,12 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvcellar.prefix.node import key_of
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.snapshot import Snapshot, key_after
-from kvcellar.spans import Span
-from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import Entry, Tier
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.snapshot import Snapshot, key_after
+from kvcellar.memory.spans import Span
+from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.tier import Entry, Tier
 
 IDENTITY = bytes(range(32))
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvcellar.files import Files
+from kvcellar.memory.tiers import archive as module
+from kvcellar.memory.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, TooLarge, file_of
+from kvcellar.memory.tiers.codec import AesGcm, Damaged, Foreign
 from kvcellar.places import NoPlace
-from kvcellar.tiers import archive as module
-from kvcellar.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, TooLarge, file_of
-from kvcellar.tiers.codec import AesGcm, Damaged, Foreign
-from kvcellar.tiers.files import Files
 
 CAP = 4096
 

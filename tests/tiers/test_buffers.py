@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.retention import Retention
-from kvcellar.tiers import transfers as transfers_module
-from kvcellar.tiers.codec import DIGEST, AesGcm, Replaced
-from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.transfer import Outcome
-from kvcellar.tiers.transfers import KEPT, Buffers, Space, allocated
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.tiers import transfers as transfers_module
+from kvcellar.memory.tiers.codec import DIGEST, AesGcm, Replaced
+from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.transfer import Outcome
+from kvcellar.memory.tiers.transfers import KEPT, Buffers, Space, allocated
 from tests.tiers.made import made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 from tests.tiers.test_transfers import SOON, Slow, ended, put, transfers

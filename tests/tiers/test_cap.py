@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcellar.retention import Retention
-from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.upkeep import verified
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.upkeep import verified
 from tests.tiers.faults import COUNTED, Counting
 from tests.tiers.made import IDENTITY, chains, content, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
@@ -136,7 +136,7 @@ def test_an_index_that_is_made_again_leaves_out_what_is_over_the_cap(tmp_path) -
 
 
 def test_sqlite_gets_no_pages_over_the_cap_even_where_too_few_were_reserved(tmp_path, monkeypatch) -> None:  # noqa: F811
-    monkeypatch.setattr("kvcellar.tiers.disk.growth", lambda meta: 0)
+    monkeypatch.setattr("kvcellar.memory.tiers.disk.growth", lambda meta: 0)
     opened = store(tmp_path, max_bytes=160_000)
     stored = [opened.put(*made(seed, tokens=3000, size=30)) for seed in range(8)]
     assert True in stored

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.retention import Retention
-from kvcellar.tiers.codec import AesGcm
-from kvcellar.tiers.disk import StoreUnusable
-from kvcellar.tiers.index import LEAVES
-from kvcellar.tiers.upkeep import verified
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.tiers.codec import AesGcm
+from kvcellar.memory.tiers.disk import StoreUnusable
+from kvcellar.memory.tiers.index import LEAVES
+from kvcellar.memory.tiers.upkeep import verified
 from tests.tiers.made import chains, content, made, store
 
 EMPTY = 100_000  # bytes that are enough for an index of few entries, and its journal

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvcellar.tiers.disk import DiskTier, StoreUnusable
-from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.index import Index
+from kvcellar.memory.tiers.disk import DiskTier, StoreUnusable
+from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.index import Index
 from tests.small_process import in_small_process
 from tests.tiers.faults import Counting, Failing, Killing, Recording, Short, after_power_loss
 from tests.tiers.made import chains, content, made, store

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.retention import Retention
-from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.host import OVERHEAD, HostTier
-from kvcellar.tiers.tier import Entry
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.tiers.host import OVERHEAD, HostTier
+from kvcellar.memory.tiers.tier import Entry
 from tests.tiers.made import content, made
 
 EACH = made(0)[0].size + len(made(0)[0].tokens) + len(made(0)[0].record) + OVERHEAD  # bytes of a made entry

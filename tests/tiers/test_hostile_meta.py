@@ -6,9 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from kvcellar.prefix.node import key_of
-from kvcellar.retention import DEFAULT
-from kvcellar.tiers.codec import Content, Damaged, Plain, digest, head_of, read_header, sealed_meta, unsealed_meta
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.memory.retention import DEFAULT
+from kvcellar.memory.tiers.codec import (
+    Content,
+    Damaged,
+    Plain,
+    digest,
+    head_of,
+    read_header,
+    sealed_meta,
+    unsealed_meta,
+)
 from tests.tiers.made import IDENTITY, made
 
 SNAPSHOT = made(1)[0]

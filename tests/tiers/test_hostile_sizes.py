@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.retention import DEFAULT
-from kvcellar.tiers import remote, upkeep
-from kvcellar.tiers.codec import (
+from kvcellar.files import Files
+from kvcellar.memory.retention import DEFAULT
+from kvcellar.memory.tiers import remote, upkeep
+from kvcellar.memory.tiers.codec import (
     DIGEST,
     HEADER_LIMIT,
     MOST_CHUNKS,
@@ -32,10 +33,9 @@ from kvcellar.tiers.codec import (
     head_of,
     sealed_meta,
 )
-from kvcellar.tiers.files import Files
-from kvcellar.tiers.identity import FileDigests
-from kvcellar.tiers.remote import FIRST, RemoteTier
-from kvcellar.tiers.tier import fresh
+from kvcellar.memory.tiers.identity import FileDigests
+from kvcellar.memory.tiers.remote import FIRST, RemoteTier
+from kvcellar.memory.tiers.tier import fresh
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made, store
 

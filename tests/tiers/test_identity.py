@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvcellar.tiers.identity import FileDigests, identity
+from kvcellar.memory.tiers.identity import FileDigests, identity
 
 
 def later() -> float:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.retention import Retention
-from kvcellar.tiers.breaker import Breaker
-from kvcellar.tiers.codec import AesGcm
-from kvcellar.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
-from kvcellar.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
-from kvcellar.tiers.tier import Entry
-from kvcellar.tiers.transfer import Outcome, Transfer
-from kvcellar.tiers.transfers import Transfers
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.tiers.breaker import Breaker
+from kvcellar.memory.tiers.codec import AesGcm
+from kvcellar.memory.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
+from kvcellar.memory.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
+from kvcellar.memory.tiers.tier import Entry
+from kvcellar.memory.tiers.transfer import Outcome, Transfer
+from kvcellar.memory.tiers.transfers import Transfers
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, chains, content, made
 from tests.tiers.redis_server import BINARY, RedisServer

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.retention import Retention
-from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.codec import AesGcm
-from kvcellar.tiers.disk import DiskTier, StoreUnusable
-from kvcellar.tiers.files import Files
-from kvcellar.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
-from kvcellar.tiers.host import OVERHEAD, HostTier
-from kvcellar.tiers.remote import RemoteTier
-from kvcellar.tiers.tier import Entry, Tier, Uncatalogued
-from kvcellar.tiers.upkeep import verified
+from kvcellar.files import Files
+from kvcellar.memory.retention import Retention
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.tiers.codec import AesGcm
+from kvcellar.memory.tiers.disk import DiskTier, StoreUnusable
+from kvcellar.memory.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
+from kvcellar.memory.tiers.host import OVERHEAD, HostTier
+from kvcellar.memory.tiers.remote import RemoteTier
+from kvcellar.memory.tiers.tier import Entry, Tier, Uncatalogued
+from kvcellar.memory.tiers.upkeep import verified
 from tests.tiers.faults import Killing
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content, made, store
@@ -95,7 +95,7 @@ def test_one_process_at_a_time_opens_the_store(tmp_path) -> None:  # noqa: F811
 
 
 def test_a_process_that_hangs_while_it_opens_the_store_does_not_hang_others(tmp_path, monkeypatch) -> None:  # noqa: F811
-    monkeypatch.setattr("kvcellar.tiers.folder.WAIT", 0.02)
+    monkeypatch.setattr("kvcellar.memory.tiers.folder.WAIT", 0.02)
     with Folder(Files(), tmp_path, "p").locked(), pytest.raises(StoreUnusable, match="has been opening it"):
         store(tmp_path)
     store(tmp_path).close()

@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from kvcellar.prefix.stored import Catalogue
-from kvcellar.retention import DEFAULT, Retention
-from kvcellar.snapshot import Snapshot
-from kvcellar.tiers.host import HostTier
-from kvcellar.tiers.tier import Loaded, Take, fresh
-from kvcellar.tiers.transfer import Outcome, Transfer
-from kvcellar.tiers.transfers import Transfers
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.retention import DEFAULT, Retention
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.tier import Loaded, Take, fresh
+from kvcellar.memory.tiers.transfer import Outcome, Transfer
+from kvcellar.memory.tiers.transfers import Transfers
 from tests.tiers.made import made
 
 SOON = 120.0  # seconds after which a test fails

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.snapshot import Snapshot, looking_ahead
-from kvcellar.tiers.codec import MAGIC, AesGcm
-from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.tier import Tier
-from kvcellar.tiers.upkeep import (
+from kvcellar.memory.snapshot import Snapshot, looking_ahead
+from kvcellar.memory.tiers.codec import MAGIC, AesGcm
+from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.tier import Tier
+from kvcellar.memory.tiers.upkeep import (
     check_named,
     collected,
     entries,

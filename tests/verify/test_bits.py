@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcellar.attention.choose import backends
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.packing import pack_model
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.weights.packing import pack_model
+from kvcellar.memory.attention.choose import backends
 from kvcellar.verify.bits import SameBits, same_bits
 from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS

@@ -5,13 +5,13 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from kvcellar.attention.choose import backends
-from kvcellar.attention.sdpa import Sdpa
 from kvcellar.cli.main import cli
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import BadRequest
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.shapes import Kind
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.attention.sdpa import Sdpa
+from kvcellar.memory.shapes import Kind
 from kvcellar.verify.kv_quality import WAYS, KvQuality, kv_quality
 from tests.zoo import ARCHS
 

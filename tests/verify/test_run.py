@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcellar.attention.choose import backends
-from kvcellar.cache.layouts import Causal, Sliding
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.mixers import StateView
+from kvcellar.engine.models.selftest import worst
 from kvcellar.errors import BadRequest
-from kvcellar.models.build_guest import build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.mixers import StateView
-from kvcellar.models.selftest import worst
-from kvcellar.shapes import StoredAs
+from kvcellar.memory.attention.choose import backends
+from kvcellar.memory.cells.layouts import Causal, Sliding
+from kvcellar.memory.shapes import StoredAs
 from kvcellar.verify import run
 from kvcellar.verify.checks import CHECKS
 from kvcellar.verify.harness import Harness, gap_of, other_text

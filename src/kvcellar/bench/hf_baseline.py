@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from kvcellar.bench.peers.turns import Turns
-from kvcellar.prefix.node import common_prefix
+from kvcellar.memory.prefix.node import common_prefix
 
 
 class _StepStreamer:

@@ -11,7 +11,7 @@ import torch
 from kvcellar.bench import hf_baseline
 from kvcellar.bench.compare import QUICK, Compared, Extent, Work, compared
 from kvcellar.bench.peer import Side
-from kvcellar.models.hf_globals import silence_transformers
+from kvcellar.engine.models.hf_globals import silence_transformers
 
 WORKS = (Work("decode-1", (512,)), Work("decode-8", (512,) * 8))
 EXTENT = Extent(bursts=6)

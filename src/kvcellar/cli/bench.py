@@ -3,7 +3,7 @@
 import click
 
 from kvcellar.cli.options import Command
-from kvcellar.engine.settings import RECORD
+from kvcellar.engine.load.settings import RECORD
 
 
 @click.command("bench", cls=Command, epilog="Example: kvcellar bench --only ragged-8")

@@ -16,11 +16,11 @@ import click
 from kvcellar.cli.client import PART, AdminClient, server_options
 from kvcellar.cli.options import Command, Size
 from kvcellar.errors import BadRequest
+from kvcellar.memory.tiers import upkeep
+from kvcellar.memory.tiers.codec import AesGcm
+from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.upkeep import opened
 from kvcellar.progress import rounded
-from kvcellar.tiers import upkeep
-from kvcellar.tiers.codec import AesGcm
-from kvcellar.tiers.disk import DiskTier
-from kvcellar.tiers.upkeep import opened
 
 F = TypeVar("F", bound=Callable[..., Any])
 TIERS, STORE_KEY = ("device", "disk"), "KVCELLAR_STORE_KEY"
@@ -203,7 +203,7 @@ def rm(
     upkeep.check_named(namespace, entry, prefix if prefix is not None else ids)
 
     def of_store(disk: DiskTier) -> Json:
-        from kvcellar.prefix.node import key_of
+        from kvcellar.memory.prefix.node import key_of
 
         if prefix is not None:
             raise BadRequest("a store has no tokenizer; use --prefix-ids, or a server", "prefix")
@@ -342,7 +342,7 @@ def _imported(target: Target, file: BinaryIO, most: int) -> upkeep.Imported:
     """A store takes entries of all models."""
     store, cipher = target.store, target.cipher
     assert store is not None
-    from kvcellar.cache.record import positions  # imports torch
+    from kvcellar.memory.kv.record import positions  # imports torch
 
     disks: dict[bytes, DiskTier] = {}
 

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from kvcellar.cli.printing import cost_line, counted, recall_lines
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.session import Session
 from kvcellar.errors import BadRequest, EngineFailed, KvcellarError
 from kvcellar.events import Delta
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.session import Session
 from kvcellar.places import NoPlace, state
 
 _HELP = """\

@@ -51,7 +51,7 @@ class AdminClient:
         self._parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         if self._parts.scheme not in ("http", "https") or not self._parts.hostname:
             raise BadRequest(f"{url!r} is not an address like {URL}", "url")
-        from kvcellar.serve.keys import admin_key  # imports the server, which --help does not need
+        from kvcellar.serve.http.keys import admin_key  # imports the server, which --help does not need
 
         key = admin_key(admin_key_file, os.environ)
         self._headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -10,13 +10,13 @@ import click
 from kvcellar.cli.library import library
 from kvcellar.cli.options import Command, quiet_option
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.engine.engine import import_needed
+from kvcellar.engine.models.quantize.kinds import report_lines
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.engine import import_needed
 from kvcellar.library.create import Created, create
 from kvcellar.library.details import details
 from kvcellar.library.modelfile import MOST_BYTES, Modelfile, parse
 from kvcellar.library.names import LATEST
-from kvcellar.models.quantize.kinds import report_lines
 from kvcellar.progress import rounded
 
 DEFAULT = "Modelfile"
@@ -63,7 +63,7 @@ def command(
     here = Path.cwd()
     with show_progress(quiet=quiet):
         import_needed()
-        from kvcellar.models.create_tools import CreateTools  # imports torch, so not at the top
+        from kvcellar.engine.models.weights.create_tools import CreateTools  # imports torch, so not at the top
 
         made = create(
             library(),

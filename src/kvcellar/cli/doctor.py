@@ -9,10 +9,10 @@ import click
 from kvcellar.cli.options import Command, engine_options, given, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
-from kvcellar.engine.capacity import sized
-from kvcellar.engine.engine import import_needed
-from kvcellar.engine.settings import Settings
-from kvcellar.models.quantize.kinds import harm_line
+from kvcellar.engine.load.capacity import sized
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.quantize.kinds import harm_line
+from kvcellar.frontend.engine import import_needed
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.diagnosis import Diagnosis, DraftDiagnosis, GroupDiagnosis

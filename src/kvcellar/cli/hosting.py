@@ -14,24 +14,24 @@ from typing import Any
 
 from kvcellar.cli.options import given
 from kvcellar.cli.progress_line import show_progress
-from kvcellar.engine.device import DeviceThread
-from kvcellar.engine.engine import Engine, import_needed
-from kvcellar.engine.fork_server import starter_for
-from kvcellar.engine.in_library import in_library, located
-from kvcellar.engine.machine import free_cpu_bytes
-from kvcellar.engine.served_engine import NamedEngine, ServedEngine
-from kvcellar.engine.settings import SHARE_OF_FREE
+from kvcellar.engine.core.device import DeviceThread
+from kvcellar.engine.load.in_library import in_library, located
+from kvcellar.engine.load.machine import free_cpu_bytes
+from kvcellar.engine.load.settings import SHARE_OF_FREE
+from kvcellar.engine.models import embedded
+from kvcellar.engine.models.weights.find import find
+from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.engine import Engine, import_needed
+from kvcellar.frontend.fork_server import starter_for
+from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
 from kvcellar.library.library import Library, LibraryModel
-from kvcellar.models import embedded
-from kvcellar.models.find import find
-from kvcellar.models.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
-from kvcellar.serve.lifecycle import Startup
-from kvcellar.serve.model_manager import Limits, ModelManager
-from kvcellar.serve.model_spec import Caches, LibraryModels, ModelSpec, engine_key
+from kvcellar.serve.http.lifecycle import Startup
+from kvcellar.serve.models.model_manager import Limits, ModelManager
+from kvcellar.serve.models.model_spec import Caches, LibraryModels, ModelSpec, engine_key
 from kvcellar.worker import own_python
 
 log = logging.getLogger("kvcellar.serve")

@@ -146,7 +146,7 @@ def _parameters(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
-    from kvcellar.models.quantize.kinds import report_lines
+    from kvcellar.engine.models.quantize.kinds import report_lines
 
     draft, report = found["draft"], found["report"] or {}
     rows = {

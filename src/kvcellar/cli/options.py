@@ -8,7 +8,7 @@ import click
 
 from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest
-from kvcellar.sample.params import PARAMETERS, Parameter, names_in
+from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
 F = TypeVar("F", bound=Callable[..., Any])

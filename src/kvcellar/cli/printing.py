@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvcellar.engine.result import Result
+    from kvcellar.frontend.result import Result
 
 WIDTH = 48  # characters of a picture
 TURN_WIDTH = 12  # the same, of a turn

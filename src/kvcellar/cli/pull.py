@@ -77,7 +77,7 @@ def _described(available: "Available") -> str:
 
 def _is_missing(model: str) -> bool:
     """Whether this is a name that could be downloaded, and nothing on this machine has it."""
-    from kvcellar.models.find import find
+    from kvcellar.engine.models.weights.find import find
 
     try:
         Repository.parse(model)

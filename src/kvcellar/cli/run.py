@@ -17,11 +17,11 @@ from kvcellar.cli.printing import cost_line
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.store_options import store_options, stored
-from kvcellar.engine.engine import Engine
-from kvcellar.engine.result import Result
+from kvcellar.constraint import MAX_SOURCE_BYTES, Constraint
 from kvcellar.errors import BadRequest
-from kvcellar.sample.constraint import MAX_SOURCE_BYTES, Constraint
-from kvcellar.sample.params import SamplingParams
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.result import Result
+from kvcellar.sampling_params import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

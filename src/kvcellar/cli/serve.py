@@ -27,17 +27,17 @@ from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
-from kvcellar.engine.engine import Engine
 from kvcellar.errors import BadRequest, KvcellarError, shown
+from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.page import PAGE
 from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
-from kvcellar.serve.key_ring import Keys, Names
-from kvcellar.serve.keys import permission_warning, read_keys, text_of
-from kvcellar.serve.model_manager import ModelManager
-from kvcellar.serve.server import SHUTDOWN_SECONDS, bind, run
+from kvcellar.serve.http.key_ring import Keys, Names
+from kvcellar.serve.http.keys import permission_warning, read_keys, text_of
+from kvcellar.serve.http.server import SHUTDOWN_SECONDS, bind, run
+from kvcellar.serve.http.traces import open_traces, wanted
+from kvcellar.serve.models.model_manager import ModelManager
 from kvcellar.serve.settings import MetricsCompat, ServeSettings
-from kvcellar.serve.traces import open_traces, wanted
 
 MOST_BYTES = 64 * 2**20  # of a file
 
@@ -311,7 +311,7 @@ def command(
 
 def create_tools() -> Tools:
     """What makes models from files, which imports torch: when the first one is created."""
-    from kvcellar.models.create_tools import CreateTools
+    from kvcellar.engine.models.weights.create_tools import CreateTools
 
     return CreateTools(measure=False)  # models beside those of the host would exceed --memory
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from kvcellar.cli.options import Size
-from kvcellar.engine.settings import KEY_BYTES, store_directory
+from kvcellar.engine.load.settings import KEY_BYTES, store_directory
 from kvcellar.errors import BadRequest
 from kvcellar.places import NoPlace
 
@@ -95,7 +95,9 @@ def store_key(file: Path | None, environment: Mapping[str, str]) -> bytes | None
         text = ""
     except OSError as error:
         raise BadRequest(f"{file} cannot be read: {error.strerror}", "store_key_file") from error
-    from kvcellar.serve.keys import permission_warning  # imports the server, which takes time that `run` does not have
+    from kvcellar.serve.http.keys import (
+        permission_warning,  # imports the server, which takes time that `run` does not have
+    )
 
     if (warning := permission_warning(file)) is not None:
         log.warning("%s", warning)

@@ -11,8 +11,8 @@ from kvcellar import progress
 from kvcellar.cli.options import Command, given, model_options, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
-from kvcellar.engine.engine import import_needed
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.settings import Settings
+from kvcellar.frontend.engine import import_needed
 
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.run import CheckResult, Report

@@ -13,10 +13,10 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, PromptTooLong, shown
 from kvcellar.events import Event
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.sample.params import SamplingParams
-from kvcellar.snapshot import ADAPTED
-from kvcellar.spans import whole
+from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.memory.snapshot import ADAPTED
+from kvcellar.memory.spans import whole
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.tokens import check_unicode
 
 FIELDS = frozenset(field.name for field in fields(SamplingParams))

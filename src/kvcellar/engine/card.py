@@ -7,8 +7,8 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.events import Pooling
-from kvcellar.sample.params import SamplingParams, check_ids
-from kvcellar.snapshot import Snapshot
+from kvcellar.memory.snapshot import Snapshot
+from kvcellar.sampling_params import SamplingParams, check_ids
 from kvcellar.text.preamble import Preamble
 from kvcellar.text.tokens import TextAssets
 

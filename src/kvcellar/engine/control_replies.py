@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from kvcellar import messages
+from kvcellar.engine import messages
 from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Recall, Speculation, Timings, Usage
-from kvcellar.tiers.upkeep import Imported, Verified
+from kvcellar.memory.tiers.upkeep import Imported, Verified
 
 BEGINNING = 16  # tokens of an entry
 RUNS = 1024  # of a map of cells

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict, cast
 
+from kvcellar.constraint import Constraint
+from kvcellar.engine.messages import PoolingMode
 from kvcellar.events import Timings
-from kvcellar.messages import PoolingMode
-from kvcellar.retention import RetentionOptions
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import SamplingOptions
-from kvcellar.spans import Span
+from kvcellar.memory.retention import RetentionOptions
+from kvcellar.memory.spans import Span
+from kvcellar.sampling_params import SamplingOptions
 from kvcellar.text.replies.machine import Machine
 
 

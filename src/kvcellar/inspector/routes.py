@@ -32,15 +32,15 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
-from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
+from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.inspector.answers import EntryText, RequestWay, Snapshot
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
 from kvcellar.inspector.snapshot import Beginnings, Json, Viewer, snapshot, way_fields
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.json_text import printable
-from kvcellar.serve.namespaces import api_key, owner
+from kvcellar.serve.generation.namespaces import api_key, owner
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.operation import SSE, Operation, Parameter
 from kvcellar.serve.shared import Mounted, Shared
 

@@ -1,5 +1,5 @@
 // Attention of new rows of each sequence over its cells, read in place: of one row (decoding) or thousands (prompts).
-// `attention/cpu.py` calls it; nothing is kept between calls.
+// `memory/attention/cpu.py` calls it; nothing is kept between calls.
 //
 // Keys are taken in chunks at absolute positions. Each chunk gives a row a maximum, a total and a weighted sum, which are
 // merged in order of position. So the result for a row depends neither on the rows beside it, however they were cut,

@@ -17,7 +17,7 @@ constexpr int64_t BUNDLE = 32;   // keys that are read and packed at once
 constexpr int64_t PANEL = 64;    // keys, or elements of values, that lie side by side in packed form
 constexpr int64_t SCALED = 128;  // elements of a vector that share a scale
 
-// A plane of a layer as `cache/quantise.py` stores it. Strides are in bytes; a vector's elements lie side by side.
+// A plane of a layer as `memory/kv/quantise.py` stores it. Strides are in bytes; a vector's elements lie side by side.
 struct Plane {
     char *codes, *scales;  // scales: null if it is not quantised
     int64_t cell, head, scale_cell, scale_head, size;
@@ -74,7 +74,7 @@ inline void elements(Kind kind, const char* from, int64_t size, float* to) {
     }
 }
 
-// Times the Hadamard matrix, as `rotate` in cache/quantise.py computes it: blocks of powers of two, the largest first.
+// Times the Hadamard matrix, as `rotate` in memory/kv/quantise.py computes it: blocks of powers of two, the largest first.
 inline void rotate(float* x, int64_t size) {
     for (int64_t width = int64_t(1) << 62; width > 0; width /= 2) {
         if (!(size & width)) continue;

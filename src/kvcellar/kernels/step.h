@@ -1,4 +1,4 @@
-// What all layers of a group share in a step. `attention/cpu.py` fills it for each step, always at the same address.
+// What all layers of a group share in a step. `memory/attention/cpu.py` fills it for each step, always at the same address.
 #pragma once
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// Stores the keys and values of new tokens in their cells, bit for bit as `cache/history.py` does. `attention/cpu.py`
+// Stores the keys and values of new tokens in their cells, bit for bit as `memory/kv/history.py` does. `memory/attention/cpu.py`
 // calls it. Nothing is kept between calls.
 #include <cmath>
 #include <cstddef>
@@ -55,7 +55,7 @@ uint8_t to_fp8(float x) {
     return sign | uint8_t((bits >> 20) - (120u << 3));
 }
 
-// A vector as codes with scales: `quantise` in cache/quantise.py. `x` is overwritten.
+// A vector as codes with scales: `quantise` in memory/kv/quantise.py. `x` is overwritten.
 void quantise(float* x, const Plane& to, char* codes, char* scales) {
     const float largest = to.kind == FP8 ? 448.f : to.kind == INT8 ? 127.f : 7.f;
     for (int64_t b = 0; b < to.blocks(); ++b) {

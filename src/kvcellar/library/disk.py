@@ -24,10 +24,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvcellar.errors import ModelRefused
+from kvcellar.files import Files, lock_within
 from kvcellar.library.manifest import File, Manifest, Part
 from kvcellar.places import make_private
 from kvcellar.progress import report
-from kvcellar.tiers.files import Files, lock_within
 
 FOLDERS = BLOBS, MANIFESTS, VIEWS, UPLOADS, TEMPORARY = "blobs", "manifests", "views", "uploads", "tmp"
 WAIT = 60.0  # seconds that a process waits for the lock of the library

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.files import Files
 from kvcellar.library.disk import BLOBS, KEEP, MANIFESTS, VIEWS, Disk, Staging
 from kvcellar.library.manifest import MOST_BYTES, Manifest, ManifestDamaged
 from kvcellar.library.names import SUFFIX, ModelName
 from kvcellar.library.requires import check_version
-from kvcellar.tiers.files import Files
 
 _SHOWN = 8  # names in the message for a model that is not there
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest, shown
 from kvcellar.library.modelfile import Command, ModelfileError
-from kvcellar.sample.params import PARAMETERS, SamplingParams, names_in, renamed
+from kvcellar.sampling_params import PARAMETERS, SamplingParams, names_in, renamed
 from kvcellar.values import Flag, Items, Kind, Real, Whole
 
 MOST_CONTEXT, MOST_DEPTH = 1 << 30, 64

@@ -6,11 +6,11 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcellar.serve.api_errors import api_error
+from kvcellar.serve.admin.records import Records
+from kvcellar.serve.http.api_errors import api_error
+from kvcellar.serve.http.middleware import RequestMiddleware
+from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.metrics.requests import RequestCounts
-from kvcellar.serve.middleware import RequestMiddleware
-from kvcellar.serve.records import Records
-from kvcellar.serve.request_log import RequestLog
 from kvcellar.serve.routes import TABLE, Handlers, routes
 from kvcellar.serve.shared import Mount, Shared, nothing
 

@@ -19,22 +19,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import get_original_bases
 
-from kvcellar.sample.params import names_in
-from kvcellar.serve import ignored_fields
+from kvcellar.sampling_params import names_in
+from kvcellar.serve.admin.health import OPEN
 from kvcellar.serve.answers import Answer, Anything
 from kvcellar.serve.anthropic.fields import MessagesBody
-from kvcellar.serve.api_errors import AnthropicError, HealthError, OllamaError, OpenAIError, error_format
-from kvcellar.serve.health import OPEN
-from kvcellar.serve.json_text import to_json
-from kvcellar.serve.ollama_fields import Options
+from kvcellar.serve.generation import ignored_fields
+from kvcellar.serve.http.api_errors import AnthropicError, HealthError, OllamaError, OpenAIError, error_format
+from kvcellar.serve.http.json_text import to_json
+from kvcellar.serve.ollama.fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
 from kvcellar.serve.openai.fields import SAMPLING
+from kvcellar.serve.openai.tokenizing import TokenizeBody
 from kvcellar.serve.operation import JSON, Api, Operation, Operations
-from kvcellar.serve.responses_api import fields as responses_fields
-from kvcellar.serve.responses_api.fields import ResponsesBody
+from kvcellar.serve.responses import fields as responses_fields
+from kvcellar.serve.responses.fields import ResponsesBody
 from kvcellar.serve.shared import Shared
-from kvcellar.serve.tokenizing import TokenizeBody
 from kvcellar.version import __version__
 
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")

@@ -12,10 +12,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from kvcellar.serve import ollama_fields as ollama
-from kvcellar.serve import ollama_writer as lines
-from kvcellar.serve.admin import KeysHandler, ReloadedKeys, RequestsHandler
-from kvcellar.serve.admin_cache import (
+from kvcellar.serve.admin.admin_cache import (
     ARCHIVE,
     LISTED,
     MOST_LISTED,
@@ -31,10 +28,7 @@ from kvcellar.serve.admin_cache import (
     RemovedEntries,
     VerifiedEntries,
 )
-from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
-from kvcellar.serve.anthropic.message_writer import MessageAnswer, MessageEvent, TokenCount
-from kvcellar.serve.anthropic.routes import count_tokens, parse_messages
-from kvcellar.serve.conversations import (
+from kvcellar.serve.admin.conversations import (
     ConversationFields,
     ConversationList,
     ConversationsHandler,
@@ -45,7 +39,33 @@ from kvcellar.serve.conversations import (
     WholeConversation,
     WholeHandler,
 )
-from kvcellar.serve.embedding_fields import (
+from kvcellar.serve.admin.health import HealthHandler, ServerState
+from kvcellar.serve.admin.records import MOST, Records, RequestRecord, RequestSummaries
+from kvcellar.serve.admin.routes import KeysHandler, ReloadedKeys, RequestsHandler
+from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
+from kvcellar.serve.anthropic.message_writer import MessageAnswer, MessageEvent, TokenCount
+from kvcellar.serve.anthropic.routes import count_tokens, parse_messages
+from kvcellar.serve.generation.handler import GenerationHandler
+from kvcellar.serve.metrics.exposition import metrics_handler
+from kvcellar.serve.metrics.requests import RequestCounts
+from kvcellar.serve.models.model_use import ModelRoute, sent_keep_alive
+from kvcellar.serve.ollama import fields as ollama
+from kvcellar.serve.ollama import writer as lines
+from kvcellar.serve.ollama.details import ShownModel
+from kvcellar.serve.ollama.library_routes import BlobHandler, LibraryHandler, ProgressEvent, Succeeded
+from kvcellar.serve.ollama.routes import (
+    CHAT,
+    GENERATE,
+    ListedModels,
+    LoadedModels,
+    OllamaGeneration,
+    OllamaHandler,
+    Version,
+)
+from kvcellar.serve.openai import formats
+from kvcellar.serve.openai.chat import ChatBody, parse_chat
+from kvcellar.serve.openai.completions import CompletionBody, parse_completion
+from kvcellar.serve.openai.embedding_fields import (
     EmbedBody,
     EmbeddingBody,
     Embeddings,
@@ -56,28 +76,9 @@ from kvcellar.serve.embedding_fields import (
     parse_embedding,
     parse_embeddings,
 )
-from kvcellar.serve.embeddings import EmbeddingHandler
-from kvcellar.serve.generation import GenerationHandler
-from kvcellar.serve.health import HealthHandler, ServerState
-from kvcellar.serve.metrics.exposition import metrics_handler
-from kvcellar.serve.metrics.requests import RequestCounts
-from kvcellar.serve.model_use import ModelRoute, sent_keep_alive
-from kvcellar.serve.models_list import ModelFields, ModelList, ModelsHandler
-from kvcellar.serve.ollama import CHAT, GENERATE, ListedModels, LoadedModels, OllamaGeneration, OllamaHandler, Version
-from kvcellar.serve.ollama_details import ShownModel
-from kvcellar.serve.ollama_library import BlobHandler, LibraryHandler, ProgressEvent, Succeeded
-from kvcellar.serve.openai import formats
-from kvcellar.serve.openai.chat import ChatBody, parse_chat
-from kvcellar.serve.openai.completions import CompletionBody, parse_completion
-from kvcellar.serve.openapi import DocumentHandler, OpenApiDocument
-from kvcellar.serve.operation import BYTES, NDJSON, SSE, Operation, Operations, Parameter, Schema
-from kvcellar.serve.records import MOST, Records, RequestRecord, RequestSummaries
-from kvcellar.serve.responses_api.fields import ResponsesBody, count_input, parse_response
-from kvcellar.serve.responses_api.input_items import InputItems
-from kvcellar.serve.responses_api.response_writer import DeletedResponse, InputTokens, ResponseEvent, ResponseObject
-from kvcellar.serve.responses_api.routes import KeptHandler
-from kvcellar.serve.shared import Shared
-from kvcellar.serve.tokenizing import (
+from kvcellar.serve.openai.embeddings import EmbeddingHandler
+from kvcellar.serve.openai.models_list import ModelFields, ModelList, ModelsHandler
+from kvcellar.serve.openai.tokenizing import (
     DetokenizeBody,
     Detokenized,
     TokenizeBody,
@@ -88,6 +89,13 @@ from kvcellar.serve.tokenizing import (
     detokenize,
     tokenize,
 )
+from kvcellar.serve.openapi import DocumentHandler, OpenApiDocument
+from kvcellar.serve.operation import BYTES, NDJSON, SSE, Operation, Operations, Parameter, Schema
+from kvcellar.serve.responses.fields import ResponsesBody, count_input, parse_response
+from kvcellar.serve.responses.input_items import InputItems
+from kvcellar.serve.responses.response_writer import DeletedResponse, InputTokens, ResponseEvent, ResponseObject
+from kvcellar.serve.responses.routes import KeptHandler
+from kvcellar.serve.shared import Shared
 
 CONVERSATION: Mapping[str, Schema] = MappingProxyType(
     {"name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"}}

@@ -7,16 +7,16 @@ from starlette.routing import BaseRoute
 
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
-from kvcellar.serve.arrivals import Arrivals
-from kvcellar.serve.body import BodyBudget
-from kvcellar.serve.key_ring import KeyRing
-from kvcellar.serve.lifecycle import Drain
+from kvcellar.serve.generation.arrivals import Arrivals
+from kvcellar.serve.http.body import BodyBudget
+from kvcellar.serve.http.key_ring import KeyRing
+from kvcellar.serve.http.lifecycle import Drain
+from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.http.traces import Traces
 from kvcellar.serve.metrics.engines import EngineCounts
-from kvcellar.serve.model_manager import ModelManager
+from kvcellar.serve.models.model_manager import ModelManager
 from kvcellar.serve.operation import Operation
-from kvcellar.serve.reader_threads import ReaderThreads
 from kvcellar.serve.settings import ServeSettings
-from kvcellar.serve.traces import Traces
 
 
 @dataclass(frozen=True, slots=True)

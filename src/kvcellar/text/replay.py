@@ -33,7 +33,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple
 
 from kvcellar.events import Rewrite
-from kvcellar.snapshot import Snapshot, requested
+from kvcellar.memory.snapshot import Snapshot, requested
 from kvcellar.text.conversation import common, texts
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.template import Rendered

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.cache.memory import Memory
+from kvcellar.engine.models.build_guest import MODEL_ERRORS
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.errors import KvcellarError
-from kvcellar.models.build_guest import MODEL_ERRORS
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import context_of, random_tokens
-from kvcellar.plan import Batch, Feed
-from kvcellar.spans import Span
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.spans import Span
 
 LENGTH = 48  # tokens of the text, if the context has so many
 BATCHES = (2, 8, 64)  # sequences that decode together, the text among them

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcellar.cache.layouts import Chunked, Sliding
-from kvcellar.cache.memory import Memory
-from kvcellar.layout import Layout
-from kvcellar.models.rope import RECURRENT, stored_at
-from kvcellar.models.rope import TOKENS as PROBE
-from kvcellar.spans import Span
+from kvcellar.engine.models.rope import RECURRENT, stored_at
+from kvcellar.engine.models.rope import TOKENS as PROBE
+from kvcellar.memory.cells.layouts import Chunked, Sliding
+from kvcellar.memory.layout import Layout
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.spans import Span
 from kvcellar.verify.harness import CheckFailed, Harness
 
 STATES = ("conv", "recurrent")  # kinds of recurrent state

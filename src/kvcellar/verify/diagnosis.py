@@ -10,27 +10,27 @@ from typing import Any
 
 import torch
 
-from kvcellar.attention.choose import backends, named
-from kvcellar.engine.build import Built, build, card_of
-from kvcellar.engine.capacity import sized
 from kvcellar.engine.card import default_sampling
-from kvcellar.engine.in_library import located
-from kvcellar.engine.machine import threads_of
-from kvcellar.engine.replies import Replies
-from kvcellar.engine.settings import Settings
-from kvcellar.engine.text_codec import TextCodec
+from kvcellar.engine.load.build import Built, build, card_of
+from kvcellar.engine.load.capacity import sized
+from kvcellar.engine.load.in_library import located
+from kvcellar.engine.load.machine import threads_of
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.generation_defaults import SAMPLING
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import context_reason
+from kvcellar.engine.models.quantize.kinds import DENSE, QUANTISED
+from kvcellar.engine.models.quantize.measuring import measure_harm
+from kvcellar.engine.models.weights.packing import Packed
+from kvcellar.engine.models.weights.placement import ONE_DEVICE, why_not_on
+from kvcellar.engine.recording.graphs import Graphs
 from kvcellar.errors import BadRequest, DraftRefused
+from kvcellar.frontend.reply_formats import Replies
+from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.kernels.packed import Packing
-from kvcellar.models.generation_defaults import SAMPLING
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import context_reason
-from kvcellar.models.packing import Packed
-from kvcellar.models.placement import ONE_DEVICE, why_not_on
-from kvcellar.models.quantize.kinds import DENSE, QUANTISED
-from kvcellar.models.quantize.measuring import measure_harm
-from kvcellar.models.recording.graphs import Graphs
+from kvcellar.memory.attention.choose import backends, named
 from kvcellar.progress import report
-from kvcellar.sample.params import SamplingParams
+from kvcellar.sampling_params import SamplingParams
 from kvcellar.verify.kv_quality import KvQuality, is_small
 from kvcellar.verify.kv_quality import kv_quality as measure
 

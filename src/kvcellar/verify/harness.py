@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.cache.memory import Memory
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import random_tokens
-from kvcellar.models.seam import ATTENTION
-from kvcellar.plan import Batch, Feed, Plan
-from kvcellar.policy import trim
-from kvcellar.spans import Span
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import random_tokens
+from kvcellar.engine.models.seam import ATTENTION
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed, Plan
+from kvcellar.memory.policy import trim
+from kvcellar.memory.spans import Span
 
 SHORT = 96  # default length of a text in tokens: more than the block size of most recurrent layers
 SEQUENCES = 6

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcellar.cache.memory import Memory
-from kvcellar.contracts import Backend
-from kvcellar.engine.capacity import sized
+from kvcellar.engine.load.capacity import sized
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import context_of, embedding_rows
 from kvcellar.errors import BadRequest, NoBackend
-from kvcellar.models.guest import Guest
-from kvcellar.models.input_limits import context_of, embedding_rows
-from kvcellar.plan import Batch, Feed
-from kvcellar.shapes import StoredAs
-from kvcellar.spans import Span
+from kvcellar.memory.contracts import Backend
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import StoredAs
+from kvcellar.memory.spans import Span
 
 WAYS = (
     *("fp8", "fp8+hadamard", "int8", "int8+hadamard", "int4", "int4+hadamard"),

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from kvcellar.attention.choose import named
-from kvcellar.engine.in_library import located
-from kvcellar.engine.machine import threads_of
-from kvcellar.engine.settings import Settings
+from kvcellar.engine.load.in_library import located
+from kvcellar.engine.load.machine import threads_of
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.models.build_guest import MODEL_ERRORS, build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.hf_globals import silence_transformers
+from kvcellar.engine.models.input_limits import context_of
+from kvcellar.engine.models.load import load
+from kvcellar.engine.models.selftest import TOLERANCE, judged_as, worst
+from kvcellar.engine.models.weights.packing import pack_model
 from kvcellar.errors import BadRequest, KvcellarError
-from kvcellar.models.build_guest import MODEL_ERRORS, build_guest
-from kvcellar.models.guest import Guest
-from kvcellar.models.hf_globals import silence_transformers
-from kvcellar.models.input_limits import context_of
-from kvcellar.models.load import load
-from kvcellar.models.packing import pack_model
-from kvcellar.models.selftest import TOLERANCE, judged_as, worst
+from kvcellar.memory.attention.choose import named
 from kvcellar.verify.bits import SameBits, same_bits
 from kvcellar.verify.checks import CHECKS, Check, NotApplicable
 from kvcellar.verify.harness import CheckFailed, Harness, Setup

@@ -8,9 +8,9 @@ from jsonschema import validate
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
+from kvcellar.constraint import Constraint
+from kvcellar.engine.sample.compiler import as_read
 from kvcellar.errors import BadRequest
-from kvcellar.sample.compiler import as_read
-from kvcellar.sample.constraint import Constraint
 from kvcellar.text.replies.detection import known
 from kvcellar.text.replies.grammar import Grammar, Rules
 from kvcellar.text.replies.tools import checked

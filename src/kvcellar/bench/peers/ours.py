@@ -22,7 +22,7 @@ def library(options: Mapping[str, Any]) -> str:
 class Peer:
     def __init__(self, options: Mapping[str, Any]) -> None:
         from kvcellar.bench.peers.turns import Turns
-        from kvcellar.engine.engine import Engine
+        from kvcellar.frontend.engine import Engine
 
         precision: str = options["precision"]
         how: dict[str, Any] = {} if precision == AS_STORED else {"weights": precision}
@@ -39,7 +39,7 @@ class Peer:
 
     def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         from kvcellar.bench.peers.turns import Turns
-        from kvcellar.sample.params import SamplingParams
+        from kvcellar.sampling_params import SamplingParams
 
         greedy = SamplingParams(temperature=0.0, ignore_eos=True)
         self._turns = Turns(len(prompts))

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from kvcellar.serve.anthropic.fields import AnthropicTool, Block, Blocks, PromptBody
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.field_names import Place
+from kvcellar.serve.generation.field_names import Place
+from kvcellar.serve.http.api_errors import ApiError
 
 TTL = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # seconds
 MAX_BREAKPOINTS = 4  # as Anthropic

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
-from kvcellar.serve import forms
-from kvcellar.serve.messages import MAX_MESSAGES
+from kvcellar.serve.generation import forms
+from kvcellar.serve.generation.messages import MAX_MESSAGES
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 

@@ -16,9 +16,9 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from kvcellar.serve.answers import Answer, Anything, EncodedAs
-from kvcellar.serve.api_errors import ANTHROPIC, AnthropicError, ApiError
-from kvcellar.serve.replies import FinishReason, Item, Replies, ReplyPart, WholeReply
-from kvcellar.serve.writer import SSE, named_event
+from kvcellar.serve.generation.replies import FinishReason, Item, Replies, ReplyPart, WholeReply
+from kvcellar.serve.generation.writer import SSE, named_event
+from kvcellar.serve.http.api_errors import ANTHROPIC, AnthropicError, ApiError
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 
 StopReason = Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"]

@@ -7,19 +7,19 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.retention import NO_OPTIONS, RetentionOptions
-from kvcellar.sample.constraint import Constraint
-from kvcellar.sample.params import names_in, renamed, sampling_of
+from kvcellar.constraint import Constraint
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.sampling_params import names_in, renamed, sampling_of
 from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.anthropic.fields import ToolChoice as Choice
 from kvcellar.serve.anthropic.message_writer import MessageWriter, TokenCount
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import AUTO, ChatRequest, ToolChoice
-from kvcellar.serve.parsing import Fields, validated
-from kvcellar.serve.prepare import prompt_tokens
-from kvcellar.serve.writer import Caller, Generation
+from kvcellar.serve.generation.chat_request import AUTO, ChatRequest, ToolChoice
+from kvcellar.serve.generation.prepare import prompt_tokens
+from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.parsing import Fields, validated
 
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", **renamed("anthropic")})
 

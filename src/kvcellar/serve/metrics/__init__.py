@@ -1,1 +1,1 @@
-"""metrics: the state of a server for Prometheus: counts of requests, and what `stats()` of each engine has."""
+"""metrics: Prometheus' text format, made of what engines and the server count."""

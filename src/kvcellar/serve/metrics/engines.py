@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from kvcellar.engine.stats import EngineStats, samples
-from kvcellar.serve.loaded_model import LoadedEngine
-from kvcellar.serve.model_manager import ModelManager
+from kvcellar.serve.models.loaded_model import LoadedEngine
+from kvcellar.serve.models.model_manager import ModelManager
 
 log = logging.getLogger("kvcellar.serve")
 

@@ -6,17 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field
 
-from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.sample.params import MAX_LOGPROBS
-from kvcellar.serve import forms
-from kvcellar.serve.chat_request import ChatRequest
-from kvcellar.serve.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.sampling_params import MAX_LOGPROBS
+from kvcellar.serve.generation import forms
+from kvcellar.serve.generation.chat_request import ChatRequest
+from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
+from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, response_options
 from kvcellar.serve.openai.formats import ChatFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
 from kvcellar.serve.openai.tools import tool_choice
-from kvcellar.serve.parsing import Fields
-from kvcellar.serve.writer import Caller, Generation
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

@@ -3,10 +3,12 @@
 from functools import partial
 from typing import Annotated
 
-from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.errors import shown
-from kvcellar.serve import forms
-from kvcellar.serve.chat_request import TextRequest
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.generation import forms
+from kvcellar.serve.generation.chat_request import TextRequest
+from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.echo import Echo
 from kvcellar.serve.openai.fields import (
     CommonBody,
@@ -18,8 +20,6 @@ from kvcellar.serve.openai.fields import (
 )
 from kvcellar.serve.openai.formats import TextFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
-from kvcellar.serve.parsing import Fields
-from kvcellar.serve.writer import Caller, Generation
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have none

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import PromptScored, TokenLogprob
+from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.openai.formats import PromptScore, TextChoice, TextChunkChoice, TextLogprobs
 from kvcellar.serve.openai.logprobs import Places, TokenText, finite, top_by_text
 

@@ -20,17 +20,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from kvcellar.engine.served_engine import ServedEngine
-from kvcellar.retention import MOST_TTL, PRIORITIES
-from kvcellar.sample.params import PARAMETERS, sampling_of
-from kvcellar.serve import forms
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.ignored_fields import NEUTRAL, NO_EFFECT
-from kvcellar.serve.messages import StrictModel
-from kvcellar.serve.parsing import Fields, unknown_parameter, validated
-from kvcellar.serve.retained import options
-from kvcellar.serve.structured_fields import constraint_of
-from kvcellar.serve.writer import Caller
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.memory.retention import MOST_TTL, PRIORITIES
+from kvcellar.sampling_params import PARAMETERS, sampling_of
+from kvcellar.serve.generation import forms
+from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
+from kvcellar.serve.generation.messages import StrictModel
+from kvcellar.serve.generation.retained import options
+from kvcellar.serve.generation.structured_fields import constraint_of
+from kvcellar.serve.generation.writer import Caller
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.parsing import Fields, unknown_parameter, validated
 
 # Sampling parameters that are fields of the same name.
 SAMPLING = MappingProxyType({name: one for name, one in PARAMETERS.items() if one.http is not None})

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from kvcellar.events import TokenLogprob
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.api_errors import OpenAIError
+from kvcellar.serve.generation.replies import FinishReason, ReplyPart, WholeReply
+from kvcellar.serve.http.api_errors import OpenAIError
 from kvcellar.serve.openai.logprobs import ScoredToken, TokenText, finite, top_by_text
 from kvcellar.serve.openai.usage import TimingsFields, Usage, UsageSoFar
-from kvcellar.serve.replies import FinishReason, ReplyPart, WholeReply
 from kvcellar.text.pieces import CallArguments, CallOpened, Content, Piece, Reasoning
 
 

@@ -5,8 +5,8 @@ A token may be a part of a character: then its text has U+FFFD, and what it is s
 
 import codecs
 
-from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import Delta, TokenLogprob
+from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import Answer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a token of probability 0; JSON has no -Infinity

@@ -18,9 +18,12 @@ from uuid import uuid4
 
 from msgspec import UNSET
 
-from kvcellar.engine.served_engine import ServedEngine
 from kvcellar.events import Delta
-from kvcellar.serve.api_errors import ApiError
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.generation.recalls import recall_fields
+from kvcellar.serve.generation.replies import Replies, Reply, ReplyPart, WholeReply
+from kvcellar.serve.generation.writer import SSE, SSE_PING, data_event
+from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.openai.echo import Echo, join, prompt_logprobs
 from kvcellar.serve.openai.fields import ResponseOptions
 from kvcellar.serve.openai.formats import (
@@ -35,9 +38,6 @@ from kvcellar.serve.openai.formats import (
 )
 from kvcellar.serve.openai.logprobs import Tokens, TokenText
 from kvcellar.serve.openai.usage import Usage, timings, usage, usage_so_far
-from kvcellar.serve.recalls import recall_fields
-from kvcellar.serve.replies import Replies, Reply, ReplyPart, WholeReply
-from kvcellar.serve.writer import SSE, SSE_PING, data_event
 
 DONE = b"data: [DONE]\n\n"
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from kvcellar.serve.api_errors import ApiError
-from kvcellar.serve.chat_request import AUTO, Mode, ToolChoice
-from kvcellar.serve.json_text import printable
+from kvcellar.serve.generation.chat_request import AUTO, Mode, ToolChoice
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.json_text import printable
 from kvcellar.text.replies.tools import MOST_TOOLS
 
 FORMS = '"none", "auto", "required", the name of a function, or allowed_tools'

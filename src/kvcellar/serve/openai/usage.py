@@ -3,9 +3,9 @@
 from msgspec import UNSET, UnsetType
 
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.recalls import RecallFields
-from kvcellar.serve.replies import Replies, Reply
-from kvcellar.serve.speculations import SpeculationFields
+from kvcellar.serve.generation.recalls import RecallFields
+from kvcellar.serve.generation.replies import Replies, Reply
+from kvcellar.serve.generation.speculations import SpeculationFields
 
 
 class PromptTokensDetails(Answer):

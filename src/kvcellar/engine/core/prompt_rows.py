@@ -1,0 +1,89 @@
+"""prompt_rows: the rows of one step that requests read of their prompts (`prompt_reading.py`)."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from kvcellar.engine.core.prompt_reading import Pooled, PromptReading, to_read
+from kvcellar.engine.core.request import Completion, Scheduled
+from kvcellar.engine.sample.score import scored
+from kvcellar.errors import ScoresNotNumbers
+
+
+class _Part(NamedTuple):
+    """Rows of the step, the first of which is at `start` of the prompt."""
+
+    completion: Completion
+    reading: PromptReading
+    rows: range
+    start: int
+
+
+class PromptRows:
+    """Of the completions of a step, in order."""
+
+    def __init__(self, scheduled: Sequence[Scheduled]) -> None:
+        self._parts: list[_Part] = []
+        first = 0
+        for completion, tokens, drafts in scheduled:
+            reading, at = completion.request.prompt_reading, completion.computed
+            if reading is not None and not reading.done:
+                rows = to_read(reading, at, tokens)
+                self._parts.append(
+                    _Part(completion, reading, range(first + rows.start, first + rows.stop), at + rows.start)
+                )
+            first += tokens + drafts
+
+    @property
+    def hidden(self) -> bool:
+        """Whether hidden states are read."""
+        return any(isinstance(part.reading, Pooled) for part in self._parts)
+
+    @property
+    def scored(self) -> list[int]:
+        """The rows of the step whose logits are read, part by part."""
+        return [row for part in self._parts if not isinstance(part.reading, Pooled) for row in part.rows]
+
+    def values(self, logits: Tensor, hidden: Tensor | None) -> list[Any]:
+        """What is kept of each part: of the logits [S,W] of the scored rows, and hidden states [T,H] of the step. A
+        `ScoresNotNumbers` where these are not numbers: the error of one request, not of the step."""
+        found: list[Any] = []
+        at = 0  # in the logits
+        for completion, reading, rows, start in self._parts:
+            if isinstance(reading, Pooled):
+                assert hidden is not None
+                found.append(hidden[rows.start : rows.stop].double().sum(0))
+            else:
+                own = logits[at : at + len(rows), : completion.sampler.vocab_size]
+                found.append(_scores(own, reading.tokens(start, len(rows)), reading.most))
+                at += len(rows)
+        return found
+
+    def deliver(self, values: Sequence[Any]) -> list[tuple[Completion, ScoresNotNumbers]]:
+        """The step was kept: give the readings these values, and the requests what is complete. Returns the completions
+        that end here, and why."""
+        failed: list[tuple[Completion, ScoresNotNumbers]] = []
+        for (completion, reading, rows, _), value in zip(self._parts, values, strict=True):
+            try:
+                event = reading.add(_checked(value), len(rows))
+            except ScoresNotNumbers as error:
+                failed.append((completion, error))
+            else:
+                if event is not None:
+                    completion.request.emit(event)
+        return failed
+
+
+def _checked(value: Any) -> Any:
+    """What was found of a part. Raises the error that was found instead."""
+    if isinstance(value, ScoresNotNumbers):
+        raise value
+    return value
+
+
+def _scores(logits: Tensor, tokens: Sequence[int], most: int) -> Any:
+    try:
+        return scored(logits, tokens, most)
+    except ScoresNotNumbers as error:
+        return error

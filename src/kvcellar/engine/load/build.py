@@ -1,0 +1,353 @@
+"""build: makes the parts of an engine from its settings, and connects them."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvcellar.engine.card import EngineCard, ModelCard, default_sampling
+from kvcellar.engine.core.device import DeviceThread, Inbox
+from kvcellar.engine.core.drafting import Drafting
+from kvcellar.engine.core.intake import Intake, PromptMemory
+from kvcellar.engine.core.loop import Loop
+from kvcellar.engine.core.manager import SequenceManager
+from kvcellar.engine.core.runner import Runner
+from kvcellar.engine.core.scheduler import SCORED, Chunks, Scheduler
+from kvcellar.engine.load.adapters import Adapters, open_adapters
+from kvcellar.engine.load.allocate import Needs, allocated, divided
+from kvcellar.engine.load.capacity import Capacity
+from kvcellar.engine.load.machine import Threads, threads_of, trim_heap
+from kvcellar.engine.load.measures import measures_of
+from kvcellar.engine.load.open_drafts import DraftModel, Drafts, open_drafts
+from kvcellar.engine.load.open_heads import Reads
+from kvcellar.engine.load.open_model import Opened, open_model
+from kvcellar.engine.load.open_store import open_draft_store, open_events, open_store
+from kvcellar.engine.load.recorded import record_steps, without_preparing
+from kvcellar.engine.load.reserve import prove, scratch
+from kvcellar.engine.load.settings import Settings, step_tokens_of, text_bytes_of
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
+from kvcellar.engine.models.load import Loaded
+from kvcellar.engine.models.weights.config_file import NONE, pooling_of
+from kvcellar.engine.models.weights.packing import Packed, pack_model
+from kvcellar.engine.sample.grammars import Grammars
+from kvcellar.engine.speculate.chain import Key
+from kvcellar.engine.speculate.cost import step_clock
+from kvcellar.engine.speculate.draft_memory import DraftMemory
+from kvcellar.engine.speculate.speculator import Speculator
+from kvcellar.errors import BadRequest, forked_from
+from kvcellar.memory.attention.choose import named
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.prefixes import Shares
+from kvcellar.memory.shapes import StoredAs
+from kvcellar.memory.store import Store
+from kvcellar.progress import report
+from kvcellar.text.preamble import Preamble
+from kvcellar.text.replay import first_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+log = logging.getLogger("kvcellar.engine")
+
+LEAST_SCORED = 8  # rows
+SCORES_BESIDE = 1 << 20  # scores of prompts that a step computes in which others decode: about 10 ms of a CPU
+TORCH = os.getpid()  # the process that imported torch
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """All parts of an engine."""
+
+    settings: Settings
+    base: Loaded  # without what a model of the library was created with
+    loaded: Loaded
+    guest: Guest
+    packing: Packed | None
+    threads: Threads
+    memory: Memory
+    capacity: Capacity
+    intake: Intake
+    loop: Loop
+    runner: Runner
+    adapters: Adapters
+    preamble: Preamble
+    drafts: Drafts | None = None
+    draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
+
+
+def build(
+    model: "str | Path | PreTrainedModel | None",
+    settings: Settings,
+    opened: ExitStack,
+    thread: DeviceThread | None = None,
+    *,
+    torch_of: int = TORCH,
+) -> Built:
+    """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
+    `resolve_capacity` raise. What has to be closed is entered into `opened` as soon as it is open; from the start of
+    the loop on, the loop closes it. `torch_of`: the process that may have run torch before."""
+    settings = _in_a_fork(settings, torch_of)
+    began = time.time_ns()
+    threads = threads_of(settings.threads, torch.get_num_threads())
+    if threads.count != torch.get_num_threads():
+        torch.set_num_threads(threads.count)
+    found = open_model(model, settings)
+    loaded, settings = found.loaded, found.settings
+    if loaded.path is None:
+        _check_as_it_is(loaded.model, settings)
+    packing = _packing(loaded, settings)
+    guest = build_guest(loaded.model, named(settings.attention))
+    built = _assembled(found, packing, guest, threads, thread or DeviceThread(), began, opened)
+    trim_heap()
+    return built
+
+
+def _in_a_fork(settings: Settings, torch_of: int) -> Settings:
+    """Settings with one thread, if this process was forked after torch was imported.
+
+    OpenMP threads that torch has started do not exist in a fork, and a computation that waits for them never ends;
+    whether there were any cannot be determined afterwards.
+    """
+    if torch_of == os.getpid():
+        return settings
+    owner = forked_from(torch_of)
+    if settings.threads not in (None, 1):
+        raise BadRequest(
+            f"threads is {settings.threads}, but torch belongs to {owner}, and runs in one thread here. Leave threads "
+            f"out, or start the process with spawn instead of fork",
+            "threads",
+        )
+    log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", owner)
+    return replace(settings, threads=1)
+
+
+def _packing(loaded: Loaded, settings: Settings) -> Packed | None:
+    if not settings.pack or loaded.model.device.type != "cpu":
+        return None
+    report("packing weights")
+    return pack_model(loaded.model)
+
+
+def _assembled(
+    model: Opened,
+    packing: Packed | None,
+    guest: Guest,
+    threads: Threads,
+    device: DeviceThread,
+    began: int,
+    opened: ExitStack,
+) -> Built:
+    """`began`: when the load began, in nanoseconds of the clock."""
+    loaded, settings = model.loaded, model.settings
+    default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
+    plain, guest = guest, _storing(guest, settings)
+    record_steps(guest, settings)
+    inbox, of_adapters = Inbox(device), {"most_bytes": settings.adapter_bytes, "default": settings.adapter}
+    adapters = open_adapters(guest, plain, settings.adapters or {}, post=inbox.post, **of_adapters)
+    context = _context(settings, loaded.model)
+    step_tokens = step_tokens_of(settings, guest.device.type)
+    limits = {"context": context, "step_tokens": step_tokens, "max_sequences": settings.max_sequences}
+    measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
+    drafts = open_drafts(loaded, guest, settings, context)
+    deepest = drafts.deepest if drafts is not None else 0
+    steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
+    needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
+    capacity, own = divided(needs, drafts.needs() if drafts is not None else None, settings, guest.device)
+    measures.keep()
+    report("allocating memory")
+    memory = allocated(guest.memory, capacity, context, guest.device)
+    if guest.device.type == "cuda":
+        prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
+    intake = _intake(loaded, settings, context, adapters)
+    tiers: dict[str, Any] = {"settings": settings, "post": inbox.post, "opened": opened}
+    part = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
+    of_drafts = partial(open_draft_store, share=part, **tiers)
+    sequences: dict[Key, int | None] = {}
+    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest, of_drafts)
+    drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
+    events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
+    manager = SequenceManager(
+        memory,
+        drafting,
+        in_parts=guest.no_partial_commit is None,
+        shares=Shares(settings.pin_share, settings.tenant_share),
+        events=events,
+        open_store=partial(open_store, loaded=loaded, events=events, share=1 - part, latents=_latents(guest), **tiers),
+    )
+    loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
+    found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
+    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own)
+
+
+def _latents(guest: Guest) -> bool:
+    """Whether layers attend to latents, whose results have other bits than those of expanded keys."""
+    return any(binding.latent is not None for binding in guest.shape.bindings.values())
+
+
+def _storing(guest: Guest, settings: Settings) -> Guest:
+    """The guest with K/V stored as `kv_dtype` says."""
+    if settings.kv_dtype is None:
+        return guest
+    if not guest.shape.groups:
+        raise BadRequest("this model has no attention layers, so there are no keys and values to store", "kv_dtype")
+    return guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
+
+
+def _intake(loaded: Loaded, settings: Settings, context: int, adapters: Adapters) -> Intake:
+    vocab_size, tokenizer = vocabulary_of(loaded.model), loaded.text.tokenizer if loaded.text is not None else None
+    grammars = Grammars(tokenizer, loaded.without_text, vocab_size=vocab_size, end_ids=loaded.end_ids)
+    grammars.prepare()
+    text_bytes = text_bytes_of(settings, context)
+    return Intake(
+        prompts=PromptMemory(text_bytes - text_bytes // 2),
+        context=context,
+        vocab_size=vocab_size,
+        end_ids=loaded.end_ids,
+        padding=padding_token(loaded.model),
+        adapters=adapters,
+        grammars=grammars,
+    )
+
+
+def _running(
+    guest: Guest,
+    manager: SequenceManager,
+    settings: Settings,
+    intake: Intake,
+    threads: Threads,
+    inbox: Inbox,
+    capacity: Capacity,
+) -> tuple[Loop, Runner]:
+    """The parts that run on the device's thread."""
+    memory, drafting, context = manager.memory, manager.drafting, intake.context
+    layouts = {group.name: group.layout for group in memory.storage.groups}
+    scheduler = Scheduler(
+        manager,
+        layouts,
+        context=context,
+        max_sequences=capacity.states.sequences,
+        step_tokens=step_tokens_of(settings, guest.device.type),
+        draft=drafting.propose,
+        scored=_scored(capacity, intake),
+        scored_beside=max(LEAST_SCORED, SCORES_BESIDE // intake.vocab_size),
+        chunks=Chunks(settings.stream_gap),
+    )
+    loop = Loop(manager, scheduler, siblings=intake.siblings, context=context, threads=threads.count, inbox=inbox)
+    runner = Runner(
+        guest,
+        memory,
+        drafting,
+        context=context,
+        siblings=loop.siblings,
+        fork=loop.fork,
+        end=loop.end,
+        feeds=manager.feeds,
+        keep=manager.keep,
+    )
+    return loop, runner
+
+
+def _scored(capacity: Capacity, intake: Intake) -> int:
+    """How many rows of prompts a step has logits of, in float32 within half of the bytes of a step."""
+    return max(LEAST_SCORED, min(SCORED, capacity.scratch // (2 * 4 * intake.vocab_size)))
+
+
+def _speculator(
+    drafts: Drafts | None,
+    capacity: Capacity | None,
+    settings: Settings,
+    reads: Reads,
+    guest: Guest,
+    open_store: Callable[..., Store | None],
+) -> tuple[Speculator | None, DraftMemory | None]:
+    """With its memory, of that capacity, if it needs one, and the store of that, as `open_draft_store` opens it."""
+    if drafts is None:
+        return None, None
+    tiers = partial(open_store, source=drafts.source)
+    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads, tiers)
+    guests = [guest, drafts.guest] if isinstance(drafts, DraftModel) else [guest]
+    clock = without_preparing(step_clock(guest.device.type), guests)
+    return Speculator(drafter, deepest=drafts.deepest, clock=clock), cache
+
+
+def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
+    """Raise `BadRequest` if the settings contradict the dtype or device of a network that was given."""
+    dtype, device = str(network.dtype).removeprefix("torch."), str(network.device)
+    if settings.dtype not in ("auto", dtype):
+        raise BadRequest(f"dtype is {settings.dtype}, but the network that was given is in {dtype}", "dtype")
+    if settings.device not in ("auto", device, network.device.type):
+        raise BadRequest(f"device is {settings.device}, but the network that was given is on {device}", "device")
+
+
+def _context(settings: Settings, network: "PreTrainedModel") -> int:
+    most = context_of(network)
+    if settings.context is None:
+        return most
+    if settings.context > most:
+        reason = context_reason(network)
+        made = f"made for {most} tokens" if reason is None else f"served up to {most} tokens: {reason}"
+        raise BadRequest(f"context is {settings.context}; this model is {made}", "context")
+    return settings.context
+
+
+def card_of(built: Built) -> EngineCard:
+    """Before the engine runs. Raises `ModelRefused` if the model has default sampling parameters that it cannot
+    follow."""
+    loaded, settings, memory, store = built.loaded, built.settings, built.memory, built.loop.manager.store
+    context, cells = built.intake.context, built.capacity.cells
+    return EngineCard(
+        model=_model_card(built),
+        end_ids=loaded.end_ids,
+        padding=built.intake.padding,
+        cells={
+            group.name: cells[group.name]
+            for group in memory.storage.groups
+            if group.layout.most_cells(context, 1) > cells[group.name]
+        },
+        pooling=NONE if loaded.path is None else pooling_of(loaded.path),
+        cache_bytes=_cache_bytes(built),
+        max_waiting=settings.max_waiting,
+        text=loaded.text,
+        without_text=loaded.without_text,
+        preamble=built.preamble,
+        borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
+        text_bytes=text_bytes_of(settings, context) // 2,
+        replay_bytes=settings.replay_bytes,
+        stored=first_of(store.catalogue, settings.replay_bytes) if store is not None else (),
+    )
+
+
+def _model_card(built: Built) -> ModelCard:
+    guest, loaded, text, vocab_size = built.guest, built.loaded, built.loaded.text, built.intake.vocab_size
+    return ModelCard(
+        name=loaded.name,
+        path=loaded.path,
+        architecture=type(guest.model).__name__,
+        context=built.intake.context,
+        vocab_size=vocab_size,
+        dtype=str(guest.dtype).removeprefix("torch."),
+        device=str(guest.device),
+        mode=guest.mode,
+        has_text=text is not None,
+        has_chat=text is not None and text.chat_template is not None,
+        default_sampling=default_sampling(loaded.defaults, vocab_size=vocab_size, model=loaded.name),
+        special_tokens=text.special if text is not None else {},
+        chat_template=text.chat_template if text is not None else None,
+    )
+
+
+def _cache_bytes(built: Built) -> int:
+    """Cells, states, and the largest step, those of drafts included, and on a CPU what evicted prefixes may take."""
+    drafts = built.draft_capacity.total if built.draft_capacity is not None else 0
+    host = (built.settings.host_bytes or 0) if built.guest.device.type == "cpu" else 0
+    return built.capacity.total + drafts + host

@@ -1,0 +1,230 @@
+"""open_store: opens the tiers of an engine. Their identity is everything that decides the bytes of stored memory.
+
+A model that was given as an object has no files to be identified by: what it computes is kept in host memory at most.
+"""
+
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from kvcellar.engine.load.machine import free_cpu_bytes
+from kvcellar.engine.load.settings import Settings, conversation_bytes, host_bytes_of
+from kvcellar.engine.load.store_key import cipher_of, secret_of
+from kvcellar.engine.models.load import Loaded
+from kvcellar.errors import BadRequest
+from kvcellar.memory.kv.record import positions
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.prefix.kv_events import KvEvents
+from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.prefixes import Prefixes
+from kvcellar.memory.restores import Evict
+from kvcellar.memory.snapshot import KEY
+from kvcellar.memory.store import Store
+from kvcellar.memory.tiers.codec import Cipher
+from kvcellar.memory.tiers.disk import DiskTier, StoreUnusable
+from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.identity import FileDigests, identity
+from kvcellar.memory.tiers.objects import RemoteFailed, open_objects
+from kvcellar.memory.tiers.remote import RemoteTier, prefix_of
+from kvcellar.memory.tiers.tier import Tier
+from kvcellar.places import NoPlace, cache
+from kvcellar.progress import report
+
+log = logging.getLogger("kvcellar.engine")
+
+_LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
+
+PAGED_IN = 256 << 20  # bytes of memory, at most, that are allocated at once for what is going to be restored
+FORMAT = "1"  # raised when the meaning of what is stored changes
+TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
+
+
+Post = Callable[[Callable[[], None]], None]  # lets the engine's thread run a call
+
+
+class Source(NamedTuple):
+    """What decides the bytes of a memory: the directories of all weights that are run to fill it, none if these have no
+    files; what it is for, if it is not the target's; and how its weights are multiplied, if not as dense ones."""
+
+    paths: tuple[Path, ...]
+    role: str = ""
+    weights: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A memory that may have tiers; `paths`, `role` and `weights` are those of its `Source`, `attends` says what is
+    attended to, if not keys and values. It has this `share` of the bytes that are set for tiers, but for a directory,
+    whose cap holds for all that use it."""
+
+    memory: Memory
+    prefixes: Prefixes
+    evict: Evict
+    paths: tuple[Path, ...]
+    share: float = 1.0
+    role: str = ""
+    events: KvEvents | None = None
+    weights: str = ""
+    attends: str = ""
+
+    def part(self, size: int) -> int:
+        return int(self.share * size)
+
+
+def open_store(
+    memory: Memory,
+    prefixes: Prefixes,
+    evict: Evict,
+    *,
+    loaded: Loaded,
+    settings: Settings,
+    post: Post,
+    opened: ExitStack,
+    events: KvEvents | None = None,
+    share: float = 1.0,
+    latents: bool = False,
+) -> Store | None:
+    """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
+    engine runs without: it can be lost at any later time, too. `opened` closes them, unless its callbacks are dropped.
+    Raises `BadRequest` for settings that cannot be met.
+
+    `share` is the part of the tiers' bytes that is not for the memory of drafts. `latents`: the model attends to them
+    as they are stored, which gives later layers other bits than expanding them."""
+    outside = settings.store is not None or settings.store_remote is not None
+    if outside and loaded.path is None:
+        raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
+    paths, attends = (loaded.path,) if loaded.path is not None else (), "latents" if latents else ""
+    owner = Owner(memory, prefixes, evict, paths, share, events=events, weights=loaded.multiplied, attends=attends)
+    return _opened(owner, settings, post, opened)
+
+
+def open_draft_store(
+    memory: Memory,
+    prefixes: Prefixes,
+    evict: Evict,
+    *,
+    source: Source,
+    settings: Settings,
+    post: Post,
+    opened: ExitStack,
+    share: float,
+) -> Store | None:
+    """The same for the memory of a drafter. Nothing that its tiers do keeps the engine from starting."""
+    owner = Owner(memory, prefixes, evict, source.paths, share, source.role, weights=source.weights)
+    return _opened(owner, settings, post, opened)
+
+
+def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> Store | None:
+    cipher = cipher_of(settings)
+    host = owner.part(host_bytes_of(settings, owner.memory.device.type, free_cpu_bytes()))
+    name = secrets.token_bytes(KEY)
+    tiers: list[Tier] = []
+    if host:
+        quota = int(settings.tenant_share * host)
+        tiers.append(HostTier(host, quota=quota))
+    if owner.paths and (settings.store is not None or settings.store_remote is not None):
+        report("opening the store")
+        try:
+            name = _identity(owner)
+        except OSError as error:
+            log.warning("running without a store: %s", error)
+        else:
+            tiers += _outside(owner, settings, name, cipher, opened)
+    if not tiers:
+        return None
+    made = partial(
+        Store,
+        tiers,
+        owner.memory,
+        owner.prefixes,
+        identity=name,
+        secret=secret_of(settings),
+        staging=owner.part(settings.staging_bytes),
+        catalogue=Catalogue(anywhere=owner.prefixes.anywhere, positions=positions, watch=owner.events),
+        post=post,
+        evict=owner.evict,
+    )
+    store = opened.enter_context(closing(made()))
+    store.load()
+    owner.memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.catalogue), owner.part(PAGED_IN))
+    return store
+
+
+def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, opened: ExitStack) -> list[Tier]:
+    """The tiers that outlive the engine, as far as they can be opened."""
+    found: list[Tier] = []
+    share = settings.tenant_share
+    if settings.store is not None:
+        try:
+            disk = partial(
+                DiskTier,
+                Path(settings.store),
+                identity=name,
+                max_bytes=settings.store_bytes - conversation_bytes(settings),
+                quota=int(share * settings.store_bytes),
+                cipher=cipher,
+            )
+            found.append(opened.enter_context(closing(disk())))
+        except (OSError, StoreUnusable) as error:
+            log.warning("running without a store: %s", error)
+    if settings.store_remote is not None:
+        cap = owner.part(settings.store_remote_bytes)
+        try:
+            objects = open_objects(settings.store_remote, prefix_of(name))
+        except (RemoteFailed, OSError) as error:
+            log.warning("running without the remote store: %s", error)
+        except ImportError as error:
+            needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
+            raise BadRequest(needs, "store_remote") from error
+        except ValueError as error:
+            raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
+        else:
+            tier = RemoteTier(objects, identity=name, cap=cap, quota=int(share * cap), cipher=cipher)
+            found.append(opened.enter_context(closing(tier)))
+    return found
+
+
+def _identity(owner: Owner) -> bytes:
+    directory = None
+    with suppress(NoPlace):
+        directory = cache(os.environ)
+    digests, paths, memory = FileDigests(directory), owner.paths, owner.memory
+    texts = [path / name for path in paths for name in TEXT_FILES if (path / name).is_file()]
+    more = {"role": owner.role, "multiplied": owner.weights, "attends": owner.attends}
+    return identity(
+        {
+            "format": FORMAT,
+            "weights": digests.of(file for path in paths for file in sorted(path.glob("*.safetensors"))),
+            "config": digests.of([path / "config.json" for path in paths]),
+            "tokenizer": digests.of(texts),
+            "dtype": str(memory.dtype),
+            "shape": memory.claims.shape,
+            "device": memory.device.type,
+            "kvcellar": version("kvcellar"),
+            "torch": version("torch"),
+            "transformers": version("transformers"),
+        }
+        | {name: value for name, value in more.items() if value}
+    )
+
+
+def open_events(settings: Settings) -> KvEvents | None:
+    """The publisher that the settings ask for."""
+    if settings.kv_events is None:
+        return None
+    for endpoint in (settings.kv_events, settings.kv_events_replay):
+        if endpoint is not None and endpoint.startswith("tcp://") and not endpoint.startswith(_LOOPBACK):
+            log.warning("KV events at %s have the tokens of prompts, for every machine that can reach it", endpoint)
+    return KvEvents(
+        settings.kv_events,
+        replay=settings.kv_events_replay,
+        topic=settings.kv_events_topic,
+        size=settings.kv_events_block,
+    )

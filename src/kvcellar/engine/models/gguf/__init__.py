@@ -1,0 +1,1 @@
+"""gguf: models from GGUF files, made into directories that everything else reads."""

@@ -1,0 +1,1 @@
+"""quantize: weights in fewer bits: making them, describing them, and computing with them."""

@@ -1,0 +1,1 @@
+"""formats: quantised weights as others store them, one file per family. Everything else sees dense tensors."""

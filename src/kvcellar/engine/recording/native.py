@@ -1,0 +1,301 @@
+"""native: a recorded forward in fixed memory, run by the compiled loop (`engine/recording/recorded.py`).
+
+Linear layers, K/V writes and attention are native calls where their modules and backends have such; what has none is
+called through the step's door, as the network's own modules are.
+
+Recurrent states of a step in which each sequence has one new token are native copies of state rows.
+
+Always true:
+  * what is bound to a memory is used for that memory only, and made anew after its cells have moved;
+  * the numbers of the rows of a step are at the same address in each step of so many sequences.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kvcellar.engine.recording.program import Argument, Op, Program, resolved
+from kvcellar.engine.recording.recorded import FIXED, Recorded
+from kvcellar.engine.recording.recorded_kernel import StepKernel
+from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined
+from kvcellar.engine.recording.recording import Execute, RecordedStep, Results
+from kvcellar.engine.recording.replay import constants_of, layers_of_cells
+from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.heads import OwnHeads
+from kvcellar.kernels.layers import OwnLinear, merged
+from kvcellar.memory.attention.cpu import TYPES, Cpu
+from kvcellar.memory.kv.history import LayerHistory
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.shapes import Scoring
+
+READS = "kvcellar.states"
+Inputs = Sequence[Tensor]
+Outputs = Sequence[Tensor | None]
+
+
+def native(network: nn.Module, kernel: StepKernel) -> Execute:
+    """What makes executors of programs of a network."""
+    return lambda program: NativeExecutor(program, network, kernel)
+
+
+class NativeExecutor:
+    """Runs one program of a network."""
+
+    name = "native"
+
+    def __init__(self, program: Program, network: nn.Module, kernel: StepKernel) -> None:
+        self._network, self._kernel = network, kernel
+        self._constants = constants_of(program, network)
+        self._outline = outlined(program, self._constants, FIXED)  # for all memories
+        self._counted = layers_of_cells(program)
+        self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
+
+    @property
+    def seconds(self) -> float:
+        return self._kernel.seconds
+
+    def refuse(self, step: RecordedStep) -> str | None:
+        return None
+
+    def clear(self) -> None:
+        self._memories.clear()
+
+    def run(self, step: RecordedStep) -> Results:
+        bound = self._memories.get(step.memory)
+        if bound is None:
+            fixed = frozenset(tensor.data_ptr() for tensor in self._constants.values())
+            bound = self._memories[step.memory] = _Bound(self._outline, fixed, self._network, self._kernel)
+        cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
+        return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells})
+
+
+class _Bound:
+    """A program that is bound to one memory."""
+
+    def __init__(self, outline: Outline, fixed: frozenset[int], network: nn.Module, kernel: StepKernel) -> None:
+        """`fixed` are the addresses of constants."""
+        states = [op.args[0] for op in outline.program.ops if op.name == READS]
+        self._handlers = _Handlers(fixed, network, kernel, states)
+        self._recorded = Recorded(outline, self._handlers.by_operator(), kernel)
+        self._resizes = 0  # of the memory, when its planes were bound
+
+    def run(self, step: RecordedStep, sizes: Mapping[str, int]) -> Results:
+        if (resizes := step.memory.storage.resizes) != self._resizes:
+            self._recorded.clear()
+            self._resizes = resizes
+        with self._handlers.opened(step):
+            inputs = {"ids": step.ids, "positions": step.positions, "wanted": step.wanted}
+            outputs = self._recorded.run(sizes, inputs, step.adapters)
+            for layer, planes in self._handlers.put.items():
+                step.door.history(layer).step.written.update(planes)
+            for layer in self._handlers.states:
+                assert isinstance(layer, int)
+                step.memory.states.written(layer, step.plan.states)
+        return Results(outputs["logits"], outputs.get("hidden"))
+
+
+class _Handlers:
+    """Bind operators to one memory (`Handler`). Operators that are called through the door of the running step find it
+    in `_open`. Nothing here refers to the bindings, so that they are freed with the last reference to them."""
+
+    def __init__(
+        self, fixed: frozenset[int], network: nn.Module, kernel: StepKernel, states: Sequence[Argument]
+    ) -> None:
+        self._fixed, self._network, self._kernel = fixed, network, kernel
+        self.states = states  # layers whose states native calls read and store
+        self._open: RecordedStep | None = None
+        self.put: dict[int, tuple[tuple[int, str], ...]] = {}  # layers whose keys and values native calls store
+        self._rows: dict[int, Tensor] = {}  # by the number of sequences: state rows that are read, and written [2,n]
+        self._merged: dict[Any, OwnLinear] = {}  # layers that are one call, by their paths
+
+    def by_operator(self) -> dict[str, Handler]:
+        return {
+            "kvcellar.linear": self._linear,
+            "kvcellar.put": self._stored,
+            "kvcellar.attend": self._attend,
+            "kvcellar.attend_latent": self._attend,
+            "kvcellar.dense": self._dense,
+            "kvcellar.attend_dense": self._attend_dense,
+            "kvcellar.experts": self._experts,
+            "kvcellar.heads": self._heads,
+            "kvcellar.states": self._state_rows,
+            "kvcellar.keep_states": self._state_rows,
+            "kvcellar.mix": self._called,
+            "kvcellar.module": self._called,
+        }
+
+    @contextmanager
+    def opened(self, step: RecordedStep) -> Iterator[None]:
+        """Within the block, `step` is the running one."""
+        if self.states:
+            segments = step.plan.states
+            rows = torch.tensor([[one.read for one in segments], [one.write for one in segments]], device="cpu")
+            self._rows.setdefault(len(segments), rows).copy_(rows)
+        self._open = step
+        try:
+            yield
+        finally:
+            self._open = None
+
+    @property
+    def _step(self) -> RecordedStep:
+        assert self._open is not None, "a step is open"
+        return self._open
+
+    def _history(self, layer: Argument) -> LayerHistory:
+        assert isinstance(layer, int)
+        return self._step.door.history(layer)
+
+    # -- layers of ours -------------------------------------------------------------------------------------------
+
+    def _linear(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """One or several linear layers with the same input, outputs side by side."""
+        (x,), out, paths = inputs, _only(outputs), op.args[1]
+        assert isinstance(paths, tuple)
+        modules = [self._network.get_submodule(str(path)) for path in paths]
+        rows, into = _as_rows(x), _as_rows(out)
+        # A layer to which adapters add something in this step has a forward of its own.
+        own = [module for module in modules if isinstance(module, OwnLinear) and "forward" not in vars(module)]
+        if rows is not None and into is not None and len(own) == len(modules) and x.dtype is out.dtype:
+            if all(module.dtype is module.computed is x.dtype for module in own):
+                return self._joined(own, paths, rows, into)
+        return _filling(out, lambda: torch.cat([one(x) for one in modules], -1) if len(modules) > 1 else modules[0](x))
+
+    def _joined(self, modules: Sequence[OwnLinear], paths: Any, rows: Tensor, into: Tensor) -> Bound:
+        """Modules that can be one call are merged, once; they are beside each other, as their outputs are."""
+        if all(one.joins(modules[0]) for one in modules[1:]):
+            if paths not in self._merged:
+                self._merged[paths] = merged(modules) if len(modules) > 1 else modules[0]
+            return self._merged[paths].native(rows, into)
+        parts = into.split([module.out_features for module in modules], -1)
+        return [module.native(rows, part) for module, part in zip(modules, parts, strict=True)]
+
+    def _experts(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """Layers of many experts, of which each row uses some."""
+        (x, index), out, share = inputs, _only(outputs), op.kwargs["share"]
+        module = self._network.get_submodule(str(op.args[2]))
+        assert isinstance(share, int)
+        assert isinstance(module, OwnExperts)
+        typed = x.dtype is out.dtype is module.dtype is module.computed and len(x) > 0
+        if typed and (index.stride(0), x.stride(1), out.stride(1)) == (1, 1, 1):
+            return module.native(x, index, share, out)
+        return _filling(out, lambda: module(x, index, share))
+
+    def _heads(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """A layer for each head."""
+        (x,), out = inputs, _only(outputs)
+        module = self._network.get_submodule(str(op.args[0]))
+        assert isinstance(module, OwnHeads)
+        if x.dtype is out.dtype is module.computed and len(x) == 1 == x.stride(3) == out.stride(3) and x.shape[1] > 0:
+            return module.native(x[0], out[0])
+        return _filling(out, lambda: module(x))
+
+    # -- cells and states -----------------------------------------------------------------------------------------
+
+    def _stored(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (k, v), layer = inputs, op.args[2]
+        assert isinstance(layer, int)
+        history = self._history(layer)
+        typed = k.dtype is v.dtype and k.dtype in TYPES and k.stride(-1) == 1 == v.stride(-1) and k.shape[2] > 0
+        if typed and isinstance(history.backend, Cpu):
+            self.put[layer] = ((layer, "k"), (layer, "v"))
+            return history.backend.native_put(history, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        return lambda: self._step.door.put(k, v, layer)
+
+    def _attend(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """Attention over stored cells. Sinks that are no constants are read in each step, by the backend itself."""
+        (q, *sinks), out, layer = inputs, _only(outputs), op.args[1]
+        latent, scoring = op.name == "kvcellar.attend_latent", _scoring(op, sinks)
+        rows = q if latent else q.transpose(1, 2)  # [1,T,H,D]
+        history = self._history(layer)
+        fixed = all(one.data_ptr() in self._fixed for one in sinks)
+        typed = q.dtype is out.dtype and q.dtype in TYPES and q.stride(-1) == 1 and len(rows[0]) > 0
+        if fixed and typed and isinstance(history.backend, Cpu):
+            return history.backend.native(history, scoring, rows[0], out[0], latent=latent)
+
+        def attended() -> Tensor:
+            history = self._history(layer)
+            attend = history.backend.attend_latent if latent else history.backend.attend
+            return attend(rows, history, scoring)
+
+        return _filling(out, attended)
+
+    def _dense(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        layer, plane = op.args
+
+        def stored() -> Tensor:
+            history = self._history(layer)
+            return history.planes[str(plane)].values(history.step.columns.cells).transpose(0, 1)[None]  # [1,G,N,D]
+
+        return _filling(_only(outputs), stored)
+
+    def _attend_dense(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        (q, k, v), scoring = inputs[:3], _scoring(op, inputs[3:])
+
+        def attended() -> Tensor:
+            history = self._history(op.args[3])
+            keys, values = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
+            return history.backend.attend_dense(q.transpose(1, 2)[0], keys, values, history.step, scoring)[None]
+
+        return _filling(_only(outputs), attended)
+
+    def _state_rows(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """Copies of state rows, as each sequence has one new token."""
+        layer, writes = op.args[-1], op.name != READS
+        assert isinstance(layer, int)
+        planes, values = self._step.memory.states.planes(layer).values(), inputs if writes else outputs
+        used = [(plane, one) for plane, one in zip(planes, values, strict=True) if one is not None]
+        return [self._kernel.rows(self._rows[len(one)][int(writes)], plane, one, writes=writes) for plane, one in used]
+
+    # -- modules --------------------------------------------------------------------------------------------------
+
+    def _called(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """Modules that keep a state, or could not be traced."""
+        path, arguments = op.args
+        module = self._network.get_submodule(str(path))
+
+        def call() -> None:
+            # Copies: a mixer may keep its inputs until the step is committed, and the arena is used again before.
+            left, cache = (one.clone() for one in inputs), self._step.cache
+            args, *kwargs = (resolved(one, lambda _: next(left), {}, cache) for one in (arguments, *op.kwargs.values()))
+            made = tree_leaves(module(*args, **dict(zip(op.kwargs, kwargs, strict=True))))
+            tensors = [one for one in made if isinstance(one, Tensor)]
+            for out, one in zip(outputs, tensors, strict=True):
+                if out is not None:
+                    out.copy_(one)
+
+        return call
+
+
+def _only(outputs: Outputs) -> Tensor:
+    """The one output of an operator."""
+    (out,) = outputs
+    assert out is not None
+    return out
+
+
+def _filling(out: Tensor, compute: Callable[[], Tensor]) -> Call:
+    def call() -> None:
+        out.copy_(compute())
+
+    return call
+
+
+def _as_rows(x: Tensor) -> Tensor | None:
+    """The same as rows [n,width] whose elements are side by side; None if its rows are not equally far apart."""
+    if x.stride(-1) != 1:
+        return None
+    try:
+        return x.view(-1, x.shape[-1]) if x.numel() else None
+    except RuntimeError:
+        return None
+
+
+def _scoring(op: Op, sinks: Inputs) -> Scoring:
+    kwargs: dict[str, Any] = {**op.kwargs, "sinks": sinks[0] if sinks else None}
+    return Scoring(**kwargs)

@@ -1,0 +1,353 @@
+"""recorded_operators: operators that the compiled loop runs by itself, as loops over four dimensions; their tensors.
+
+A tensor is a view of a storage, and storages are placed in one arena. A group is a run of operators that are executed
+row by row, or one operator by itself. Two storages may share memory if their groups do not overlap; never within a
+group, where an operator of the next row runs after all of this one.
+
+A network often expands a number per head to all elements of a state before it computes with it: an exponential of
+200 000 elements is one of 24. Where all inputs of an operator on elements repeat along a dimension, its output does,
+too, and is given the stride 0 there. Torch, if it has to be called with such a value, gets a copy as the program has
+it, since its results may depend on where an element is.
+
+Always true: only operators on elements read what is stored once.
+"""
+
+import math
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcellar.engine.recording.program import Program, Value
+from kvcellar.engine.recording.recorded_kernel import DIMS, Operand, instruction, operand
+
+ALIGNED = 64  # bytes
+
+
+class View(NamedTuple):
+    """A tensor in a storage; offset and strides count elements. `row` is the dimension that has one entry per row of
+    the step, if there is one such dimension, and `rows` the expression of its size. `whole` are the strides that it has
+    in the program, if it is stored once along some dimensions (`recorded_operators.py`)."""
+
+    storage: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    row: int | None = None
+    rows: str | None = None
+    whole: tuple[int, ...] | None = None
+
+    @property
+    def elements(self) -> int:
+        """One more than the index in the storage of its last element; 0 if it has none."""
+        if 0 in self.shape:
+            return 0
+        return self.offset + 1 + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    def row_stride(self) -> int:
+        """The number of elements that belong to a row, one row after the other, perhaps in several such blocks; 0 if
+        rows are not apart in that way. Then a row's elements are those whose index, modulo rows * stride, divided by
+        stride, is the row."""
+        if self.row is None:
+            return 0
+        stride, block = self.strides[self.row], self.strides[self.row] * self.shape[self.row]
+        if stride <= 0 or 0 in self.shape:
+            return 0
+        last = self.offset % block
+        for dim, (n, step) in enumerate(zip(self.shape, self.strides, strict=True)):
+            if dim != self.row and n > 1 and step % block:
+                last += (n - 1) * step
+        return stride if last < stride else 0
+
+    def of_one_row(self) -> "View":
+        """The same with memory for one row only, which all rows use one after the other."""
+        assert self.row is not None
+        stride, rows = self.strides[self.row], self.shape[self.row]
+        block = stride * rows
+        strides = [step if step % block else step // rows for step in self.strides]
+        strides[self.row] = 0
+        offset = self.offset // block * stride + self.offset % block
+        return self._replace(offset=offset, strides=tuple(strides))
+
+
+class Life(NamedTuple):
+    """A storage's bytes, and the first and last group that use it."""
+
+    bytes: int
+    first: int
+    last: int
+
+
+def placed(lives: Sequence[Life]) -> tuple[list[int], int]:
+    """The offset of each storage in an arena, and the arena's size. Each takes the smallest gap that it fits in."""
+    offsets, total = [0] * len(lives), 0
+    begin = sorted(range(len(lives)), key=lambda i: (lives[i].first, -lives[i].bytes))
+    end = sorted(range(len(lives)), key=lambda i: lives[i].last)
+    free: dict[int, int] = {}  # bytes of each gap, by offset
+    ended = 0
+    for one in begin:
+        while lives[end[ended]].last < lives[one].first:
+            _release(free, offsets[end[ended]], _aligned(lives[end[ended]].bytes))
+            ended += 1
+        size = _aligned(lives[one].bytes)
+        gap = min((at for at in free if free[at] >= size), key=lambda at: free[at], default=None)
+        if gap is None:
+            offsets[one], total = total, total + size
+            continue
+        left = free.pop(gap) - size
+        offsets[one] = gap
+        if left:
+            free[gap + size] = left
+    return offsets, total
+
+
+def _aligned(size: int) -> int:
+    """Every storage has memory of its own, an empty one too."""
+    return max(1, -(-size // ALIGNED)) * ALIGNED
+
+
+def _release(free: dict[int, int], at: int, size: int) -> None:
+    """Add a gap, and merge it with those beside it."""
+    if at + size in free:
+        size += free.pop(at + size)
+    before = next((one for one, n in free.items() if one + n == at), None)
+    if before is None:
+        free[at] = size
+    else:
+        free[before] += size
+
+
+Dims = tuple[int | None, ...]  # of each dimension of a value, that of the written value; None: it has one element
+Views = Mapping[int, Dims]  # by value
+
+
+def repeatable(program: Program, elementwise: Collection[str]) -> dict[int, Views]:
+    """By written value that may be stored once along some dimensions: all values of its storage, which only operators
+    named in `elementwise` read."""
+    writers: dict[int, list[int]] = {}
+    readers: dict[int, set[str]] = {}
+    used: dict[int, set[int]] = {}
+    for op in program.ops:
+        for value in (*op.reads, *(one for one in op.outputs if one is not None)):
+            used.setdefault(program.values[value].storage, set()).add(value)
+        for value in op.reads:
+            readers.setdefault(program.values[value].storage, set()).add(op.name)
+        for value in op.outputs:
+            if value is not None:
+                writers.setdefault(program.values[value].storage, []).append(value)
+    kept = {program.values[value].storage for value in (*program.inputs.values(), *program.outputs.values())}
+    kept |= program.constants.keys()
+    found: dict[int, Views] = {}
+    for storage, values in writers.items():
+        if len(values) == 1 and storage not in kept and readers.get(storage, set()) <= set(elementwise):
+            dims = {one: _dims(program.values[one], program.values[values[0]]) for one in used[storage]}
+            views = {one: of for one, of in dims.items() if of is not None}
+            if len(views) == len(dims):
+                found[values[0]] = views
+    return found
+
+
+def _dims(value: Value, written: Value) -> Dims | None:
+    """The dimensions of `written` that a view of it has; None if it is another part or order of elements."""
+    if value.offset != written.offset or value.dtype != written.dtype:
+        return None
+    places = {of: place for place, of in enumerate(zip(written.shape, written.strides, strict=True)) if of[0] != 1}
+    found: list[int | None] = []
+    for of in zip(value.shape, value.strides, strict=True):
+        if of[0] != 1 and of not in places:
+            return None
+        found.append(places.get(of) if of[0] != 1 else None)
+    all_of_it = {place for place in found if place is not None} == set(places.values())
+    return tuple(found) if all_of_it else None
+
+
+def stored_once(views: Mapping[int, View], dims: Views, written: int, repeats: Collection[int]) -> dict[int, View]:
+    """Views with the stride 0 along dimensions `repeats` of the written value, and others close together."""
+    whole, strides, count = views[written], [0] * len(views[written].shape), 1
+    for dim in sorted(range(len(strides)), key=lambda dim: whole.strides[dim]):
+        if dim not in repeats:
+            strides[dim] = count
+            count *= whole.shape[dim]
+    return {
+        index: view._replace(
+            strides=tuple(1 if dim is None else strides[dim] for dim in dims[index]), whole=view.strides
+        )
+        for index, view in views.items()
+    }
+
+
+Dim = tuple[int, list[int]]  # its size, and the stride of each operand
+Address = Callable[[View], int]
+
+
+@dataclass(slots=True)
+class Small:
+    """An operator on elements (`line`), or a reduction of the last dimension of its input. A float is a number."""
+
+    run: int
+    line: int
+    out: View
+    inputs: tuple[View | float, ...]
+    of: int = 0  # the address of a table
+    alive: Any = None  # what `of` points to
+    reduces: bool = False
+
+    @property
+    def rows(self) -> int:
+        """By how many rows it can be cut; 1: it cannot."""
+        out = self.out
+        if out.row is None or not out.row_stride():
+            return 1
+        for view in self.inputs:
+            if isinstance(view, View) and view.row is not None:
+                behind = len(self._shape) - len(view.shape)
+                if view.row + behind != out.row or view.rows != out.rows:
+                    return 1
+        return out.shape[out.row]
+
+    @property
+    def fits(self) -> bool:
+        """Whether there are loops enough, cut by rows or not."""
+        return len(self._shape) <= DIMS or len(_merged(self._dims(self.rows > 1), self.reduces)) <= DIMS
+
+    def words(self, address: Address, numbers: Callable[[float], int], by_row: bool) -> list[int]:
+        dims = _merged(self._dims(by_row), self.reduces)
+        dims = [(1, [0] * (1 + len(self.inputs)))] * (DIMS - len(dims)) + dims
+        operands: list[Operand] = []
+        for index, view in enumerate((self.out, *self.inputs)):
+            strides = [strides[index] for _, strides in dims]
+            if isinstance(view, View):
+                row = self._stride(view, self.out.row) if by_row and self.out.row is not None else 0
+                operands.append(operand(address(view), view.dtype, strides, row))
+            else:
+                operands.append(operand(numbers(view), torch.float32, strides))
+        return instruction(self.run, self.line, [n for n, _ in dims], operands[0], operands[1:], self.of)
+
+    def views(self) -> list[View]:
+        """What it writes, and what it reads."""
+        return [view for view in (self.out, *self.inputs) if isinstance(view, View)]
+
+    def in_memory_of(self, one_row: Container[int]) -> "Small":
+        """The same where these storages have memory for one row."""
+
+        def moved(view: View) -> View:
+            return view.of_one_row() if view.storage in one_row else view
+
+        if not any(view.storage in one_row for view in self.views()):
+            return self
+        inputs = tuple(moved(view) if isinstance(view, View) else view for view in self.inputs)
+        return Small(self.run, self.line, moved(self.out), inputs, self.of, self.alive, self.reduces)
+
+    def repeats(self) -> set[int]:
+        """Dimensions of its output along which the elements of all inputs repeat."""
+        if self.reduces:
+            return set()
+        shape = self.out.shape
+        return {dim for dim, n in enumerate(shape) if n > 1 and not any(self._stride(x, dim) for x in self.inputs)}
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        first = self.inputs[0]
+        return first.shape if self.reduces and isinstance(first, View) else self.out.shape
+
+    def _stride(self, view: View | float, dim: int) -> int:
+        """The stride of an operand along a dimension of `_shape`, 0 where it has one element for all."""
+        if not isinstance(view, View):
+            return 0
+        at = dim if view is self.out else dim - (len(self._shape) - len(view.shape))
+        return view.strides[at] if 0 <= at < len(view.shape) and view.shape[at] != 1 else 0
+
+    def _dims(self, by_row: bool) -> list[Dim]:
+        """Dimensions of more than one element, the one with the smallest stride of the output last."""
+        operands, shape = (self.out, *self.inputs), self._shape
+        dims = [
+            (n, [self._stride(view, dim) for view in operands])
+            for dim, n in enumerate(shape)
+            if n != 1 and not (by_row and dim == self.out.row)
+        ]
+        if not self.reduces:
+            once = (one for one in dims if any(one[1]))  # along others all elements are the same one
+            return sorted(once, key=lambda one: -one[1][0])
+        if shape[-1] == 1:
+            dims.append((1, [0] * len(operands)))
+        return dims
+
+
+def _merged(dims: Sequence[Dim], reduces: bool) -> list[Dim]:
+    """Neighbours become one dimension where all operands go through both as through one."""
+    merged: list[Dim] = []
+    for n, strides in reversed(dims):
+        if merged and not (reduces and len(merged) == 1):
+            inner, steps = merged[-1]
+            if all(outer == step * inner for outer, step in zip(strides, steps, strict=True)):
+                merged[-1] = inner * n, steps
+                continue
+        merged.append((n, strides))
+    return merged[::-1]
+
+
+@dataclass(slots=True)
+class Take:
+    """Rows of `source`, of `width` elements one after the other, that `index` names; `step` elements apart."""
+
+    run: int
+    out: View
+    source: View
+    index: View
+    width: int
+    step: int
+    count: int  # rows of `source`
+    wraps: bool = False  # negative indices count from the end
+
+    def words(self, address: Address) -> list[int]:
+        n = math.prod(self.index.shape)
+        index_step = self.index.strides[-1] if self.index.shape else 0
+        return instruction(
+            self.run,
+            0,
+            (1, 1, n, self.width),
+            operand(address(self.out), self.out.dtype, (0, 0, self.width, 1)),
+            (
+                operand(address(self.source), self.source.dtype, (0, 0, self.step, 1)),
+                operand(address(self.index), self.index.dtype, (0, 0, index_step, 0)),
+            ),
+            of=int(self.wraps),
+            count=self.count,
+        )
+
+    def views(self) -> list[View]:
+        return [self.out, self.source, self.index]
+
+
+@dataclass(slots=True)
+class Convolution:
+    """x [n,c,p+k-1], w [c,1,k] and perhaps a bias [c] -> out [n,c,p]: each channel by itself."""
+
+    run: int
+    out: View
+    x: View
+    w: View
+    bias: View | None
+
+    def words(self, address: Address) -> list[int]:
+        (n, c, positions), along = self.out.shape, self.x.strides[2]
+        operands = [
+            operand(address(self.x), self.x.dtype, (along, *self.x.strides[:2], along)),
+            operand(address(self.w), self.w.dtype, (0, 0, self.w.strides[0], self.w.strides[2])),
+        ]
+        if self.bias is not None:
+            operands.append(operand(address(self.bias), self.bias.dtype, (0, 0, self.bias.strides[0], 0)))
+        out = operand(address(self.out), self.out.dtype, (self.out.strides[2], *self.out.strides[:2], 0))
+        return instruction(self.run, 0, (positions, n, c, self.w.shape[2]), out, operands)
+
+    def views(self) -> list[View]:
+        return [self.out, self.x, self.w, *(() if self.bias is None else (self.bias,))]
+
+
+Lone = Take | Convolution  # what runs by itself, for all rows at once

@@ -1,0 +1,190 @@
+"""replay: run a program operator by operator, on torch. Slow and obvious; it judges what runs programs faster.
+
+Always true: every value of a program has the strides that the program says, whatever an operator returned.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kvcellar.engine.recording.program import Op, Program, Sizes, resolved, size_of
+from kvcellar.engine.recording.recorded_lowering import operator
+from kvcellar.engine.recording.recording import RecordedStep, Results
+from kvcellar.memory.shapes import Scoring
+
+
+class Replay:
+    """Runs one program of a network."""
+
+    def __init__(self, program: Program, network: nn.Module) -> None:
+        self.program, self.network = program, network
+        self.device = next(network.parameters()).device
+        self.constants = constants_of(program, network)
+        self.functions = {op.name: operator(op.name) for op in program.ops if not op.name.startswith("kvcellar.")}
+        self.counted = layers_of_cells(program)
+        self.last_uses = _last_uses(program)
+
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    def refuse(self, step: RecordedStep) -> str | None:
+        return None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0
+
+    def clear(self) -> None:
+        """Nothing is left."""
+
+    def run(self, step: RecordedStep) -> Results:
+        cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}
+        run = _Run(self, step, {"T": len(step.ids), "W": len(step.wanted), **cells})
+        for name, tensor in (("ids", step.ids), ("positions", step.positions), ("wanted", step.wanted)):
+            run.store(self.program.inputs[name], tensor)
+        for number, op in enumerate(self.program.ops):
+            run.step(op)
+            for storage in self.last_uses.get(number, ()):
+                run.storages.pop(storage, None)
+        outputs = {name: run.tensor(value) for name, value in self.program.outputs.items()}
+        return Results(outputs["logits"], outputs.get("hidden"))
+
+
+class _Run:
+    """The values of one forward, by storage."""
+
+    def __init__(self, replay: Replay, step: RecordedStep, sizes: Sizes) -> None:
+        self._replay, self._step, self._door, self._sizes = replay, step, step.door, sizes
+        self._values = replay.program.values
+        self.storages: dict[int, Tensor] = dict(replay.constants)  # flat, or a constant
+
+    def step(self, op: Op) -> None:
+        if op.name.startswith("kvcellar."):
+            made = self._ours(op)
+        else:
+            function = self._replay.functions[op.name]
+            args, kwargs = self._resolved(op)
+            if not op.reads and "device" in {argument.name for argument in function._schema.arguments}:
+                kwargs["device"] = self._replay.device
+            made = function(*args, **kwargs)
+            if function._schema.is_mutable:
+                return  # its arguments are the program's own storages
+        for value, tensor in zip(op.outputs, tree_leaves(made), strict=True):
+            if value is not None:
+                self.store(value, tensor)
+
+    def store(self, value: int, tensor: Tensor) -> None:
+        """Write a new storage. The tensor is copied, unless it is laid out as the value is and nothing else is."""
+        into = self._values[value]
+        shape, strides = self._shape(into.shape), self._shape(into.strides)
+        assert tuple(tensor.shape) == shape, f"an operator returned {tuple(tensor.shape)} for {shape}"
+        if tensor.stride() != strides or tensor.storage_offset():
+            copy = tensor.new_empty_strided(shape, strides)
+            tensor = copy.copy_(tensor)
+        self.storages[into.storage] = tensor
+
+    def tensor(self, value: int) -> Tensor:
+        """A view of a storage."""
+        of = self._values[value]
+        base = self.storages[of.storage]
+        dtype = getattr(torch, of.dtype)
+        offset = size_of(of.offset, self._sizes) + base.storage_offset()
+        if dtype is base.dtype:
+            return base.as_strided(self._shape(of.shape), self._shape(of.strides), offset)
+        made = torch.empty(0, dtype=dtype, device=base.device)
+        return made.set_(base.untyped_storage(), offset, self._shape(of.shape), self._shape(of.strides))
+
+    def _shape(self, sizes: Sequence[int | str]) -> tuple[int, ...]:
+        return tuple(size_of(size, self._sizes) for size in sizes)
+
+    def _resolved(self, op: Op) -> tuple[Any, dict[str, Any]]:
+        """Its arguments and keywords."""
+        args, *kwargs = (
+            resolved(one, self.tensor, self._sizes, self._step.cache) for one in (op.args, *op.kwargs.values())
+        )
+        return args, dict(zip(op.kwargs, kwargs, strict=True))
+
+    def _ours(self, op: Op) -> Any:
+        args, kwargs = self._resolved(op)
+        match op.name:
+            case "kvcellar.linear":
+                x, paths = args
+                return torch.cat([self._replay.network.get_submodule(path)(x) for path in paths], -1)
+            case "kvcellar.experts":
+                x, index, path = args
+                return self._replay.network.get_submodule(path)(x, index, **kwargs)
+            case "kvcellar.put":
+                self._door.put(*args)
+                return ()
+            case "kvcellar.attend" | "kvcellar.attend_latent":
+                q, layer = args
+                history, scoring = self._door.history(layer), Scoring(**kwargs)
+                if op.name == "kvcellar.attend_latent":
+                    return history.backend.attend_latent(q, history, scoring)
+                return history.backend.attend(q.transpose(1, 2), history, scoring)
+            case "kvcellar.states":
+                return list(self._step.memory.states.read(args[0], self._step.plan.states).values())
+            case "kvcellar.keep_states":
+                values, layer = args
+                states = self._step.memory.states
+                planes = dict(zip(states.planes(layer), values, strict=True))
+                states.write(layer, self._step.plan.states, planes)
+                return ()
+            case "kvcellar.dense":
+                layer, plane = args
+                k, v, _ = self._door.history(layer).dense()
+                stored = (k if plane == "k" else v).transpose(0, 1)[None]
+                return stored.to(getattr(torch, self._values[op.outputs[0] or 0].dtype))
+            case "kvcellar.attend_dense":
+                q, k, v, layer = args
+                history = self._door.history(layer)
+                k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)  # [N,G,D], [N,G,Dv]
+                return history.backend.attend_dense(q.transpose(1, 2)[0], k, v, history.step, Scoring(**kwargs))[None]
+            case _:
+                path, arguments = args
+                out = self._replay.network.get_submodule(path)(*arguments, **kwargs)
+                return [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+
+
+def layers_of_cells(program: Program) -> dict[str, int]:
+    """By symbol that is a number of cells, a layer whose cells these are."""
+    found: dict[str, int] = {}
+    for op in program.ops:
+        match op:
+            case Op("kvcellar.dense", (int(layer), _), _, (int(stored),)):
+                found[str(program.values[stored].shape[2])] = layer
+            case _:
+                continue
+    return found
+
+
+def constants_of(program: Program, network: nn.Module) -> dict[int, Tensor]:
+    """The constants of a program, by storage: parameters and buffers of the network, and data."""
+    device = next(network.parameters()).device
+    found: dict[int, Tensor] = {}
+    for storage, constant in program.constants.items():
+        if constant.path is not None:
+            parent, _, name = constant.path.rpartition(".")
+            found[storage] = getattr(network.get_submodule(parent), name).detach()
+        else:
+            dtype = next(value.dtype for value in program.values if value.storage == storage)
+            found[storage] = torch.tensor(constant.data, dtype=getattr(torch, dtype), device=device)
+    return found
+
+
+def _last_uses(program: Program) -> Mapping[int, list[int]]:
+    """Storages by the number of the operator after which they are not read."""
+    kept = program.constants.keys() | {program.values[value].storage for value in program.outputs.values()}
+    last: dict[int, int] = {}
+    for number, op in enumerate(program.ops):
+        for value in (*op.reads, *(one for one in op.outputs if one is not None)):
+            last[program.values[value].storage] = number
+    freed: dict[int, list[int]] = {}
+    for storage, number in last.items():
+        if storage not in kept:
+            freed.setdefault(number, []).append(storage)
+    return freed

@@ -1,0 +1,231 @@
+"""draft_memory: what a drafter computes of texts, kept in a prefix tree and in tiers of its own, beside the target's.
+
+Nothing here is needed to answer a request: what is missing is computed again by the drafter, or there are no drafts. So
+the target never waits for it, and what is restored of the target does not depend on it.
+
+A token in memory is an entry at one position. Where the entry at position p depends on tokens behind p (heads that read
+the next token), the tree compares these, too (see `snapshot.looking_ahead`).
+
+Always true between two calls:
+  * each sequence belongs to one completion, has locked a node of the tree, and holds the first entries of its text, or
+    is apart: then it holds later ones, and is never published;
+  * each node of the tree that is locked is so by a sequence, or by what is being read back for a completion that has no
+    sequence yet;
+  * no step is open.
+"""
+
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from kvcellar.engine.speculate.chain import Key
+from kvcellar.engine.speculate.draft_cache import Text
+from kvcellar.memory.memory import Memory
+from kvcellar.memory.plan import Feed
+from kvcellar.memory.prefix.node import TOKEN
+from kvcellar.memory.prefix_cache import PrefixCache
+from kvcellar.memory.prefixes import USUAL, Prefix, Shares
+from kvcellar.memory.snapshot import looking_ahead, requested
+from kvcellar.memory.spans import Span
+from kvcellar.memory.store import BUSY, OpenStore, Store, no_store
+
+ALL = 1 << 40  # nodes
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """A completion with a sequence. `elements` are those of its text that are known; a sequence that is `apart` has
+    none, and an empty prefix."""
+
+    prefix: Prefix
+    elements: "array[int]"
+    apart: bool = False
+
+
+class DraftMemory:
+    """A `DraftCache` over one memory. On the engine's thread."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        *,
+        ahead: int = 0,
+        in_parts: bool = True,
+        shares: Shares = USUAL,
+        open_store: OpenStore = no_store,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`ahead`: the entry of a token depends on so many tokens that follow it, which are no entries yet. For the
+        others see `PrefixCache`."""
+        self.memory, self.ahead = memory, ahead
+        self.cache = PrefixCache(memory, in_parts=in_parts, shares=shares, open_store=open_store, clock=clock)
+        self._places: OrderedDict[Key, _Place] = OrderedDict()  # the least recently used first
+
+    @property
+    def store(self) -> Store | None:
+        return self.cache.store
+
+    # -- texts --------------------------------------------------------------------------------------------------
+
+    def expect(self, key: Key, namespace: str, tokens: Sequence[int]) -> None:
+        """A completion waits: begin to read what is stored of its text."""
+        if key not in self._places:
+            self.cache.prefetch(key, namespace, lambda: self._elements(tokens, 0).tobytes())
+
+    def open(self, texts: Sequence[Text]) -> list[int | None]:
+        found: list[int | None] = []
+        first: list[_Place] = []  # of the texts before: these are computed before others
+        for text in texts:
+            if text.key not in self._places:
+                self._begin(text, first)
+            place = self._places.get(text.key)
+            if place is not None:
+                self._places.move_to_end(text.key)
+                if not place.apart:
+                    first.append(place)
+            found.append(place.prefix.seq if place is not None else None)
+        return found
+
+    def begin_apart(self, text: Text) -> int:
+        self.close(text.key, keep=False)
+        seq = self.spare()
+        prefix = self.cache.prefixes.begin(seq, text.namespace, b"", text.retention)
+        self._places[text.key] = _Place(prefix, array("q"), apart=True)
+        return seq
+
+    def _begin(self, text: Text, first: Sequence[_Place]) -> None:
+        """Give a completion its sequence, unless it has to wait for what is read back, or for another text."""
+        elements = self._elements(text.text, 0)
+        key = elements.tobytes()
+        self.cache.prefetch(text.key, text.namespace, lambda: key)
+        if self.cache.reads_back(text.key, lambda: key, enters=True) or self._shared_soon(text.namespace, key, first):
+            return
+        prefix = self.cache.restore(text.namespace, key, (), text.retention)
+        self.cache.was_read(text.key)
+        self.cache.prefixes.use(prefix)
+        self._places[text.key] = _Place(prefix, elements)
+
+    def _shared_soon(self, namespace: str, key: bytes, first: Sequence[_Place]) -> bool:
+        """Whether one of other texts is about to compute what a key needs, too. It leaves a checkpoint there."""
+        most = len(key) // TOKEN - 1
+        return any(
+            self.cache.shared_soon(place.prefix, namespace, key, most) > self.memory.length(place.prefix.seq)
+            for place in first
+        )
+
+    def _elements(self, text: Sequence[int], start: int) -> "array[int]":
+        """What the tree compares in place of the tokens of a text, from entry `start` on."""
+        return looking_ahead(text, self.ahead) if start == 0 else array("q", text[start + self.ahead :])
+
+    def end(self, key: Key, most: int) -> int:
+        place = self._places[key]
+        return self.cache.step_end(place.prefix, self.memory.length(place.prefix.seq), most)
+
+    def feeds(self, wanted: Sequence[tuple[Key, int]]) -> tuple[Feed, ...]:
+        feeds = [self._feed(self._places[key], tokens) for key, tokens in wanted]
+        return self.cache.with_rows(feeds, self.cache.evict)
+
+    def _feed(self, place: _Place, tokens: int) -> Feed:
+        seq = place.prefix.seq
+        start = self.memory.length(seq)
+        new = Span(start, start + tokens)
+        return Feed(seq, new, checkpoints=() if place.apart else self.cache.checkpoints(place.prefix, new))
+
+    def keep(self, text: Text, claim: int | None) -> None:
+        """What a text began with is kept for others at once, what followed when it is over."""
+        if (place := self._places[text.key]).apart:
+            return
+        end, began = self.memory.length(place.prefix.seq), len(place.prefix.key) // TOKEN
+        if len(place.elements) < end:
+            place.elements += self._elements(text.text, len(place.elements))
+        if claim is not None or place.prefix.published < min(end, began):
+            self.cache.prefixes.publish(place.prefix, place.elements, end, claim)
+
+    def spare(self) -> int:
+        return self.cache.number()
+
+    def fork(self, key: Key, other: Key) -> None:
+        if (place := self._places.get(key)) is None or not self.memory.has(place.prefix.seq):
+            return
+        prefix = self.cache.prefixes.fork(place.prefix, self.cache.fork(place.prefix.seq))
+        self._places[other] = replace(place, prefix=prefix, elements=place.elements[:])
+
+    def close(self, key: Key, *, keep: bool) -> None:
+        self.cache.cancel(key)
+        if (place := self._places.pop(key, None)) is not None:
+            self.cache.end(place.prefix, place.elements, keep=keep and not place.apart)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def make_free(self, cells: int, rows: int, used: Iterable[Key]) -> bool:
+        keys = set(used)
+        while (short := self._short(cells, rows)) is not None:
+            if not (self.cache.evict(*short) or self._end_idle(keys) or self.cache.stop_restore()):
+                return False
+        return True
+
+    def _short(self, cells: int, rows: int) -> tuple[str | None, int] | None:
+        """A group with too few free cells, and how many are missing; None in its place for state rows."""
+        for group, free in self.memory.free().items():
+            if free < cells:
+                return group, cells - free
+        if self.memory.rows.capacity is not None and not self.cache.free_rows(rows, self.cache.prefixes.evict_row):
+            return None, 1
+        return None
+
+    def _end_idle(self, used: set[Key]) -> bool:
+        """Free the least recently used sequence of those that are not used. False if there is none."""
+        key = next((key for key in self._places if key not in used), None)
+        if key is not None:
+            self.close(key, keep=True)
+        return key is not None
+
+    def forget(self, namespace: str | None, tokens: Sequence[int] = ()) -> None:
+        """Drop what the tree has; of a namespace, also where fewer tokens than one entry depends on are given."""
+        prefixes, tree = self.cache.prefixes, self.cache.prefixes.tree
+        key = self._elements(tokens, 0).tobytes()
+        named = [root.namespace for root in tree.roots() if namespace in (None, requested(root.namespace))]
+        reached = [tree.reached(one, key) for one in named]
+        nodes = [node for node, offset in reached if node.start + offset == len(key) // TOKEN]
+        while sum(prefixes.discard(tree.discarding(nodes), ALL, "what drafts are made of was removed")):
+            pass  # removing some may leave others idle
+
+    # -- the whole ----------------------------------------------------------------------------------------------
+
+    def stepped(self, tokens: int, seconds: float) -> None:
+        if self.store is not None:
+            self.store.stepped(tokens, seconds)
+
+    def pump(self, budget: int = BUSY) -> bool:
+        """Between two steps: remove what has expired, go on with restores, and read up to about `budget` bytes for the
+        store. False if nothing is left to read."""
+        self.cache.prefixes.expire()
+        if self.store is None:
+            return False
+        for fetch in self.cache.fetches.values():
+            self.store.restores.advance(fetch, lambda fetch=fetch: fetch.key, enters=False)
+        return self.store.pump(budget)
+
+    def reset(self) -> None:
+        """Drop everything, in whatever state an error has left it. Completions begin again."""
+        self._places.clear()
+        self.cache.reset()
+        self.memory.clear()
+
+    def shut_down(self) -> None:
+        """Free all memory, at the end. Its store has stopped."""
+        for key in [*self._places, *self.cache.fetches]:
+            self.close(key, keep=False)
+        self.cache.prefixes.clear("the engine ends")
+
+    def check(self) -> None:
+        assert self.memory.step is None
+        self.cache.check(place.prefix for place in self._places.values())
+        assert set(self.memory.sequences) <= {place.prefix.seq for place in self._places.values()}
+        assert not self._places.keys() & self.cache.fetches.keys()
+        for place in self._places.values():
+            prefix = place.prefix
+            assert place.apart or prefix.published <= self.memory.length(prefix.seq) <= len(place.elements)
+            assert not (place.apart and (prefix.key or prefix.published or place.elements))

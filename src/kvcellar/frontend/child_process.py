@@ -1,0 +1,136 @@
+"""child_process: the process of an engine, as the one that has started it sees it. No torch.
+
+Always true: when `end` has returned, the process is gone.
+"""
+
+import logging
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from msgspec import Raw
+
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.messages import Beat, EngineSnapshot, FromEngine, Hello, Loading, Logged, Refusal, Start
+from kvcellar.errors import EngineFailed
+from kvcellar.frontend.fork_server import AGAIN, Starter, in_words
+from kvcellar.wire import Link, Outbox, decode
+
+LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
+STARTING = Loading("starting the process of the engine", 0, 0, "")
+
+
+class ChildProcess:
+    """One process, from its start to its end."""
+
+    def __init__(
+        self,
+        starter: Starter,
+        start: Start,
+        folder: str,
+        waits: Callable[[], None],
+        unsent: Callable[[object, ValueError], None],
+    ) -> None:
+        """`folder`: in which relative paths of `start` are. `waits` as `Starter` has it, `unsent` as `Outbox`."""
+        link, self._process = starter.start(folder, waits)
+        self.link: Link[FromEngine] = Link(link, FromEngine)
+        self._outbox = Outbox(self.link, unsent)
+        self.beat, self.beaten = Beat(0.0), time.monotonic()
+        self.stats: Raw | None = None  # as it has told them last; it does before it says hello
+        self.began = self.beaten  # when its model was loaded
+        self.killed = ""  # why this side has killed it
+        self.from_outside = False  # at its end: another process has killed it, and not because memory lacked
+        self._ooms = _kills_for_memory()
+        self._start = start
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exited(self) -> bool:
+        return self._process.poll() is not None
+
+    def send(self, message: object) -> None:
+        """Returns at once. One that has died is not told: what it has to know is in `ProcessClient._running`."""
+        self._outbox.put(message)
+
+    def end_sending(self) -> None:
+        """Let the process end when it has read what was sent."""
+        self._outbox.close(LAST_WORDS)
+        self.link.end_sending()
+
+    def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
+        """Wait until the model is loaded. `heard` is called with what is being done, again every `AGAIN` seconds: what
+        it raises ends the wait. Raises what the load raises, and `EngineFailed` if the process ends or is of another
+        version."""
+        self.send(self._start)
+        loading = STARTING
+        while True:
+            while not self.link.arrives(AGAIN):
+                heard(loading)
+            message, self.beaten = self._received(), time.monotonic()
+            match message:
+                case Hello(_, card):
+                    self.began = time.monotonic()
+                    return decode(card, EngineCard)
+                case Loading():
+                    heard(loading := message)
+                case Refusal(_, error):
+                    raise error
+                case Logged() as line:
+                    logged(line)
+                case EngineSnapshot(stats):
+                    self.stats = stats
+                case _:
+                    pass
+
+    def _received(self) -> FromEngine:
+        try:
+            return self.link.receive()
+        except EOFError as error:
+            raise EngineFailed(f"the process of the engine {self.end(2.0)} while it loaded the model") from error
+        except ValueError as error:
+            raise EngineFailed(str(error)) from error
+
+    def kill(self, why: str) -> None:
+        """With what its threads are doing in the log."""
+        self.killed = why
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGABRT)
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+    def end(self, seconds: float) -> str:
+        """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
+        self._outbox.close(0.0)
+        self.link.close()
+        with self._process:
+            try:
+                status = self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                status = self._process.wait()
+                self.killed = self.killed or f"it has not ended within {seconds:.0f} seconds"
+        how, ooms = in_words(status), _kills_for_memory()
+        self.from_outside = status == -signal.SIGKILL and not self.killed and ooms is not None and ooms == self._ooms
+        return f"{how} ({self.killed})" if self.killed else how
+
+
+def _kills_for_memory() -> int | None:
+    """How many processes of this machine Linux has killed because memory lacked; None: that is not known."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(value) for name, value in map(str.split, lines) if name == "oom_kill"), None)
+
+
+def logged(line: Logged) -> None:
+    """Into the log of this process."""
+    logging.getLogger(line.logger).log(line.level, "%s", line.text)

@@ -1,0 +1,1 @@
+"""admin: routes for those who run a server: health, the cache, conversations, records of requests."""

@@ -1,0 +1,130 @@
+"""records: what the last requests read from memory, and why it was not more, by the ids of the requests.
+
+A request is recorded before the last part of its response is sent, so that a client that has read it finds the record.
+Only a server with an admin key has them. They contain up to 16 tokens on both sides of a divergence, and no other text.
+
+Always true:
+  * at most `MOST` requests are recorded, of `MOST_PROMPTS` prompts together;
+  * a record is found by the id of its response, whatever ids requests have;
+  * it is found by the id of its request, which a client may choose, unless a later one of the same owner or an earlier
+    one of another owner that is still recorded has the same;
+  * `ms` of a record is the time to the last part of the response and does not change: the log line is written when that
+    part has been sent, which may be after the client has read the record.
+"""
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from msgspec.structs import asdict
+
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.recalls import OperatorsRecall, operators_recall
+from kvcellar.serve.generation.speculations import SpeculationFields
+from kvcellar.serve.http.request_log import LogLine, RequestLog
+
+MOST = 1000
+MOST_PROMPTS = 8192  # each takes about a kilobyte
+
+
+class RequestSummary(LogLine, kw_only=True):
+    """`id`: of the response. The other fields are those of the log line."""
+
+    id: str | None
+    created: float  # seconds of the wall clock
+
+
+class RequestSummaries(Answer):
+    requests: list[RequestSummary]
+
+
+class PromptRecord(Answer):
+    prompt: int
+    prompt_tokens: int
+    queued_ms: float
+    first_token_ms: float
+    recall: OperatorsRecall | None
+    speculation: SpeculationFields | None
+
+
+class RequestRecord(RequestSummary, kw_only=True):
+    namespace: str
+    prompts: list[PromptRecord]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Record:
+    """One request, with the fields of its log line. An error while the last part is sent still becomes its outcome."""
+
+    log: RequestLog
+    ms: float
+    created: float = field(default_factory=time.time)
+
+    def summary(self) -> RequestSummary:
+        return RequestSummary(**self._fields())
+
+    def whole(self, engine: ServedEngine | None) -> RequestRecord:
+        """With what an operator may know: `salted` is told to no client. Without an engine, because the model has been
+        unloaded, tokens have no text."""
+        prompts = [
+            PromptRecord(
+                prompt=number,
+                prompt_tokens=done.usage.prompt_tokens,
+                queued_ms=1e3 * done.timings.queued,
+                first_token_ms=1e3 * done.timings.first_token,
+                recall=None if done.recall is None else operators_recall(done.recall, engine),
+                speculation=done.speculation and SpeculationFields.of(done.speculation),
+            )
+            for number, done in sorted(self.log.done.items())
+        ]
+        return RequestRecord(**self._fields(), namespace=self.log.namespace, prompts=prompts)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"id": self.log.response_id, "created": self.created, **asdict(self.log.line()), "ms": self.ms}
+
+
+class Records:
+    """Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque()
+        self._by_response: dict[str, Record] = {}
+        self._by_request: dict[str, Record] = {}
+        self._prompts = 0
+
+    def add(self, log: RequestLog) -> None:
+        """Record a request that has prompts, once."""
+        if log.recorded or not log.prompts:
+            return
+        log.recorded, record = True, Record(log, log.ms())
+        self._records.append(record)
+        self._prompts += log.prompts
+        if log.response_id is not None:
+            self._by_response[log.response_id] = record
+        before = self._by_request.get(log.request_id)
+        if before is None or before.log.owner == log.owner:
+            self._by_request[log.request_id] = record
+        while len(self._records) > MOST or (self._prompts > MOST_PROMPTS and len(self._records) > 1):
+            gone = self._records.popleft()
+            self._prompts -= gone.log.prompts
+            for names, name in ((self._by_response, gone.log.response_id), (self._by_request, gone.log.request_id)):
+                if name is not None and names.get(name) is gone:
+                    del names[name]
+
+    def find(self, name: str) -> Record | None:
+        """By the id of a response or of a request."""
+        return self._by_response.get(name) or self._by_request.get(name)
+
+    def last(self, most: int) -> list[Record]:
+        """The last ones first."""
+        return list(islice(reversed(self._records), most))
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert len(self._records) <= MOST
+        assert self._prompts == sum(record.log.prompts for record in self._records)
+        found = (*self._by_response.values(), *self._by_request.values())
+        assert set(map(id, found)) <= set(map(id, self._records))

@@ -1,0 +1,173 @@
+"""handler: the one way from a request of any API to its response: a body is received and read, its prompts are
+submitted, and what the engine generates is written, as one response or as a stream.
+
+An error sets the status of the response until the first byte is sent; after that the writer of the API reports it in
+the stream, which ends.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.engine.request_options import SubmitOptions
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.admin.conversation_turn import ConversationTurn
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.chat_request import ChatRequest, Prepared
+from kvcellar.serve.generation.field_names import naming_fields
+from kvcellar.serve.generation.http_request import Batch, HttpRequest
+from kvcellar.serve.generation.namespaces import namespace, owner
+from kvcellar.serve.generation.prepare import prepare
+from kvcellar.serve.generation.replies import Replies, ReplyPart
+from kvcellar.serve.generation.retained import allowed
+from kvcellar.serve.generation.writer import Caller, Generation, MakeWriter, Parse, Writer
+from kvcellar.serve.http.api_errors import api_error, shutting_down
+from kvcellar.serve.http.body import RequestBody, receive_json
+from kvcellar.serve.http.json_text import CHUNK_ITEMS, json_size
+from kvcellar.serve.http.parsing import Fields
+from kvcellar.serve.http.request_log import RequestLog
+from kvcellar.serve.http.sending import Stream, send_json, until_disconnected
+from kvcellar.serve.models.model_use import KeepAlive, ModelUse, no_keep_alive
+from kvcellar.serve.shared import Shared
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseParts:
+    """What the events of a request are made into."""
+
+    replies: Replies
+    writer: Writer
+    turn: ConversationTurn
+    log: RequestLog
+
+    def parts(self, batch: Batch) -> Iterator[ReplyPart]:
+        """What the events add to the response; they are counted and collected."""
+        self.log.count(batch)
+        for part in self.replies.parts(batch):
+            self.turn.add(part)
+            yield part
+
+
+class GenerationHandler:
+    """Handles the requests of one route. An ASGI application."""
+
+    def __init__(self, server: Shared, parse: Parse, keep_alive: KeepAlive = no_keep_alive) -> None:
+        self._server = server
+        self._parse = parse
+        self._keep_alive = keep_alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, body = self._server, RequestBody(self._server.bodies)
+        try:
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            await self.handle(body, scope, receive, send)
+        finally:
+            body.release()
+
+    async def handle(self, body: RequestBody, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request whose body was received. The caller releases it."""
+        await until_disconnected(receive, self._respond(body, scope, send))
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        response = await self._answered(body, scope, send)
+        if response is not None:  # sent without a reference to the engine, which may be unloaded meanwhile
+            await send_json(send, response)
+
+    async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Answer | None:
+        """The response, when the model is not used any more; None if it was sent as a stream."""
+        server, log = self._server, RequestLog.of(scope)
+        naming = partial(namespace, scope, server.settings.share_prefixes)
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
+        with ExitStack() as stack:
+            use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
+            request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
+            stack.enter_context(server.drain.on_start(request.refuse_if_queued))
+            turn = stack.enter_context(ConversationTurn(caller.owner))
+
+            def submit(engine: ServedEngine, sent: Fields) -> tuple[MakeWriter, Prepared, int]:
+                log.spec = use.spec
+                read = self._parse(engine, sent, caller)
+                with naming_fields(read.request.names, read.request.places):
+                    prepared, prompts = prepare(engine, read.request, naming, turn)
+                    log.set_prompts(prompts)
+                    log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name
+                    retention = allowed(prepared.retention, scope, server.settings)
+                    how = SubmitOptions(namespace=prepared.namespace, retention=retention, reading=prepared.reading)
+                    how["breakpoints"] = prepared.breakpoints
+                    request.submit(prompts, lambda ids, to: engine.submit(ids, prepared.params, deliver=to, **how))
+                return read.writer, prepared, _kept(read, turn) if body.long else 0
+
+            _, (writer, prepared, kept) = await server.drain.run_before(use.run(submit))
+            body.keep(kept)
+            replies = Replies(prepared)
+            answer = ResponseParts(replies, writer(replies), turn, log)
+            log.response_id, log.namespace, log.owner = answer.writer.id, prepared.namespace, caller.owner
+            if prepared.stream:
+                await self._stream(request, answer, Stream(scope, send, request.waiting_for_client))
+                return None
+            return await self._whole(request, answer)
+
+    async def _whole(self, request: HttpRequest, answer: ResponseParts) -> Answer:
+        while not request.finished:
+            for part in answer.parts(await request.next_batch()):
+                answer.writer.add(part)
+        await self._save(answer.turn)
+        return answer.writer.response()
+
+    async def _save(self, turn: ConversationTurn) -> None:
+        """Add the turn to the conversation that the request continues, if there is one."""
+        if turn.begun:
+            await self._server.threads.run("files", turn.save)
+
+    async def _stream(self, request: HttpRequest, answer: ResponseParts, stream: Stream) -> None:
+        """The status is sent with the first event, or after `ping_seconds` without one."""
+        writer, batch = answer.writer, await request.next_batch(self._server.settings.ping_seconds)
+        await stream.start(_headers(writer))
+        try:
+            await self._send_parts(request, answer, stream, batch)
+            await self._save(answer.turn)
+            last = writer.last()
+        except Exception as error:
+            await stream.end(writer.failed(api_error(error)))
+            raise
+        except asyncio.CancelledError:  # the client has disconnected, and this is discarded; or the server shuts down
+            await stream.end(writer.failed(shutting_down()))
+            raise
+        await stream.end(last)
+
+    async def _send_parts(self, request: HttpRequest, answer: ResponseParts, stream: Stream, batch: Batch) -> None:
+        writer, first = answer.writer, answer.writer.first()
+        while chunks := list(islice(first, CHUNK_ITEMS)):
+            await stream.part(b"".join(chunks))
+        while True:
+            data = b"".join(map(writer.chunk, answer.parts(batch))) if batch else writer.ping()
+            if data:
+                await stream.part(data)
+            if request.finished:
+                return
+            batch = await request.next_batch(self._server.settings.ping_seconds)
+
+
+def _kept(read: Generation, turn: ConversationTurn) -> int:
+    """Bytes of a body that are in memory until its response has ended: for its writer, for reading the answers, and in
+    the turn of a conversation."""
+    request = read.request
+    parts: list[object] = [request.tools] if isinstance(request, ChatRequest) else []
+    if turn.begun:
+        parts.append(request.messages if isinstance(request, ChatRequest) else request.prompts)
+    constraint = 0 if request.constraint is None else len(request.constraint.source)
+    return read.kept + constraint + sum(map(json_size, parts))
+
+
+def _headers(writer: Writer) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"content-type", writer.media_type),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # stops nginx from buffering the stream
+    ]

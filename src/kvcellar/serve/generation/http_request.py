@@ -1,0 +1,187 @@
+"""http_request: submits the prompts of one HTTP request to the engine, and passes its events to the event loop.
+
+Always true, on the event loop:
+  * a prompt is open until its `Done` or `Failed` has arrived; when the HTTP request has ended, every prompt has ended
+    or was cancelled, and one that is just being submitted is cancelled as soon as that returns;
+  * while the server waits for the client, at most `limit` events are added to the queue;
+  * after a failure no event is added, and the failure is raised after all earlier events were returned;
+  * while `next_batch` waits, nothing is there to return; a request has one timer at most, however many times it waits.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+
+from kvcellar.errors import EngineClosed
+from kvcellar.events import Done, Event, Failed, Finished
+from kvcellar.frontend.result import Ticket
+from kvcellar.serve.generation.arrivals import Arrivals
+from kvcellar.serve.http.api_errors import ApiError, shutting_down
+
+Batch = list[tuple[int, Event]]  # number of the prompt, event
+Submit = Callable[[Sequence[int], Callable[[Event], None]], Ticket]  # a prompt, and what is called with its events
+
+NEVER = float("inf")
+BATCH = 64  # events returned at once; then other tasks of the event loop run
+
+
+class HttpRequest:
+    """A context manager: leaving it, normally or by an exception, cancels every prompt that is still open."""
+
+    def __init__(self, limit: int, arrivals: Arrivals) -> None:
+        self._limit = limit
+        self._loop = asyncio.get_running_loop()
+        self._receive = arrivals.receiver(self._arrive)
+        self._tickets: dict[int, Ticket] = {}  # by number of the prompt
+        self._lock = threading.Lock()  # orders the end of this request and the return of `submit` in a thread
+        self._open: set[int] = set()  # prompts
+        self._events: deque[tuple[int, Event]] = deque()
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[bool] | None = None  # of `next_batch`: True when there is something to return
+        self._deadline = NEVER  # of the loop's clock, when the wait ends
+        self._timer: asyncio.TimerHandle | None = None
+        self._waiting_from: int | None = None  # queued events when the server began to wait for the client
+        self._cancelled = False  # nothing is submitted any more
+        self._ended = False
+
+    def submit(self, prompts: Sequence[Sequence[int]], submit: Submit) -> None:
+        """Submit all prompts. Raises what `submit` raises, which ends the request.
+
+        Not for the event loop, because it checks long prompts. The request may end meanwhile.
+        """
+        with self._lock:
+            if self._cancelled:
+                return
+            self._open.update(range(len(prompts)))
+        for number, prompt in enumerate(prompts):
+            if self._cancelled:
+                return
+            ticket = submit(prompt, partial(self._receive, number))
+            with self._lock:
+                self._tickets[number] = ticket
+                if not self._cancelled:
+                    continue
+            ticket.cancel()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every prompt has ended and all its events were returned."""
+        return not self._open and not self._events and self._failure is None
+
+    async def next_batch(self, timeout: float | None = None) -> Batch:
+        """Events in order of arrival; empty after `timeout` seconds without an event.
+
+        Raises the error of the first prompt that failed, after the events before it.
+        """
+        if self._ready:
+            await asyncio.sleep(0)  # other tasks run even if events are always available
+        elif not await self._wait(timeout):
+            return []
+        if self._failure is not None and not self._events:
+            raise self._failure
+        return [self._events.popleft() for _ in range(min(BATCH, len(self._events)))]
+
+    @property
+    def _ready(self) -> bool:
+        return bool(self._events) or self._failure is not None
+
+    async def _wait(self, timeout: float | None) -> bool:
+        """Until there is something to return. False after `timeout` seconds.
+
+        The timer goes on from one wait to the next, and is set again only when it expires: one for each token would
+        cost the event loop more than the token's JSON.
+        """
+        self._waiter = self._loop.create_future()
+        self._deadline = NEVER if timeout is None else self._loop.time() + timeout
+        if self._timer is not None and self._deadline < self._timer.when():
+            self._stop_timer()
+        if self._timer is None and timeout is not None:
+            self._timer = self._loop.call_at(self._deadline, self._expire)
+        try:
+            return await self._waiter
+        finally:
+            self._waiter = None
+
+    def _expire(self) -> None:
+        self._timer = None
+        if self._waiter is None or self._deadline == NEVER:
+            return  # the next wait with a limit sets the timer
+        if self._loop.time() < self._deadline:
+            self._timer = self._loop.call_at(self._deadline, self._expire)
+        else:
+            self._wake(False)
+
+    def _wake(self, ready: bool) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(ready)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    @contextmanager
+    def waiting_for_client(self) -> Iterator[None]:
+        """Around every wait for the client: limits the events that are queued meanwhile."""
+        self._waiting_from = len(self._events)
+        try:
+            yield
+        finally:
+            self._waiting_from = None
+
+    def __enter__(self) -> "HttpRequest":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._ended = True
+        self._stop_timer()
+        self._cancel()
+        self.check()
+
+    def check(self) -> None:
+        assert self._waiting_from is None or len(self._events) <= self._waiting_from + self._limit
+        assert self._waiter is None or self._waiter.done() or not self._ready
+        assert not self._ended or self._timer is None
+        assert not self._ended or not self._open, "a prompt was not cancelled"
+
+    def refuse_if_queued(self) -> None:
+        """At shutdown: fail the request if the engine has begun none of its prompts."""
+        with self._lock:
+            tickets = [*self._tickets.values()]
+        if self._open and self._failure is None and not any(ticket.begun for ticket in tickets):
+            self._fail(shutting_down())
+
+    def _cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            tickets = [self._tickets[number] for number in self._open if number in self._tickets]
+        for ticket in tickets:
+            ticket.cancel()
+        self._open.clear()
+
+    def _arrive(self, number: int, event: Event) -> None:
+        if self._ended or self._failure is not None:
+            return
+        match event:
+            case Failed(error=error):
+                self._open.discard(number)
+                self._fail(error)
+            case Finished(reason="cancelled"):
+                self._fail(EngineClosed("the engine cancelled this request"))
+            case _ if self._waiting_from is not None and len(self._events) >= self._waiting_from + self._limit:
+                message = f"the stream was not read in time: {self._limit} events were waiting"
+                self._fail(ApiError(503, message, code="too_slow"))
+            case _:
+                if isinstance(event, Done):
+                    self._open.discard(number)
+                self._events.append((number, event))
+                self._wake(True)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._wake(True)
+        self._cancel()

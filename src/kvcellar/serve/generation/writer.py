@@ -1,0 +1,120 @@
+"""writer: what each API has of its own: how a body is read, and how a response is written.
+
+`generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.datastructures import Headers
+
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.generation.replies import Replies, ReplyPart
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.json_text import to_json
+from kvcellar.serve.http.parsing import Fields
+from kvcellar.serve.settings import ServeSettings
+
+SSE = b"text/event-stream; charset=utf-8"
+NDJSON = b"application/x-ndjson"
+SSE_PING = b": still here\n\n"  # a comment, which parsers skip
+
+
+class Writer(Protocol):
+    """Writes the response to one request: one object, by `add` for each part and then `response`; or a stream, by
+    `first`, `chunk` for each part, and `last`. What it knows of the request and its usage is in the `Replies`."""
+
+    @property
+    def id(self) -> str:
+        """Of the response; the record of the request has it, too."""
+        ...
+
+    @property
+    def media_type(self) -> bytes:
+        """Of a stream."""
+        ...
+
+    def add(self, part: ReplyPart) -> None: ...
+    def response(self) -> Answer:
+        """When all prompts have ended. Iterators in it become lists, which are encoded in chunks."""
+        ...
+
+    def first(self) -> Iterator[bytes]:
+        """What is sent before any part, in small pieces. The status is 200 from here on."""
+        ...
+
+    def chunk(self, part: ReplyPart) -> bytes:
+        """May be empty."""
+        ...
+
+    def last(self) -> bytes:
+        """When all prompts have ended, and the turn of a conversation was saved."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """In place of `last`, perhaps before `first` has ended. An error before a stream begins is written by
+        `ApiError.response`."""
+        ...
+
+    def ping(self) -> bytes:
+        """What keeps a connection open on which nothing is sent. Empty: nothing does."""
+        ...
+
+
+Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a request."""
+
+    owner: str  # a digest of its API key; "" without one
+    headers: Headers
+    settings: ServeSettings
+    naming: Naming
+    arrived: float = field(default_factory=time.monotonic)  # when the request was received
+
+    @property
+    def seconds(self) -> float:
+        """Since the request was received."""
+        return time.monotonic() - self.arrived
+
+    @property
+    def sees_texts(self) -> bool:
+        """Whether responses may have the text of other requests of the namespace."""
+        return not (self.settings.share_prefixes and self.settings.key_digests)
+
+
+MakeWriter = Callable[[Replies], Writer]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A body that was read. `writer` makes the writer of the response when the prompts were submitted; it keeps `kept`
+    bytes of the body until the response has ended."""
+
+    request: TextRequest | ChatRequest
+    writer: MakeWriter
+    kept: int = 0
+
+
+Parse = Callable[[ServedEngine, Fields, Caller], Generation]  # slow, in a thread; raises `ApiError` and `BadRequest`
+
+
+def data_event(value: Answer) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def named_event(name: str, value: Answer) -> bytes:
+    """A server-sent event."""
+    return b"event: " + name.encode() + b"\ndata: " + to_json(value) + b"\n\n"
+
+
+def json_line(value: Answer) -> bytes:
+    """A line of NDJSON."""
+    return to_json(value) + b"\n"

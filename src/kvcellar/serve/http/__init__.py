@@ -1,0 +1,1 @@
+"""http: the server itself: connections, limits, keys, bodies, errors, the log."""

@@ -1,0 +1,150 @@
+"""model_use: the use of a model by one request, from when its body was parsed to the end of the request.
+
+Where the model is loaded, one thread parses the body and submits its prompts. Where it is not, the thread is free while
+it is loaded: the request waits on the event loop with the bytes of its body, which the budget counts, and not with what
+they were parsed to; a second call parses them again and submits the prompts. A model that is used for the
+first time is found on the thread of the library, because its files may have to be compared.
+
+Routes that a model answers at once, without generating, are `ModelRoute`s.
+
+Always true:
+  * the lease of the request is released when the request has ended, also if a thread gets it later.
+"""
+
+import threading
+from collections.abc import Callable, Coroutine
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.durations import seconds_of
+from kvcellar.errors import EngineClosed
+from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.namespaces import namespace, owner
+from kvcellar.serve.generation.writer import Caller
+from kvcellar.serve.http.body import RequestBody, receive_json
+from kvcellar.serve.http.parsing import Fields, Limits, parse_object
+from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.http.request_log import RequestLog
+from kvcellar.serve.http.sending import send_json, until_disconnected
+from kvcellar.serve.models.model_manager import Lease, ModelManager
+from kvcellar.serve.models.model_spec import ModelSpec
+from kvcellar.serve.shared import Shared
+
+T = TypeVar("T")
+
+
+KeepAlive = Callable[[Fields], float | None]  # of a body: seconds that its model stays loaded; None: the server's
+
+
+def no_keep_alive(sent: Fields) -> None:
+    """Of bodies that do not say it."""
+
+
+def sent_keep_alive(sent: Fields) -> float | None:
+    """The field `keep_alive` of Ollama's bodies. Raises `BadRequest` for what is no time."""
+    given = sent.get("keep_alive")
+    return None if given is None else seconds_of(given)
+
+
+class ModelUse:
+    """A context manager on the event loop."""
+
+    def __init__(
+        self, host: ModelManager, threads: ReaderThreads, body: RequestBody, keep_alive: KeepAlive = no_keep_alive
+    ) -> None:
+        self._host, self._threads, self._body, self._keep_alive = host, threads, body, keep_alive
+        self.spec: ModelSpec | None = None
+        self._named = False  # whether the body was read for the next two
+        self.name: str | None = None  # of the model, as the client has sent it
+        self._keep: float | None = None
+        self._lease: Lease | None = None
+        self._lock, self._ended = threading.Lock(), False  # orders the end of the request and the thread
+
+    async def run(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T]:
+        """The result of `submit`, which is called in a thread with the engine and the body, and the engine."""
+        if (done := await self._threads.read(self._body, lambda: self._submit(submit))) is not None:
+            return done
+        if (spec := self.spec) is None:
+            spec = self.spec = await self._threads.run("library", lambda: self._host.find(self.name))
+        self._hold(await self._host.lease(spec, self._keep))
+        done = await self._threads.read(self._body, lambda: self._submit(submit))
+        assert done is not None
+        return done
+
+    def _submit(self, submit: Callable[[NamedEngine, Fields], T]) -> tuple[NamedEngine, T] | None:
+        """None if the model has to be found, or loaded, first."""
+        sent = parse_object(self._body.data, Limits(context=self._host.longest))
+        if not self._named:
+            self._named, self._keep, name = True, self._keep_alive(sent), sent.get("model")
+            self.name = name if isinstance(name, str) else None
+            if not self._host.known(self.name):
+                return None
+            self.spec = self._host.find(self.name)
+            self._hold(self._host.take(self.spec, self._keep))
+        if (lease := self._lease) is None:
+            return None
+        return lease.engine, submit(lease.engine, sent)
+
+    def _hold(self, lease: Lease | None) -> None:
+        with self._lock:
+            self._lease = lease
+            if not self._ended:
+                return
+        self._release()
+        raise EngineClosed("the request has ended")
+
+    def _release(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
+
+    def __enter__(self) -> "ModelUse":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._lock:
+            self._ended = True
+        self._release()
+
+
+Respond = Callable[[ServedEngine, Fields, Caller], Answer]  # slow, in a thread; raises `ApiError` and `BadRequest`
+
+
+class ModelRoute:
+    """An ASGI application."""
+
+    def __init__(self, server: Shared, respond: Respond) -> None:
+        self._server, self._answer = server, respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        server = self._server
+        naming = partial(namespace, scope, server.settings.share_prefixes)
+        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
+        with ModelUse(server.host, server.threads, body) as use:
+
+            def work(engine: ServedEngine, sent: Fields) -> Answer:
+                RequestLog.of(scope).spec = use.spec
+                return self._answer(engine, sent, caller)
+
+            _, found = await server.drain.run_before(use.run(work))
+        body.release()
+        await send_json(send, found)
+
+
+async def answered(
+    server: Shared, scope: Scope, receive: Receive, respond: Callable[[RequestBody], Coroutine[None, None, None]]
+) -> None:
+    """Receive the body of a request, and `respond` to it while the client is there. Then the body is released."""
+    body = RequestBody(server.bodies)
+    try:
+        await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+        await until_disconnected(receive, respond(body))
+    finally:
+        body.release()

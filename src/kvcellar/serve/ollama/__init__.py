@@ -1,0 +1,1 @@
+"""ollama: Ollama's API: generating, looking at models, and changing the library."""

@@ -1,0 +1,318 @@
+"""routes: routes of Ollama's API that look at models, load and unload them, and generate text.
+
+Errors below `/api/` are `{"error": "text"}`.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
+
+from msgspec.structs import asdict
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvcellar.constraint import Constraint
+from kvcellar.durations import seconds_of
+from kvcellar.errors import BadRequest
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.sampling_params import renamed
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.generation.field_names import Place
+from kvcellar.serve.generation.handler import GenerationHandler
+from kvcellar.serve.generation.replies import Replies
+from kvcellar.serve.generation.writer import Caller, Generation, Parse
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.body import RequestBody, receive_json
+from kvcellar.serve.http.parsing import Fields, Limits, parse_object, validated
+from kvcellar.serve.http.sending import json_response, until_disconnected
+from kvcellar.serve.models.loaded_model import FOREVER, LoadedModel
+from kvcellar.serve.models.model_spec import ModelSpec
+from kvcellar.serve.models.model_use import sent_keep_alive
+from kvcellar.serve.ollama.details import Details, ListedModel, NamedModel, ShownModel
+from kvcellar.serve.ollama.fields import (
+    Effort,
+    GenerateBody,
+    LoadBody,
+    OllamaChatBody,
+    OllamaMessage,
+    ShowBody,
+    sampling_options,
+)
+from kvcellar.serve.ollama.writer import ChatFormat, Format, GenerateFormat, OllamaWriter
+from kvcellar.serve.shared import Shared
+from kvcellar.version import __version__
+
+EFFORTS: tuple[str, ...] = get_args(Effort)
+NAMES = renamed("ollama")
+
+
+def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/api/chat`. Raises `ApiError` and `BadRequest`."""
+    body = validated(OllamaChatBody, sent)
+    request = ChatRequest(
+        messages=[_message(message) for message in body.messages or ()],
+        tools=body.tools or (),
+        truncate=body.truncate is not False,
+        continue_final_message=_continues(body.messages or ()),
+        effort=_effort(body),
+        names={**NAMES, "prompt": "messages"},
+        **_common(body),
+    )
+    return Generation(request, partial(_writer, engine, body.named, caller, ChatFormat))
+
+
+def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+    """A body of `/api/generate`: a message of the user, or with `raw` a text. So is the prompt of a model without a
+    chat template. Raises `ApiError` and `BadRequest`."""
+    body = validated(GenerateBody, sent)
+    prompt, common = body.prompt or "", _common(body)
+    if body.raw or engine.model.chat_template is None:
+        if body.system and not body.raw:
+            raise BadRequest("system needs a chat template, and this model has none; put it into prompt", "system")
+        request: TextRequest | ChatRequest = TextRequest(
+            prompts=[prompt], special=not body.raw and None, names=NAMES, **common
+        )
+    else:
+        messages, places = [{"role": "user", "content": prompt}], [Place("prompt")]
+        if body.system:
+            messages.insert(0, {"role": "system", "content": body.system})
+            places.insert(0, Place("system"))
+        request = ChatRequest(messages=messages, effort=_effort(body), names=NAMES, places=places, **common)
+    return Generation(request, partial(_writer, engine, body.named, caller, GenerateFormat))
+
+
+def _writer(engine: ServedEngine, named: str, caller: Caller, form: Format, replies: Replies) -> OllamaWriter:
+    return OllamaWriter(engine, named, caller.seconds, form, replies)
+
+
+def _common(body: LoadBody) -> dict[str, Any]:
+    sampling = sampling_options(body.options)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
+    if body.logprobs:
+        sampling["logprobs"] = body.top_logprobs or 0
+    if body.shift and "max_tokens" in sampling:
+        sampling["shift"] = True
+    else:
+        sampling.pop("num_keep", None)
+    return {"sampling": sampling, "stream": body.stream is not False, "constraint": _constraint(body)}
+
+
+def _constraint(body: LoadBody) -> Constraint | None:
+    match body.format:
+        case None | "":
+            return None
+        case "json":
+            return Constraint("json_object", param="format")
+        case dict():
+            return Constraint.json_schema(body.format, param="format")
+        case _:
+            raise ApiError(400, 'format must be "json" or a JSON schema', "format", "invalid_value")
+
+
+def _effort(body: LoadBody) -> str | None:
+    match body.think:
+        case None:
+            return None
+        case bool():
+            return "medium" if body.think else "none"
+        case word if word in EFFORTS:
+            return word
+        case _:
+            raise ApiError(400, f"think must be true, false, or one of {', '.join(EFFORTS)}", "think", "invalid_value")
+
+
+def _continues(messages: Sequence[OllamaMessage]) -> bool:
+    """As Ollama: text of the assistant at the end is the beginning of the answer."""
+    return (
+        bool(messages)
+        and messages[-1].role == "assistant"
+        and bool(messages[-1].content)
+        and not messages[-1].tool_calls
+    )
+
+
+def _message(message: OllamaMessage) -> dict[str, Any]:
+    """In the form of OpenAI's chat API, which templates read."""
+    found: dict[str, Any] = {"role": message.role}
+    if message.content is not None or not (message.tool_calls or message.thinking):
+        found["content"] = message.content or ""
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {
+                **({} if call.id is None else {"id": call.id}),
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": call.function.arguments or {}},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_name is not None:
+        found["name"] = message.tool_name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    return found
+
+
+Body = TypeVar("Body", bound=BaseModel)
+NEVER = 292 * 365 * 86400.0  # seconds; Ollama writes a time so far away for what stays loaded
+
+
+class Version(Answer):
+    version: str
+
+
+class ListedModels(Answer):
+    models: list[ListedModel]
+
+
+class RunningModel(NamedModel, kw_only=True):
+    size: int  # bytes
+    size_vram: int
+    shared_size: int  # of `size`, the bytes that other loaded models use too
+    expires_at: str
+    context_length: int
+
+
+class LoadedModels(Answer):
+    models: list[RunningModel]
+
+
+class OllamaHandler:
+    def __init__(self, server: Shared) -> None:
+        self._server, self._host = server, server.host
+        self._details = Details(server.library)
+
+    async def root(self, request: Request) -> Response:
+        return PlainTextResponse("kvcellar is running")
+
+    async def version(self, request: Request) -> Response:
+        return json_response(Version(__version__))
+
+    async def tags(self, request: Request) -> Response:
+        def work() -> ListedModels:
+            return ListedModels([self._details.listed(one) for one in self._host.all()])
+
+        return json_response(await self._server.threads.run("models", work))
+
+    async def show(self, request: Request) -> Response:
+        body = await read(self._server, request, ShowBody)
+
+        def work() -> ShownModel:
+            spec = self._host.find(body.named)
+            with_engine = self._host.take(spec)
+            try:
+                engine = with_engine.engine if with_engine is not None else None
+                return self._details.shown(spec, engine, verbose=bool(body.verbose))
+            finally:
+                if with_engine is not None:
+                    with_engine.release()
+
+        return json_response(await self._server.threads.run("models", work))
+
+    async def running(self, request: Request) -> Response:
+        def work() -> LoadedModels:
+            return LoadedModels([self._running(one) for one in self._host.models()])
+
+        return json_response(await self._server.threads.run("models", work))
+
+    def _running(self, one: LoadedModel) -> RunningModel:
+        on, limits = one.on, self._host.limits
+        engine, size = on.engine, on.size + one.size
+        seconds = NEVER if one.fixed or one.keep_alive == FOREVER else self._host.seconds_left(one)
+        return RunningModel(
+            **asdict(self._details.named(one.spec)),
+            size=size,
+            size_vram=size if limits.device == "cuda" else 0,
+            shared_size=on.size if len(on.models) > 1 else 0,
+            expires_at=datetime.fromtimestamp(time.time() + seconds, UTC).isoformat(),
+            context_length=engine.model.context if engine is not None else 0,
+        )
+
+    async def load(self, receive: Receive, body: LoadBody) -> Literal["load", "unload"]:
+        """Load a model, or with `keep_alive` 0 unload it. Returns what was done."""
+        keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
+        spec: ModelSpec = await self._server.threads.run("library", lambda: self._host.find(body.named))
+        if keep_alive == 0:
+            if self._host.stays(spec):
+                message = f"the model {spec.name} was named when the server was started, and stays loaded"
+                raise ApiError(409, message, "model", "model_stays")
+            self._host.unload(spec.name)
+        else:
+
+            async def load() -> None:
+                (await self._host.lease(spec, keep_alive)).release()
+
+            await self._server.drain.run_before(until_disconnected(receive, load()))
+        return "unload" if keep_alive == 0 else "load"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A route that generates. `empty`: the field whose absence means that a model is to be loaded or unloaded."""
+
+    body: type[LoadBody]
+    parse: Parse
+    empty: str
+    form: Format
+
+
+GENERATE = Kind(GenerateBody, parse_generate, "prompt", GenerateFormat)
+CHAT = Kind(OllamaChatBody, parse_chat, "messages", ChatFormat)
+
+
+class OllamaGeneration:
+    """An ASGI application."""
+
+    def __init__(self, server: Shared, handler: OllamaHandler, kind: Kind) -> None:
+        self._server, self._handler, self._kind = server, handler, kind
+        self._generation = GenerationHandler(server, kind.parse, sent_keep_alive)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        server, kind, body = self._server, self._kind, RequestBody(self._server.bodies)
+
+        def read() -> LoadBody | None:
+            """None: it is to be generated from."""
+            found = validated(kind.body, parse_object(body.data, Limits(server.host.longest)))
+            if found.keep_alive is not None:
+                seconds_of(found.keep_alive)
+            if not getattr(found, kind.empty):
+                return found
+            if not found.model:
+                raise ApiError(400, "model is required", "model", "missing_required_parameter")
+            return None
+
+        try:
+            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
+            found = await server.threads.read(body, read)
+            if found is None:
+                await self._generation.handle(body, scope, receive, send)
+                return
+            reason = await self._handler.load(receive, found)
+            now = datetime.now(UTC).isoformat()
+            answer = kind.form.end(model=found.named, created_at=now, done_reason=reason, **kind.form.fields())
+            loaded = json_response(answer)
+        finally:
+            body.release()
+        await loaded(scope, receive, send)
+
+
+async def read(server: Shared, request: Request, kind: type[Body]) -> Body:
+    """The body, which must be JSON: a web page of another origin cannot send that. Raises `ApiError`."""
+    body = RequestBody(server.bodies)
+    try:
+        await server.drain.run_before(receive_json(request.scope, request.receive, server.settings, body))
+
+        def parse() -> Body:
+            return validated(kind, parse_object(body.data, Limits(server.host.longest)))
+
+        return await server.threads.read(body, parse)
+    finally:
+        body.release()

@@ -1,0 +1,175 @@
+"""tokenizing: routes that turn text into tokens and back: `/tokenize`, `/detokenize` and `/tokenizer_info`.
+
+vLLM's and llama.cpp's bodies are taken on the same routes: `prompt` or `messages` is vLLM's, `content` llama.cpp's.
+What the tokenizer puts around a text is added by default for the former, and not for the latter, as these servers do.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import FailFast, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation import forms
+from kvcellar.serve.generation.chat_request import ChatRequest
+from kvcellar.serve.generation.field_names import naming_fields
+from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, template_messages
+from kvcellar.serve.generation.prepare import chat_tokens
+from kvcellar.serve.generation.writer import Caller
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.parsing import Fields, validated
+from kvcellar.serve.http.sending import json_response
+from kvcellar.serve.openai.chat import Effort, continued
+from kvcellar.serve.openai.fields import implemented
+from kvcellar.serve.openai.tools import tool_choice
+from kvcellar.serve.shared import Shared
+
+
+class TokenizeBody(StrictModel):
+    model: str | None = None  # vLLM: may be left out; otherwise the name in `/v1/models`
+    prompt: str | None = None  # vLLM: the text
+    # vLLM: a chat, whose prompt is tokenized
+    messages: Annotated[list[Message] | None, FailFast()] = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
+    content: str | None = None  # llama.cpp: the text
+    add_special_tokens: bool | None = None  # vLLM: with begin- and end-of-text; default: true, of a prompt
+    add_generation_prompt: bool | None = None  # vLLM: `false`: without the start of the assistant's turn
+    continue_final_message: bool | None = None  # vLLM: `true`: up to the text of the last message, of the assistant
+    chat_template_kwargs: dict[str, object] | None = None  # vLLM: variables of the chat template
+    # vLLM: functions that the model may call, as in a chat
+    tools: Annotated[list[dict[str, object]] | None, FailFast(), forms.of(forms.ToolForms)] = None
+    # OpenAI: `none`: the prompt has no tools
+    tool_choice: Annotated[object, forms.of(forms.ToolChoiceForms)] = None
+    reasoning_effort: Effort | None = None  # OpenAI: as in a chat
+    return_token_strs: bool | None = None  # vLLM: `token_strs` has the entries of the vocabulary
+    add_special: bool | None = None  # llama.cpp: with begin- and end-of-text; default: false
+    parse_special: Literal[True] | None = None  # llama.cpp: only `true`
+    with_pieces: bool | None = None  # llama.cpp: each token is an object with its `id` and `piece`
+
+
+class DetokenizeBody(StrictModel):
+    model: str | None = None  # vLLM: may be left out; otherwise the name in `/v1/models`
+    tokens: Annotated[list[int], FailFast()]  # vLLM, llama.cpp: token ids
+
+
+class Tokenized(Answer):
+    """For `prompt` and `messages`, as vLLM."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenPiece(Answer):
+    id: int
+    piece: str | list[int]  # bytes, where they are no text
+
+
+class TokenizedContent(Answer):
+    """For `content`, as llama.cpp."""
+
+    tokens: list[int] | list[TokenPiece]
+
+
+class Detokenized(Answer):
+    """The text under the names of vLLM and of llama.cpp."""
+
+    prompt: str
+    content: str
+
+
+class TokenizerFields(Answer):
+    model: str
+    max_model_len: int
+    vocab_size: int
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+
+
+def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Tokenized | TokenizedContent:
+    """Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than twice the context."""
+    body = validated(TokenizeBody, implemented(TokenizeBody, sent))
+    given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise ApiError(400, "exactly one of prompt, messages and content is needed", "prompt", "invalid_value")
+    for name in _OF_CHATS if body.messages is None else _OF_TEXTS:
+        if getattr(body, name):
+            raise ApiError(400, f"{name} has no effect on {given[0]}; leave it out", name, "invalid_value")
+    with naming_fields({"prompt": given[0]}):
+        return _tokenized(engine, body, limit=2 * engine.model.context)
+
+
+_OF_CHATS = ("tools", "continue_final_message")  # fields that would change the tokens
+_OF_TEXTS = ("add_special_tokens", "add_special")
+
+
+def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Tokenized | TokenizedContent:
+    if body.content is not None:
+        ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
+        return TokenizedContent([_piece(engine, token) for token in ids] if body.with_pieces else ids)
+    if body.prompt is not None:
+        ids = engine.encode(body.prompt, special=body.add_special_tokens is not False, limit=limit)
+    else:
+        ids = chat_tokens(engine, _chat(body), namespace="", limit=limit)
+    strings = [engine.written(token) for token in ids] if body.return_token_strs else None
+    return Tokenized(len(ids), engine.model.context, ids, strings)
+
+
+def _chat(body: TokenizeBody) -> ChatRequest:
+    messages = body.messages or []
+    return ChatRequest(
+        messages=template_messages(messages),
+        tools=body.tools or (),
+        tool_choice=tool_choice(body.tool_choice),
+        variables=body.chat_template_kwargs,
+        effort=body.reasoning_effort,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=continued(messages, body.continue_final_message, body.add_generation_prompt),
+        replay=False,
+    )
+
+
+def _piece(engine: ServedEngine, token: int) -> TokenPiece:
+    """As llama.cpp: bytes that are no text are a list."""
+    raw = engine.token_bytes(token)
+    try:
+        return TokenPiece(token, raw.decode())
+    except UnicodeDecodeError:
+        return TokenPiece(token, list(raw))
+
+
+def detokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Detokenized:
+    """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
+    tokens = validated(DetokenizeBody, sent).tokens
+    with naming_fields({"ids": "tokens"}):
+        text = engine.decode(tokens) if tokens else ""
+    return Detokenized(text, text)
+
+
+class TokenizerInfo:
+    """What a client needs to use the tokenizer of a model from afar. The query may have the name of the `model`."""
+
+    def __init__(self, server: Shared) -> None:
+        self._server = server
+
+    async def get(self, request: Request) -> Response:
+        server, name = self._server, request.query_params.get("model")
+        spec = await server.threads.run("library", lambda: server.host.find(name))
+        lease = await server.drain.run_before(server.host.lease(spec))
+        with lease:
+            model = lease.engine.model
+            return json_response(
+                TokenizerFields(
+                    model=model.name,
+                    max_model_len=model.context,
+                    vocab_size=model.vocab_size,
+                    chat_template=model.chat_template,
+                    bos_token=model.special_tokens.get("bos_token"),
+                    eos_token=model.special_tokens.get("eos_token"),
+                    pad_token=model.special_tokens.get("pad_token"),
+                )
+            )

@@ -1,0 +1,1 @@
+"""responses: OpenAI's API of responses, which are kept and continued."""

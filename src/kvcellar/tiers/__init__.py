@@ -1,1 +1,0 @@
-"""tiers: where snapshots are kept outside of the device."""

@@ -1,6 +1,6 @@
 """repository: names of models on a hub, `owner/name` with an optional `@revision`, and which of their files are used.
 
-`library/hub.py` fetches such a model into the local Hugging Face cache, and `engine/models/weights/find.py` finds it there.
+`library/hub.py` fetches such a model into the local Hugging Face cache, where `engine/models/weights/find.py` finds it.
 """
 
 import re

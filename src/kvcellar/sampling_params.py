@@ -1,4 +1,4 @@
-"""sampling_params: the sampling parameters of a request: the one place that declares them, with their values, texts and names.
+"""sampling_params: the sampling parameters of a request, declared once: their values, texts and names.
 
 What takes sampling parameters reads `PARAMETERS`: bodies of HTTP, options of the command line, Modelfiles, generation
 configs, the OpenAPI document and docs/reference. A new parameter is a line in `SamplingParams`, one in

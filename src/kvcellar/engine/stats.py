@@ -45,7 +45,7 @@ def statistics(*, frozen: bool) -> Callable[[type[T]], type[T]]:
 
 def declared(cls: type) -> Iterator[tuple[Metric, tuple[str, ...]]]:
     """The metrics of a record and of those in it, with the names of their labels."""
-    above = (cls.LABEL,) if hasattr(cls, "LABEL") else ()
+    above = (cls.__dict__["LABEL"],) if "LABEL" in cls.__dict__ else ()
     for one in fields(cls):
         if (metric := one.metadata.get("metric")) is not None:
             yield metric, (*above, metric.label) if metric.label is not None else above
@@ -58,7 +58,7 @@ def declared(cls: type) -> Iterator[tuple[Metric, tuple[str, ...]]]:
 
 def samples(record: Any) -> Iterator[tuple[Metric, tuple[str, ...], Any]]:
     """The metrics of a record and of those in it, with the values of their labels, and their own."""
-    above = (record.name,) if hasattr(record, "LABEL") else ()
+    above = (record.name,) if "LABEL" in type(record).__dict__ else ()
     for one in fields(record):
         value = getattr(record, one.name)
         if (metric := one.metadata.get("metric")) is None:

@@ -1,4 +1,5 @@
-"""embeddings: vectors of texts, by a model whose directory says how it pools hidden states (`engine/models/weights/config_file.py`).
+"""embeddings: vectors of texts, by a model whose directory says how it pools hidden states
+(`engine/models/weights/config_file.py`).
 
 An embedding is a request that ends with its prompt: it shares steps, memory and adapters with all others, and where the
 last token is pooled it begins with what the prefix cache has.

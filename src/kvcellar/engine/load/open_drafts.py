@@ -1,7 +1,7 @@
 """open_drafts: what proposes the drafts of an engine, as its setting `draft` names it.
 
-A draft model is loaded and tested like the model that it drafts for, and has to fit it (`engine/models/heads/draft_fit.py`). It has
-a memory of its own, for as many sequences.
+A draft model is loaded and tested like the model that it drafts for, and has to fit it
+(`engine/models/heads/draft_fit.py`). It has a memory of its own, for as many sequences.
 """
 
 import os

@@ -1,6 +1,6 @@
 """program: a forward as data: operators in order, on tensors whose sizes are expressions of a few symbols.
 
-`models/recording/` makes a program from a network, once; `engine/recording/recorded.py` binds it to fixed memory for given
+`trace.py` and `capture.py` make a program from a network, once; `recorded.py` binds it to fixed memory for given
 numbers and runs it. A program holds no tensors: weights are named by their path in the network.
 
 Symbols: `T` rows of the step, `W` rows whose logits are wanted; a program may have others, which its `symbols` list.

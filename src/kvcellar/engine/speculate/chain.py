@@ -5,9 +5,9 @@ which is not in memory yet, and the logits of row i are those of the token after
 
 One rule for greedy and sampled texts, with all sampling options: every row draws its own token, and a draft is accepted
 if it is the token of its row. A draft that was drawn by noise of its own is coupled with the draw of its row, so that
-it is accepted as often as is possible (`engine/sample/couple.py`). Every token of a text has the distribution of the target.
-Without such drafts (n-grams, greedy texts, texts with a seed) tokens are drawn as in plain decoding, and the text is
-the same.
+it is accepted as often as is possible (`engine/sample/couple.py`). Every token of a text has the distribution of the
+target. Without such drafts (n-grams, greedy texts, texts with a seed) tokens are drawn as in plain decoding, and the
+text is the same.
 
 Always true:
   * `samplers[i]` is the state of sampling after the first i drafts: penalties and bans see these;

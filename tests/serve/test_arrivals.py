@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcellar.events import Delta, Event
-from kvcellar.serve.generation.arrivals import Arrivals
+from kvcellar.serve.generation.http_request import Arrivals
 
 STREAMS = 64
 

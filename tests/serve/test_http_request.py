@@ -7,8 +7,7 @@ import pytest
 
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.events import Delta, Done, Failed, Finished, Timings, Usage
-from kvcellar.serve.generation.arrivals import Arrivals
-from kvcellar.serve.generation.http_request import HttpRequest
+from kvcellar.serve.generation.http_request import Arrivals, HttpRequest
 from kvcellar.serve.http.api_errors import ApiError
 from tests.serve.fake_engine import PATIENCE
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.events import Delta, PromptScored, TokenLogprob
-from kvcellar.serve.openai.echo import Echo
 from kvcellar.serve.openai.logprobs import Tokens, TokenText
+from kvcellar.serve.openai.response_writer import Echo
 from kvcellar.text.output import open_stream
 from kvcellar.text.tokens import TextTokenizer
 from tests.serve.fake_engine import FakeModel

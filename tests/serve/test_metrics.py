@@ -21,7 +21,7 @@ from kvcellar.engine.stats import EngineStats, PrefixStats, SpeculationStats, St
 from kvcellar.events import Done, Event, Failed
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.http.buckets import Buckets
+from kvcellar.serve.http.request_log import Buckets
 from kvcellar.serve.metrics.engines import LATE, EngineCounts
 from kvcellar.serve.models.model_manager import Lease, Limits
 from tests.serve.fake_engine import PATIENCE, FakeEngine, engine_stats

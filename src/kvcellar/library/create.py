@@ -21,12 +21,11 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from kvcellar.errors import BadRequest, KvcellarError, ModelRefused
 from kvcellar.library import sources
 from kvcellar.library.disk import Staging
-from kvcellar.library.library import Library, LibraryModel
+from kvcellar.library.library import Library, LibraryModel, check_version, required
 from kvcellar.library.manifest import Manifest, Message, Part
 from kvcellar.library.modelfile import Command, Modelfile
 from kvcellar.library.names import ModelName
 from kvcellar.library.parameters import merged, parameters
-from kvcellar.library.requires import check_version, required
 from kvcellar.library.sources import Source, adapter_files, model_files, module_files, resolved
 from kvcellar.library.tools import CASTS, Tools
 from kvcellar.progress import report

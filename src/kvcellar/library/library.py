@@ -3,9 +3,12 @@
 A change is one rename: whatever ends a process, each name has its old model or its new one. Sizes of blobs are checked
 whenever a model is resolved; digests when it is created, by `verify`, and when the view of a model has to be made
 again.
+
+The lowest version of kvcellar that a model requires (REQUIRES).
 """
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,12 +16,33 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
+from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, shown
 from kvcellar.files import Files
 from kvcellar.library.disk import BLOBS, KEEP, MANIFESTS, VIEWS, Disk, Staging
 from kvcellar.library.manifest import MOST_BYTES, Manifest, ManifestDamaged
 from kvcellar.library.names import SUFFIX, ModelName
-from kvcellar.library.requires import check_version
+from kvcellar.version import __version__
+
+_VERSION = re.compile(r"v?(\d{1,9})(?:\.(\d{1,9}))?(?:\.(\d{1,9}))?")
+
+
+def required(text: str) -> str:
+    """The version as it is stored. Raises `BadRequest` unless it is like 1, 1.2 or 1.2.3."""
+    if (found := _VERSION.fullmatch(text)) is None:
+        raise BadRequest(f"REQUIRES {shown(text)} is not a version of kvcellar, like {__version__}", "requires")
+    return ".".join(part or "0" for part in found.groups())
+
+
+def check_version(requires: str | None, version: str = __version__) -> None:
+    """Raise `ModelRefused` if this kvcellar is older."""
+    if requires is not None and _numbers(version) < _numbers(required(requires)):
+        raise ModelRefused(f"the model requires kvcellar {requires}; this is {version}. Upgrade kvcellar")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = [int(number) for number in re.findall(r"\d+", version)[:3]]
+    return (*found, *[0] * (3 - len(found)))
+
 
 _SHOWN = 8  # names in the message for a model that is not there
 

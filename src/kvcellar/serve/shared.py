@@ -7,7 +7,7 @@ from starlette.routing import BaseRoute
 
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
-from kvcellar.serve.generation.arrivals import Arrivals
+from kvcellar.serve.generation.http_request import Arrivals
 from kvcellar.serve.http.body import BodyBudget
 from kvcellar.serve.http.key_ring import KeyRing
 from kvcellar.serve.http.lifecycle import Drain

@@ -15,8 +15,7 @@ from typing import Any
 
 from kvcellar.engine.stats import Metric, statistics
 from kvcellar.events import Done
-from kvcellar.serve.http.buckets import SECONDS, TOKENS, Buckets
-from kvcellar.serve.http.request_log import RequestLog
+from kvcellar.serve.http.request_log import SECONDS, TOKENS, Buckets, RequestLog
 
 
 def _counts(name: str, text: str, label: str) -> Any:

@@ -9,7 +9,6 @@ from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import TextRequest
 from kvcellar.serve.generation.writer import Caller, Generation
 from kvcellar.serve.http.parsing import Fields
-from kvcellar.serve.openai.echo import Echo
 from kvcellar.serve.openai.fields import (
     CommonBody,
     checked,
@@ -19,7 +18,7 @@ from kvcellar.serve.openai.fields import (
     unsupported,
 )
 from kvcellar.serve.openai.formats import TextFormat
-from kvcellar.serve.openai.response_writer import ResponseWriter
+from kvcellar.serve.openai.response_writer import Echo, ResponseWriter
 
 MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens; chat completions have none

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.row import Given, Lines
 from kvcellar.engine.core.drafting import Drafting
-from kvcellar.engine.core.manager import SequenceManager
 from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.engine.messages import Submission
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.memory.attention.sdpa import Sdpa

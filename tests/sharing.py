@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvcellar.engine.load import build, open_drafts, recorded, reserve
-from kvcellar.engine.load.measures import Measures, digest, flags, model, shape
+from kvcellar.engine.load.step_bytes import Measures, digest, flags, model, shape
 from kvcellar.engine.models import build_guest
 from kvcellar.engine.models.guest import Guest, Verdict
 from kvcellar.engine.models.seam import our_attention

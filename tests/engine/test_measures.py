@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvcellar import Engine
 from kvcellar.engine.load import measures as measuring
 from kvcellar.engine.load import reserve
-from kvcellar.engine.load.measures import (
+from kvcellar.engine.load.step_bytes import (
     MOST_BYTES,
     MOST_FILES,
     Measures,
@@ -189,7 +189,7 @@ def test_the_directory_is_the_users_alone(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_costs_the_measures_alone(tmp_path: Path, failing: str) -> None:
     measures = Measures(tmp_path, INPUTS)
     measures.of("a", lambda: 5)
-    with mock.patch(f"kvcellar.engine.load.measures.{failing}", side_effect=OSError(28, "No space left on device")):
+    with mock.patch(f"kvcellar.engine.load.step_bytes.{failing}", side_effect=OSError(28, "No space left on device")):
         measures.keep()
     assert list(tmp_path.iterdir()) == []
 
@@ -312,11 +312,11 @@ def test_other_limits_variables_threads_and_flags_are_other_facts(model: Path) -
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-    for switch in ("kvcellar.engine.load.measures.torch.backends.cuda.math_sdp_enabled", "platform.machine"):
+    for switch in ("kvcellar.engine.load.step_bytes.torch.backends.cuda.math_sdp_enabled", "platform.machine"):
         with mock.patch(switch, return_value="other"):
             seen.append(digest(of(guest, model)))
     for version in ("torch.__version__", "torch.version.git_version", "sys.version"):
-        with mock.patch(f"kvcellar.engine.load.measures.{version}", "other"):
+        with mock.patch(f"kvcellar.engine.load.step_bytes.{version}", "other"):
             seen.append(digest(of(guest, model)))
     assert digest(of(guest, model)) == seen[0]
     assert len(set(seen)) == len(seen)

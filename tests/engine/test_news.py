@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from kvcellar.memory import news as news_module
-from kvcellar.memory.news import AGAIN, PATIENCE, News
+from kvcellar.memory.index_watcher import AGAIN, PATIENCE, News
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.host import HostTier

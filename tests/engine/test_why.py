@@ -15,7 +15,7 @@ from kvcellar.frontend.result import Collector
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefix.why import SHOWN, Elsewhere, Losses, ReadBack, Sightings, explained
-from kvcellar.serve.admin.records import recall_fields
+from kvcellar.serve.generation.records import recall_fields
 from tests.engine.mixes import bytes_for, small_engine, tokens
 from tests.prefix.claims import TokenClaims
 from tests.zoo import ARCHS

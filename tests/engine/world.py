@@ -19,9 +19,9 @@ import torch
 from kvcellar.engine.core.device import Inbox
 from kvcellar.engine.core.drafting import Drafting
 from kvcellar.engine.core.loop import Loop
-from kvcellar.engine.core.manager import SequenceManager
 from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.core.scheduler import PASSED, ROUND, Chunks, Scheduler
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.engine.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import CacheFull

@@ -10,7 +10,18 @@ from hypothesis import strategies as st
 
 from kvcellar.memory.policy import worth_by_age
 from kvcellar.memory.prefix.node import Node, Use, key_of
-from kvcellar.memory.prefix.returns import AGAIN, AGES, KINDS, LONGEST, OFTEN, ONCE, RARELY, STARTS, WIDTHS, Returns
+from kvcellar.memory.prefix.reuse_statistics import (
+    AGAIN,
+    AGES,
+    KINDS,
+    LONGEST,
+    OFTEN,
+    ONCE,
+    RARELY,
+    STARTS,
+    WIDTHS,
+    Returns,
+)
 from kvcellar.memory.prefix.tree import LEAST, Tree
 from tests.prefix.claims import TokenClaims
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcellar import BadRequest, Engine
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.admin.records import MOST, MOST_PROMPTS, Records
+from kvcellar.serve.generation.records import MOST, MOST_PROMPTS, Records
 from kvcellar.serve.http.request_log import RequestLog
 from tests.engine.mixes import small_engine, tokens
 from tests.serve.declared import DeclaredClient

@@ -20,7 +20,7 @@ from kvcellar import Engine
 from kvcellar.inspector.routes import OPERATIONS, inspector
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.admin.admin_cache import ARCHIVE
+from kvcellar.serve.admin.cache import ARCHIVE
 from kvcellar.serve.openapi import document
 from kvcellar.serve.operation import Operation
 from kvcellar.serve.routes import TABLE

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import CacheFull, KvcellarError
+from kvcellar.memory.index_watcher import Look, News
 from kvcellar.memory.kv.readout import Record
 from kvcellar.memory.kv.record import from_bytes
 from kvcellar.memory.memory import Memory
-from kvcellar.memory.news import Look, News
 from kvcellar.memory.prefix.node import TOKEN, Node
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefix.why import ReadBack

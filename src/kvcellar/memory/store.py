@@ -27,10 +27,10 @@ from functools import partial
 from torch import Tensor
 
 from kvcellar.errors import EngineClosed
+from kvcellar.memory.index_watcher import News
 from kvcellar.memory.kv.readout import Reading
 from kvcellar.memory.kv.record import to_bytes
 from kvcellar.memory.memory import Memory
-from kvcellar.memory.news import News
 from kvcellar.memory.prefix.node import TOKEN, Node
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefix.why import Sightings

@@ -6,7 +6,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcellar.serve.admin.records import Records
+from kvcellar.serve.generation.records import Records
 from kvcellar.serve.http.api_errors import api_error
 from kvcellar.serve.http.middleware import RequestMiddleware
 from kvcellar.serve.http.request_log import RequestLog

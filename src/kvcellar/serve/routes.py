@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from kvcellar.serve.admin.admin_cache import (
+from kvcellar.serve.admin.cache import (
     ARCHIVE,
     LISTED,
     MOST_LISTED,
@@ -40,12 +40,12 @@ from kvcellar.serve.admin.conversations import (
     WholeHandler,
 )
 from kvcellar.serve.admin.health import HealthHandler, ServerState
-from kvcellar.serve.admin.records import MOST, Records, RequestRecord, RequestSummaries
 from kvcellar.serve.admin.routes import KeysHandler, ReloadedKeys, RequestsHandler
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.anthropic.message_writer import MessageAnswer, MessageEvent, TokenCount
 from kvcellar.serve.anthropic.routes import count_tokens, parse_messages
 from kvcellar.serve.generation.handler import GenerationHandler
+from kvcellar.serve.generation.records import MOST, Records, RequestRecord, RequestSummaries
 from kvcellar.serve.metrics.exposition import metrics_handler
 from kvcellar.serve.metrics.requests import RequestCounts
 from kvcellar.serve.models.model_use import ModelRoute, sent_keep_alive

@@ -1,8 +1,8 @@
 """context_shift: free the context of a completion that has filled it, and the memory that this takes."""
 
-from kvcellar.engine.core.manager import SequenceManager
 from kvcellar.engine.core.request import Completion
 from kvcellar.engine.core.scheduler import Scheduler
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.errors import CacheFull
 
 

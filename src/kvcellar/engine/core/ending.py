@@ -8,7 +8,7 @@ device's thread.
 import logging
 import threading
 
-from kvcellar.engine.core.manager import SequenceManager
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.memory.prefix.kv_events import KvEvents
 from kvcellar.memory.store import Store
 

@@ -10,9 +10,9 @@ Always true: completions of a request that is in `pending` are done.
 import logging
 from collections.abc import Callable, Mapping
 
-from kvcellar.engine.core.manager import SequenceManager
 from kvcellar.engine.core.request import Request, Status
 from kvcellar.engine.core.scheduler import Scheduler
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.errors import EngineFailed
 
 log = logging.getLogger("kvcellar.engine")

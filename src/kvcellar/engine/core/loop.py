@@ -31,10 +31,10 @@ from kvcellar.engine.core.device import Inbox
 from kvcellar.engine.core.ending import Ending
 from kvcellar.engine.core.failures import Failures
 from kvcellar.engine.core.last_requests import LastRequests
-from kvcellar.engine.core.manager import SequenceManager
 from kvcellar.engine.core.request import Completion, Request, Scheduled, Status
 from kvcellar.engine.core.runner import Runner
 from kvcellar.engine.core.scheduler import Scheduler
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
 

@@ -37,7 +37,7 @@ from kvcellar.memory.layout import Layout
 from kvcellar.memory.prefix.node import Reuse
 
 if TYPE_CHECKING:  # imports torch
-    from kvcellar.engine.core.manager import SequenceManager
+    from kvcellar.engine.core.sequence_manager import SequenceManager
 
 ROUND = 128  # rows, at most, of a step with drafts that those in decode have
 MASK_SECONDS = 0.01  # of waiting for a mask where there is nothing else to compute

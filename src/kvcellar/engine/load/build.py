@@ -17,14 +17,13 @@ from kvcellar.engine.core.device import DeviceThread, Inbox
 from kvcellar.engine.core.drafting import Drafting
 from kvcellar.engine.core.intake import Intake, PromptMemory
 from kvcellar.engine.core.loop import Loop
-from kvcellar.engine.core.manager import SequenceManager
 from kvcellar.engine.core.runner import Runner
 from kvcellar.engine.core.scheduler import SCORED, Chunks, Scheduler
+from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.engine.load.adapters import Adapters, open_adapters
 from kvcellar.engine.load.allocate import Needs, allocated, divided
 from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.machine import Threads, threads_of, trim_heap
-from kvcellar.engine.load.measures import measures_of
 from kvcellar.engine.load.open_drafts import DraftModel, Drafts, open_drafts
 from kvcellar.engine.load.open_heads import Reads
 from kvcellar.engine.load.open_model import Opened, open_model
@@ -32,6 +31,7 @@ from kvcellar.engine.load.open_store import open_draft_store, open_events, open_
 from kvcellar.engine.load.recorded import record_steps, without_preparing
 from kvcellar.engine.load.reserve import prove, scratch
 from kvcellar.engine.load.settings import Settings, step_tokens_of, text_bytes_of
+from kvcellar.engine.load.step_bytes import measures_of
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import context_of, context_reason, padding_token, vocabulary_of

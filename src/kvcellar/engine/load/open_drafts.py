@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Protocol
 from kvcellar.engine.load.allocate import Needs, allocated
 from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.in_library import located
-from kvcellar.engine.load.measures import Measures, measures_of
 from kvcellar.engine.load.open_heads import Reads, open_head
 from kvcellar.engine.load.open_store import Source
 from kvcellar.engine.load.recorded import record_steps
 from kvcellar.engine.load.reserve import prove, scratch
 from kvcellar.engine.load.settings import Settings, step_tokens_of
+from kvcellar.engine.load.step_bytes import Measures, measures_of
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.heads.draft_fit import Check, DraftFit, draft_fit, fit_of, outline_fit, placed

@@ -3,7 +3,7 @@
 Two kinds of step are run on a small memory of the model and abandoned: one that prefills long prompts, and one that
 decodes a token of every sequence. Running them at full size would take seconds on a CPU, so steps of a few small sizes
 are run, and their bytes are extrapolated linearly to the full size, in rows and in tokens in memory. For attention in
-blocks or windows this is an upper bound. The measurements are saved for the next start (`measures.py`).
+blocks or windows this is an upper bound. The measurements are saved for the next start (`step_bytes.py`).
 
 A peak is the most bytes of tensors that a piece of code has at once, beside those that were allocated before it.
 """
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.engine.core.scheduler import ROUND
 from kvcellar.engine.load.capacity import Capacity
-from kvcellar.engine.load.measures import Measures
+from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.graphs import Graphs
 from kvcellar.engine.sample.draw import MAX_VOCAB, draw

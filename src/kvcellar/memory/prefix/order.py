@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvcellar.memory.heap import Heap, Valued
 from kvcellar.memory.policy import value
 from kvcellar.memory.prefix.node import Kept, Lease, Node
-from kvcellar.memory.prefix.returns import Returns
+from kvcellar.memory.prefix.reuse_statistics import Returns
 
 TRIES = 8  # leaves whose value has risen since it was computed
 

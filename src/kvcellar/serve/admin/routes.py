@@ -8,9 +8,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcellar.errors import BadRequest
-from kvcellar.serve.admin.admin_cache import whole
-from kvcellar.serve.admin.records import MOST, Records, RequestSummaries
+from kvcellar.serve.admin.cache import whole
 from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.records import MOST, Records, RequestSummaries
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.http.sending import json_response

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvcellar.errors import KvcellarError
 from kvcellar.serve.admin.health import OPEN
-from kvcellar.serve.admin.records import Records
+from kvcellar.serve.generation.records import Records
 from kvcellar.serve.http.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
 from kvcellar.serve.http.key_ring import KeyRing
 from kvcellar.serve.http.lifecycle import Drain, Startup

@@ -26,7 +26,7 @@ from msgspec import UNSET
 
 from kvcellar.events import Delta, PromptScored, TokenLogprob
 from kvcellar.frontend.served_engine import ServedEngine
-from kvcellar.serve.admin.records import recall_fields
+from kvcellar.serve.generation.records import recall_fields
 from kvcellar.serve.generation.replies import Replies, Reply, ReplyPart, WholeReply
 from kvcellar.serve.generation.writer import SSE, SSE_PING, data_event
 from kvcellar.serve.http.api_errors import ApiError

@@ -2,8 +2,8 @@
 
 from msgspec import UNSET, UnsetType
 
-from kvcellar.serve.admin.records import RecallFields
 from kvcellar.serve.answers import Answer
+from kvcellar.serve.generation.records import RecallFields
 from kvcellar.serve.generation.replies import Replies, Reply
 from kvcellar.serve.generation.speculations import SpeculationFields
 

@@ -1,4 +1,4 @@
-"""measures: the bytes that measured steps took, kept in the user's cache directory for the next start.
+"""step_bytes: the bytes that measured steps took, kept in the user's cache directory for the next start.
 
 Measuring runs eight forwards, and the same model takes the same bytes each time. So the results are kept in a small
 file, under a digest of everything that they depend on (`facts`). The file is used only if it is exactly what was

@@ -1,4 +1,4 @@
-"""news: what other processes have stored in a directory that this one shares with them.
+"""index_watcher: what other processes have stored in a directory that this one shares with them.
 
     look = news.ask(misses)     # a request has arrived
     news.waits(look)            # whether it should wait: what is found is known when this is False

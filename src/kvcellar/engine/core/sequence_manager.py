@@ -1,5 +1,5 @@
-"""manager: assigns sequences of memory to completions, and keeps what they computed in the prefix tree. The scheduler's
-view of memory.
+"""sequence_manager: assigns sequences of memory to completions, and keeps what they computed in the prefix tree. The
+scheduler's view of memory.
 
 Always true:
   * every sequence in memory belongs to exactly one running completion;

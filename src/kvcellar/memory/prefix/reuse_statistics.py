@@ -1,4 +1,5 @@
-"""returns: how long after a use the tokens of a prefix tree are used again, and what keeping them is worth by that.
+"""reuse_statistics: how long after a use the tokens of a prefix tree are used again, and what keeping them is worth by
+that.
 
     returns.begin(node, key, matched)     # a request begins: it uses a node again, and everything is one request older
     use = returns.use()                   # something is used now for the first time

@@ -1,4 +1,4 @@
-"""admin_cache: routes that list, remove, verify, export and import what the prefix cache and the store have.
+"""cache: routes that list, remove, verify, export and import what the prefix cache and the store have.
 
 The work runs on one thread of its own, one request at a time; an archive is sent and received while it is made and
 read.

@@ -72,7 +72,12 @@ def test_ctrl_c_during_a_load_ends_the_command(tmp_path: Path, stage: str) -> No
 @pytest.mark.measures
 @pytest.mark.parametrize(
     "place",
-    ["models.load._filled", "models.packing.pack", "models.build_guest.whole_step_test", "engine.reserve._tried"],
+    [
+        "engine.models.load._filled",
+        "engine.models.weights.packing.pack",
+        "engine.models.build_guest.whole_step_test",
+        "engine.load.reserve._tried",
+    ],
 )
 def test_an_interrupt_during_a_load_erases_the_line(folder: str, place: str) -> None:
     with mock.patch(f"kvcellar.{place}", side_effect=KeyboardInterrupt):

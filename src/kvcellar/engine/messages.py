@@ -46,7 +46,7 @@ class Submission(Tagged, frozen=True, kw_only=True):
     """
 
     number: int  # its place in the order of arrival
-    prompt: bytes  # token ids of 8 bytes each: the key of the prefix tree (`prefix.node.ids_of`)
+    prompt: bytes  # token ids of 8 bytes each: the key of the prefix tree (`memory.prefix.node.ids_of`)
     params: SamplingParams
     seed: int  # of its noise: that of `params`, if it has one
     namespace: str = ""  # shares memory with requests of the same one only

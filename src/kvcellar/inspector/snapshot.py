@@ -1,7 +1,7 @@
 """snapshot: a picture of an engine as one JSON object, for one viewer. docs/howto/inspector.md describes it.
 
 Always true:
-  * its size is bounded, whatever the engine does: by the limits below and those of `engine.survey`;
+  * its size is bounded, whatever the engine does: by the limits below and those of `engine.control.survey`;
   * a viewer of one tenant sees nothing of the others: neither requests, entries and texts nor a number that they are a
     part of, as what is left of a sum is theirs to the digit; sums are for viewers of all. A text is there only if the
     viewer reads its owner's texts.

@@ -44,7 +44,7 @@ class ClaimView(Protocol):
 
 
 class ClaimStore(Protocol):
-    """What the tree needs of a memory's claims (see `cache.claims`)."""
+    """What the tree needs of a memory's claims (see `memory.kv.claims`)."""
 
     def split(self, claim: int, pos: int) -> int:
         """The claim keeps what lies before `pos`; returns the number of a new one with the rest."""

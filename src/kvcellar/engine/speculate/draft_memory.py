@@ -1,5 +1,11 @@
 """draft_memory: what a drafter computes of texts, kept in a prefix tree and in tiers of its own, beside the target's.
 
+    seq, = cache.open([text])                  # begins with what is kept of the text
+    plan = memory.begin(Batch(cache.feeds([(text.key, n)])))
+    ...                                        # the drafter's forward
+    cache.keep(text, memory.commit().get(seq)) # other completions find it from now on
+    cache.close(text.key, keep=True)           # the completion is over
+
 Nothing here is needed to answer a request: what is missing is computed again by the drafter, or there are no drafts. So
 the target never waits for it, and what is restored of the target does not depend on it.
 
@@ -19,19 +25,36 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from kvcellar.engine.speculate.chain import Key
-from kvcellar.engine.speculate.draft_cache import Text
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Feed
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.prefix_cache import PrefixCache
 from kvcellar.memory.prefixes import USUAL, Prefix, Shares
+from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.snapshot import looking_ahead, requested
 from kvcellar.memory.spans import Span
 from kvcellar.memory.store import BUSY, OpenStore, Store, no_store
 
 ALL = 1 << 40  # nodes
+
+
+class Text(Protocol):
+    """The text of a completion, the prompt and the tokens so far, and how what is computed of it is to be kept."""
+
+    @property
+    def key(self) -> Key: ...
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def text(self) -> Sequence[int]: ...
+
+    @property
+    def retention(self) -> RetentionOptions: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +68,8 @@ class _Place:
 
 
 class DraftMemory:
-    """A `DraftCache` over one memory. On the engine's thread."""
+    """A memory whose sequences belong to completions. Between two calls of a drafter each of them holds a prefix of the
+    text of its completion (unless it is apart), and there are no others. On the engine's thread."""
 
     def __init__(
         self,
@@ -75,6 +99,12 @@ class DraftMemory:
             self.cache.prefetch(key, namespace, lambda: self._elements(tokens, 0).tobytes())
 
     def open(self, texts: Sequence[Text]) -> list[int | None]:
+        """The sequence of each of these texts. That of a new completion begins with what is kept of its text; at least
+        one token is left to compute.
+
+        None where it is not to be computed yet: what is stored of it is being read, or another of these texts has to
+        be computed first, because it begins alike.
+        """
         found: list[int | None] = []
         first: list[_Place] = []  # of the texts before: these are computed before others
         for text in texts:
@@ -89,6 +119,8 @@ class DraftMemory:
         return found
 
     def begin_apart(self, text: Text) -> int:
+        """Give a completion another sequence, which is empty, and return it. Its entries begin at a position that the
+        drafter chooses, so it is not shared, nor kept when the completion is over."""
         self.close(text.key, keep=False)
         seq = self.spare()
         prefix = self.cache.prefixes.begin(seq, text.namespace, b"", text.retention)
@@ -120,10 +152,12 @@ class DraftMemory:
         return looking_ahead(text, self.ahead) if start == 0 else array("q", text[start + self.ahead :])
 
     def end(self, key: Key, most: int) -> int:
+        """The position, `most` at the furthest, up to which the next step may compute a text."""
         place = self._places[key]
         return self.cache.step_end(place.prefix, self.memory.length(place.prefix.seq), most)
 
     def feeds(self, wanted: Sequence[tuple[Key, int]]) -> tuple[Feed, ...]:
+        """The feeds of a step that computes so many new tokens of each of these completions."""
         feeds = [self._feed(self._places[key], tokens) for key, tokens in wanted]
         return self.cache.with_rows(feeds, self.cache.evict)
 
@@ -144,15 +178,19 @@ class DraftMemory:
             self.cache.prefixes.publish(place.prefix, place.elements, end, claim)
 
     def spare(self) -> int:
+        """The number of a new sequence, for drafts, which the drafter drops before its call ends."""
         return self.cache.number()
 
     def fork(self, key: Key, other: Key) -> None:
+        """The completion `other` begins with the text of `key`."""
         if (place := self._places.get(key)) is None or not self.memory.has(place.prefix.seq):
             return
         prefix = self.cache.prefixes.fork(place.prefix, self.cache.fork(place.prefix.seq))
         self._places[other] = replace(place, prefix=prefix, elements=place.elements[:])
 
     def close(self, key: Key, *, keep: bool) -> None:
+        """A completion is over, or its text was changed: free its sequence. What was computed is kept for others if
+        `keep` is true. Not an error if there is none."""
         self.cache.cancel(key)
         if (place := self._places.pop(key, None)) is not None:
             self.cache.end(place.prefix, place.elements, keep=keep and not place.apart)
@@ -160,6 +198,8 @@ class DraftMemory:
     # -- memory -------------------------------------------------------------------------------------------------
 
     def make_free(self, cells: int, rows: int, used: Iterable[Key]) -> bool:
+        """Evict until so many cells of every group and so many state rows are free: first what no completion uses, then
+        what completions other than the `used` ones have. False if that does not suffice."""
         keys = set(used)
         while (short := self._short(cells, rows)) is not None:
             if not (self.cache.evict(*short) or self._end_idle(keys) or self.cache.stop_restore()):
@@ -195,6 +235,7 @@ class DraftMemory:
     # -- the whole ----------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, seconds: float) -> None:
+        """A step of the drafter has computed so many tokens of texts in so many seconds."""
         if self.store is not None:
             self.store.stepped(tokens, seconds)
 
@@ -221,6 +262,7 @@ class DraftMemory:
         self.cache.prefixes.clear("the engine ends")
 
     def check(self) -> None:
+        """Assert what is always true between two calls of the drafter."""
         assert self.memory.step is None
         self.cache.check(place.prefix for place in self._places.values())
         assert set(self.memory.sequences) <= {place.prefix.seq for place in self._places.values()}

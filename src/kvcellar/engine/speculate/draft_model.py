@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.speculate.chain import Chain, Key, extend
-from kvcellar.engine.speculate.draft_cache import DraftCache
+from kvcellar.engine.speculate.draft_memory import DraftMemory
 from kvcellar.engine.speculate.drafter import Committed
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
@@ -40,7 +40,7 @@ class ModelDrafter:
         self,
         name: str,
         forward: Forward,
-        cache: DraftCache,
+        cache: DraftMemory,
         *,
         context: int,
         deepest: int = 8,

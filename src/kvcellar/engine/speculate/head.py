@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.speculate.chain import Chain, Key, extend
-from kvcellar.engine.speculate.draft_cache import DraftCache, Text
+from kvcellar.engine.speculate.draft_memory import DraftMemory, Text
 from kvcellar.engine.speculate.drafter import Committed
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
@@ -109,7 +109,7 @@ class HeadDrafter:
         self,
         name: str,
         head: Head,
-        cache: DraftCache,
+        cache: DraftMemory,
         *,
         context: int,
         history: int = 0,

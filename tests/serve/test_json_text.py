@@ -10,7 +10,8 @@ from msgspec import UNSET, Raw
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.http.json_text import json_chunks, to_json
 
-TEXTS = st.text() | st.sampled_from(["%", "%s", "%(text)s", '"', "\\", "\u2028", "\U0001f600", "{}", ""])
+ODD = ['"', "\\", "\\u00e9", "\x7f", "\n", "\u2028", "\U0001f600", "\u4f60\u597d", "caf\u00e9", "{}", ""]
+TEXTS = st.lists(st.text() | st.sampled_from(ODD), max_size=4).map("".join)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -35,11 +36,15 @@ def test_what_is_written_is_ascii_on_one_line_and_reads_back(constant, texts, mo
         ([Fields(constant, texts, None)], [plain | {"maybe": None}]),
     ):
         written = to_json(value)
-        assert written.isascii()
-        assert b"\n" not in written
+        assert written.decode("ascii").isprintable()
         assert json.loads(written) == read
+    assert to_json(plain | more) == by_json(plain | more)
     for value in (Fields(constant, texts), {"around": [Fields(constant, texts, more)], "raw": Raw(to_json(plain))}):
         assert b"".join(json_chunks(value)) == to_json(value)
+
+
+def by_json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def test_items_with_long_lists_are_made_a_few_at_a_time():

@@ -11,16 +11,18 @@ CHUNK_ITEMS = 64  # values of a list, those of lists in it counted one by one
 
 
 def to_json(value: object) -> bytes:
-    """ASCII only, on one line: some clients treat U+2028 and U+0085 as the end of a line of a stream. An iterator is
+    """Printable ASCII only: some clients treat U+2028 and U+0085 as the end of a line of a stream. An iterator is
     written as a list."""
-    found = _ENCODER.encode(value)
+    found = _ENCODER.encode(value).replace(b"\x7f", b"\\u007f")
     return found if found.isascii() else found.decode().encode("ascii", _ESCAPED)
 
 
 def json_chunks(value: object) -> Iterator[bytes]:
     """The bytes of `to_json(value)` in chunks. An iterator is written as a list, of up to `CHUNK_ITEMS` values per
     chunk."""
-    if isinstance(value, dict | Struct):
+    if isinstance(value, str):
+        yield to_json(value) if value.isascii() else json_string(value).encode()
+    elif isinstance(value, dict | Struct):
         yield b"{"
         for number, (key, item) in enumerate(_items(value)):
             yield (b"," if number else b"") + to_json(key) + b":"
@@ -80,8 +82,10 @@ def _listed(value: object) -> object:
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """Up to the next quote: a call for each run of such characters would be slow. Earlier escapes stay as they are."""
     assert isinstance(error, UnicodeEncodeError)
-    return json_string(error.object[error.start : error.end])[1:-1], error.end
+    end = error.object.index('"', error.start)
+    return json_string(error.object[error.start : end])[1:-1].replace("\\\\", "\\"), end
 
 
 _ENCODER = Encoder(enc_hook=_listed)

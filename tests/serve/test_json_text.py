@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import UNSET, Raw
 
-from kvcellar.serve.answers import Answer
+from kvcellar.serve.answers import OTHER, TEXT, Answer, Template
 from kvcellar.serve.http.json_text import json_chunks, to_json
 
 ODD = ['"', "\\", "\\u00e9", "\x7f", "\n", "\u2028", "\U0001f600", "\u4f60\u597d", "caf\u00e9", "{}", ""]
 TEXTS = st.lists(st.text() | st.sampled_from(ODD), max_size=4).map("".join)
+ANY_TEXTS = TEXTS | st.text(st.characters(exclude_categories=()))  # with halves of surrogate pairs, too
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | TEXTS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
@@ -45,6 +46,16 @@ def test_what_is_written_is_ascii_on_one_line_and_reads_back(constant, texts, mo
 
 def by_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+@given(constant=VALUES, text=ANY_TEXTS, other=VALUES)
+def test_a_filled_template_is_what_encoding_the_answer_makes(constant, text, other):
+    for marked, made in ((TEXT, text), ([TEXT, constant, TEXT], [text, constant, text]), ("", "")):
+        template = Template(to_json(Fields(constant, marked, OTHER)))
+        filled = template.fill(text, to_json(other).decode())
+        assert filled == by_json({"constant": constant, "texts": made, "maybe": other})
+        if not any("\ud800" <= one <= "\udfff" for one in text):  # msgspec refuses halves of surrogate pairs
+            assert filled == to_json(Fields(constant, made, other))
 
 
 def test_items_with_long_lists_are_made_a_few_at_a_time():

@@ -6,9 +6,13 @@ absent, and all others are always there, those with a default, too. The comment 
 """
 
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as json_string
 from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_type_hints
+from uuid import uuid4
 
 from msgspec import Struct, UnsetType, convert
+
+from kvcellar.serve.http.json_text import to_json
 
 if TYPE_CHECKING:  # commands that only send requests need no pydantic
     from pydantic import GetCoreSchemaHandler
@@ -43,3 +47,20 @@ class Answer(Struct):
             fields[name] = {"type": "typed-dict-field", "schema": schema, "required": not kinds}
         ref = f"{cls.__module__}.{cls.__qualname__}:{id(cls)}"
         return {"type": "typed-dict", "fields": fields, "cls": cls, "ref": ref}
+
+
+TEXT, OTHER = uuid4().hex, uuid4().hex  # values that a `Template` replaces; no client knows them
+
+
+class Template:
+    """What a stream sends for each token: the constant parts are encoded once."""
+
+    def __init__(self, written: bytes) -> None:
+        """`written`: encoded answers in which some texts are `TEXT`, and some values `OTHER`."""
+        text, other = to_json(TEXT).decode(), to_json(OTHER).decode()
+        self._parts = [part.split(text) for part in written.decode().split(other)]
+
+    def fill(self, text: str, other: str = "") -> bytes:
+        """`other` is JSON."""
+        json = json_string(text)
+        return other.join([json.join(parts) for parts in self._parts]).encode()

@@ -52,6 +52,14 @@ class ReplyPart(Struct, frozen=True):
         """The text of the content."""
         return "".join(piece.text for piece in self.pieces if isinstance(piece, Content))
 
+    @property
+    def only_text(self) -> Content | Reasoning | None:
+        """The piece of a part that has one, a text, and does not end its choice: of nearly all parts."""
+        if self.end is not None or len(self.pieces) != 1:
+            return None
+        (piece,) = self.pieces
+        return piece if (type(piece) is Content or type(piece) is Reasoning) and piece.text else None
+
 
 class Replies:
     """All choices of one request, and the `Done` of each prompt that has ended."""

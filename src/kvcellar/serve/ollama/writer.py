@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from kvcellar.events import TokenLogprob
 from kvcellar.frontend.served_engine import ServedEngine
-from kvcellar.serve.answers import Answer, Anything, EncodedAs
+from kvcellar.serve.answers import OTHER, TEXT, Answer, Anything, EncodedAs, Template
 from kvcellar.serve.generation.replies import Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.generation.writer import NDJSON, json_line
 from kvcellar.serve.http.api_errors import OLLAMA, ApiError, OllamaError
@@ -121,6 +121,7 @@ class OllamaWriter:
         self._tokens = TokenText(engine, not engine.model.has_text)
         self._logprobs: list[TokenLogprob] = []
         self._wants_logprobs = replies.prepared.params.logprobs is not None
+        self._templates: dict[type[Content | Reasoning], Template] = {}
         self._begun = time.perf_counter()
 
     # -- one response ---------------------------------------------------------------------------------------------
@@ -141,8 +142,15 @@ class OllamaWriter:
 
     def chunk(self, part: ReplyPart) -> bytes:
         self.add(part)
-        found = [fields for piece in part.pieces if (fields := self._piece(piece)) is not None]
-        lines = [self._format.line(model=self._name, created_at=_now(), **fields) for fields in found]
+        if self._wants_logprobs or (piece := part.only_text) is None:
+            return self._lines(part.pieces, _now())
+        if (template := self._templates.get(type(piece))) is None:
+            template = self._templates[type(piece)] = Template(self._lines([type(piece)(TEXT)], OTHER))
+        return template.fill(piece.text, f'"{_now()}"')
+
+    def _lines(self, pieces: Sequence[Piece], now: str) -> bytes:
+        found = [fields for piece in pieces if (fields := self._piece(piece)) is not None]
+        lines = [self._format.line(model=self._name, created_at=now, **fields) for fields in found]
         if lines:
             lines[0].logprobs = self._new_logprobs()
         return b"".join(map(json_line, lines))

@@ -26,6 +26,7 @@ from msgspec import UNSET
 
 from kvcellar.events import Delta, PromptScored, TokenLogprob
 from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.serve.answers import TEXT, Template
 from kvcellar.serve.generation.records import recall_fields
 from kvcellar.serve.generation.replies import Replies, Reply, ReplyPart, WholeReply
 from kvcellar.serve.generation.writer import SSE, SSE_PING, data_event
@@ -45,6 +46,7 @@ from kvcellar.serve.openai.formats import (
 )
 from kvcellar.serve.openai.logprobs import Places, Tokens, TokenText, finite, top_by_text
 from kvcellar.serve.openai.usage import Usage, timings, usage, usage_so_far
+from kvcellar.text.pieces import Content, Reasoning
 
 
 class Echo:
@@ -149,6 +151,7 @@ class ResponseWriter:
             or wanted.token_ids
             or (wanted.include_usage and wanted.continuous_usage)
         )
+        self._templates: dict[tuple[int, type[Content | Reasoning]], Template] = {}  # by choice
         self.id = form.id_prefix + uuid4().hex
         created = int(time.time())
         self._head: dict[str, Any] = {"id": self.id, "created": created, "model": wanted.model}
@@ -212,6 +215,14 @@ class ResponseWriter:
 
     def chunk(self, part: ReplyPart) -> bytes:
         """No chunk for an empty text, unless it has logprobs or token ids, which are in the last chunk of a part."""
+        if self._of_each_token or (piece := part.only_text) is None:
+            return self._chunks(part)
+        key = part.reply.index, type(piece)
+        if (template := self._templates.get(key)) is None:
+            template = self._templates[key] = Template(self._chunks(ReplyPart(part.reply, [type(piece)(TEXT)])))
+        return template.fill(piece.text)
+
+    def _chunks(self, part: ReplyPart) -> bytes:
         reply = part.reply
         choices: list[Any] = self._format.deltas(part)
         if part.delta is not None and self._of_each_token:

@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from kvcellar.events import Delta, TokenLogprob
 from kvcellar.sampling_params import SamplingParams
-from kvcellar.serve.anthropic.message_writer import MessageWriter
+from kvcellar.serve.anthropic.message_writer import BlockDeltaEvent, MessageWriter, TextDelta, ThinkingDelta
 from kvcellar.serve.generation.replies import Replies, ReplyPart
-from kvcellar.serve.generation.writer import Writer
-from kvcellar.serve.http.json_text import to_json
+from kvcellar.serve.generation.writer import Writer, json_line, named_event
 from kvcellar.serve.ollama import writer as ollama_writer
 from kvcellar.serve.ollama.writer import OllamaWriter
 from kvcellar.serve.openai.formats import ChatFormat, TextFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
+from kvcellar.serve.responses.output import TextDeltaEvent
 from kvcellar.serve.responses.response_writer import Echo, RequestFields, ResponsesWriter
 from kvcellar.text.pieces import Content, Reasoning
 
 ENGINE: Any = SimpleNamespace(model=SimpleNamespace(name='a "name" of 100 %s', has_text=True), decode=lambda ids: "t")
-TEXTS = st.text(min_size=1) | st.sampled_from(["%", "%(text)s", '"', "\u2028"])
+TEXTS = st.text(min_size=1) | st.sampled_from(['"', "\u2028", "\x7f", "\u4f60\u597d"])
 PIECES = st.lists(st.builds(Content, TEXTS) | st.builds(Reasoning, TEXTS), min_size=1, max_size=6)
 
 
@@ -54,7 +54,9 @@ def test_chunks_of_chats_and_completions(pieces, usage, names):
     for form in (ChatFormat(names), TextFormat()):
         writer = ResponseWriter(ENGINE, options(include_usage=usage), form, of)
         for number, piece in enumerate(pieces):
-            found = values(writer.chunk(part(of, piece, number % 2)))
+            written = writer.chunk(part(of, piece, number % 2))
+            assert written == writer._chunks(part(of, piece, number % 2))
+            found = values(written)
             told = isinstance(piece, Content) or (names and isinstance(form, ChatFormat))
             assert len(found) == bool(told)
             for chunk in found:
@@ -91,6 +93,10 @@ def test_deltas_of_messages(pieces):
     writer = MessageWriter("m", of)
     writer._begun = True
     stream = b"".join(writer.chunk(part(of, piece)) for piece in pieces)
+    deltas = [one for one in values(stream) if one.get("delta", {}).get("type") in ("text_delta", "thinking_delta")]
+    for piece, event in zip(pieces, deltas, strict=True):
+        delta = TextDelta(text=piece.text) if isinstance(piece, Content) else ThinkingDelta(thinking=piece.text)
+        assert named_event(event["type"], BlockDeltaEvent(index=event["index"], delta=delta)) in stream
     assert texts(stream, "text") == "".join(one.text for one in pieces if isinstance(one, Content))
     assert texts(stream, "thinking") == "".join(one.text for one in pieces if isinstance(one, Reasoning))
     opened = None
@@ -105,11 +111,12 @@ def test_lines_of_ollama(pieces):
     for form in (ollama_writer.ChatFormat, ollama_writer.GenerateFormat):
         of = replies()
         writer = OllamaWriter(ENGINE, "m", 0.0, form, of)
-        lines = [line for piece in pieces for line in values(writer.chunk(part(of, piece)))]
+        stream = b"".join(writer.chunk(part(of, piece)) for piece in pieces)
+        lines = values(stream)
         for piece, line in zip(pieces, lines, strict=True):
             thinking = isinstance(piece, Reasoning)
             fields = form.fields(thinking=piece.text) if thinking else form.fields(piece.text)
-            assert line == json.loads(to_json(form.line(model="m", created_at=line["created_at"], **fields)))
+            assert json_line(form.line(model="m", created_at=line["created_at"], **fields)) in stream
             text = line["response"] if "response" in line else line["message"]["content"]
             found = line.get("message", line)["thinking"] if thinking else text
             assert (found, line["done"]) == (piece.text, False)
@@ -129,7 +136,8 @@ def responses(of: Replies, *, logprobs: bool = False) -> Writer:
 def test_events_of_responses_are_numbered_and_have_their_texts(pieces):
     of = replies()
     writer = responses(of)
-    events = [one for piece in pieces for one in values(writer.chunk(part(of, piece)))]
+    stream = b"".join(writer.chunk(part(of, piece)) for piece in pieces)
+    events = values(stream)
     assert [one["sequence_number"] for one in events] == list(range(len(events)))
     deltas = [one for one in events if one["type"].endswith(".delta")]
     assert [one["delta"] for one in deltas] == [piece.text for piece in pieces]
@@ -137,6 +145,7 @@ def test_events_of_responses_are_numbered_and_have_their_texts(pieces):
         kind = "output_text" if isinstance(piece, Content) else "reasoning_text"
         assert delta["type"] == f"response.{kind}.delta"
         assert delta.get("logprobs", []) == []
+        assert named_event(delta["type"], TextDeltaEvent(**delta)) in stream
 
 
 def test_log_probabilities_of_a_response_are_the_same_in_all_places_and_encoded_once(monkeypatch):

@@ -15,7 +15,7 @@ from uuid import uuid4
 from msgspec import Raw
 from msgspec.structs import replace
 
-from kvcellar.serve.answers import Answer, Anything, EncodedAs
+from kvcellar.serve.answers import TEXT, Answer, Anything, EncodedAs, Template
 from kvcellar.serve.generation.replies import FinishReason, Item, Replies, ReplyPart, WholeReply
 from kvcellar.serve.generation.writer import SSE, named_event
 from kvcellar.serve.http.api_errors import ANTHROPIC, AnthropicError, ApiError
@@ -111,6 +111,13 @@ class InputDelta(Answer, kw_only=True):
 
 
 Delta = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+DELTAS: Mapping[type[AnswerBlock], Delta] = MappingProxyType(
+    {
+        TextBlock: TextDelta(text=TEXT),
+        ThinkingBlock: ThinkingDelta(thinking=TEXT),
+        ToolUseBlock: InputDelta(partial_json=TEXT),
+    }
+)
 
 
 class BlockDeltaEvent(Answer, kw_only=True):
@@ -181,6 +188,7 @@ class MessageWriter:
         self._begun = False  # `message_start` was sent
         self._open: AnswerBlock | None = None  # as it was opened
         self._blocks = 0  # that were opened
+        self._delta = Template(b"")  # of the last one
 
     # -- one response ---------------------------------------------------------------------------------------------
 
@@ -225,14 +233,14 @@ class MessageWriter:
         match piece:
             case Reasoning(text=text):
                 yield from self._opened(ThinkingBlock())
-                yield self._delta(ThinkingDelta(thinking=text))
+                yield self._delta.fill(text)
             case Content(text=text):
                 yield from self._opened(TextBlock())
-                yield self._delta(TextDelta(text=text))
+                yield self._delta.fill(text)
             case CallOpened(id=id, name=name):
                 yield from self._opened(ToolUseBlock(id=id, name=name))
             case CallArguments(text=text):
-                yield self._delta(InputDelta(partial_json=text))
+                yield self._delta.fill(text)
             case CallClosed():
                 yield from self._close()
 
@@ -243,17 +251,18 @@ class MessageWriter:
         yield from self._close()
         self._open = block
         self._blocks += 1
+        self._delta = Template(self._change(DELTAS[type(block)]))
         yield _event(BlockStartEvent(index=self._blocks - 1, content_block=block))
 
     def _close(self) -> Iterator[bytes]:
         if self._open is None:
             return
         if isinstance(self._open, ThinkingBlock):
-            yield self._delta(SignatureDelta(signature=SIGNATURE))
+            yield self._change(SignatureDelta(signature=SIGNATURE))
         self._open = None
         yield _event(BlockStopEvent(index=self._blocks - 1))
 
-    def _delta(self, delta: Delta) -> bytes:
+    def _change(self, delta: Delta) -> bytes:
         return _event(BlockDeltaEvent(index=self._blocks - 1, delta=delta))
 
     # -- of both --------------------------------------------------------------------------------------------------

@@ -19,13 +19,21 @@ from msgspec.structs import asdict, replace
 from kvcellar.events import Delta
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.frontend.transcript import Turn, as_json
-from kvcellar.serve.answers import Answer, Anything
+from kvcellar.serve.answers import OTHER, TEXT, Answer, Anything, Template
 from kvcellar.serve.generation.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.generation.writer import SSE, SSE_PING, named_event
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.openai.logprobs import TokenText
-from kvcellar.serve.responses.output import Output, OutputCall, OutputEvent, OutputMessage, OutputReasoning
+from kvcellar.serve.responses.output import (
+    ArgumentsDeltaEvent,
+    Output,
+    OutputCall,
+    OutputEvent,
+    OutputMessage,
+    OutputReasoning,
+    TextDeltaEvent,
+)
 from kvcellar.serve.responses.store import Kept, ResponseStore
 from kvcellar.text.conversation import texts
 
@@ -169,6 +177,7 @@ class ResponsesWriter:
         self._text = TokenText(engine, as_ids=not engine.model.has_text)
         self._output, self._whole = Output(), WholeReply()
         self._sequence = 0
+        self._deltas: dict[str, Template] = {}  # without log-probabilities, by item
         self.id = f"resp_{uuid4().hex}"
         params = replies.prepared.params
         self._begun = ResponseObject(
@@ -228,7 +237,15 @@ class ResponsesWriter:
 
     def _event(self, event: ResponseEvent) -> bytes:
         event.sequence_number, self._sequence = self._sequence, self._sequence + 1
+        if (isinstance(event, TextDeltaEvent) and not event.logprobs) or isinstance(event, ArgumentsDeltaEvent):
+            return self._delta(event)
         return named_event(event.type, event)
+
+    def _delta(self, event: ArgumentsDeltaEvent | TextDeltaEvent) -> bytes:
+        if (template := self._deltas.get(event.item_id)) is None:  # all deltas of an item are of one type
+            marked = named_event(event.type, replace(event, delta=TEXT, sequence_number=OTHER))
+            template = self._deltas[event.item_id] = Template(marked)
+        return template.fill(event.delta, str(event.sequence_number))
 
     def _finished(self) -> ResponseObject:
         (reply,) = self._replies.replies

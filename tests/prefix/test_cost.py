@@ -150,7 +150,7 @@ def test_a_cached_prompt_costs_the_same_for_any_number_of_cached_tokens() -> Non
         shared = some(0, tokens)
         replay.serve(Turn(shared, [1]))
         before = replay.computed
-        costs.append(lines(lambda r=replay, s=shared: r.serve(Turn([*s, *some(1, 32)], [1])), below="/prefix"))
+        costs.append(lines(lambda r=replay, s=shared: r.serve(Turn([*s, *some(1, 32)], [1])), below="/memory/prefix/"))
         assert replay.computed - before == 32
     assert costs[1] <= costs[0] + 6 * 24, "some halvings more"
     assert costs[0] < 600
@@ -175,8 +175,8 @@ def test_a_decoding_step_does_not_enter_the_tree() -> None:
             completion.tokens.append(7)
             replay._step(completion, 1)
 
-    assert lines(step, below="/prefix") == 0
-    assert 0 < lines(step, below="/engine/prefixes") <= 32 * 8, "some lines for each sequence"
+    assert lines(step, below="/memory/prefix/") == 0
+    assert 0 < lines(step, below="/memory/prefixes") <= 32 * 8, "some lines for each sequence"
 
 
 def flat(nodes: int) -> Tree:

@@ -682,16 +682,16 @@ def test_connections(shared_engine: FakeEngine, engine: FakeEngine) -> None:
 # The code has no message that is not here.
 
 ROOT = Path(__file__).parents[2] / "src" / "kvcellar"
-ENGINE = ("allocate", "arguments", "build", "engine", "intake", "process_client", "request_builder", "text_codec")
+SERVE = {*(ROOT / "serve").rglob("*.py")} - {*(ROOT / "serve" / "anthropic").glob("*.py")}
+NO_SOURCES = ("serve/settings.py", "serve/http/server.py", "serve/http/keys.py")
+ENGINE = ("arguments", "core/intake", "load/allocate", "load/build")
+FRONTEND = ("engine", "process_client", "request_builder", "text_codec")
 SOURCES = [
-    *sorted(
-        {*(ROOT / "serve").glob("*.py")} - {ROOT / "serve" / name for name in ("settings.py", "server.py", "keys.py")}
-    ),
-    *(ROOT / "serve" / "openai").glob("*.py"),
-    *(ROOT / "serve" / "responses_api").glob("*.py"),
+    *sorted(SERVE - {ROOT / name for name in NO_SOURCES}),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
     *((ROOT / "engine" / f"{name}.py") for name in ENGINE),
-    ROOT / "sample" / "params.py",
+    *((ROOT / "frontend" / f"{name}.py") for name in FRONTEND),
+    ROOT / "sampling_params.py",
     ROOT / "values.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is

@@ -392,6 +392,6 @@ def _foreign_source(kind: type[nn.Module]) -> str | None:
 @lru_cache(maxsize=1)
 def _own_source() -> str:
     """A digest of the source of ours that a program depends on."""
-    package = Path(__file__).parents[2]
-    files = sorted([*(package / "models").rglob("*.py"), package / "kernels" / "program.py"])
+    engine = Path(__file__).parents[1]
+    files = sorted(file for folder in ("models", "recording") for file in (engine / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()

@@ -40,12 +40,12 @@ test test-part: SHELL := bash
 test: $(VENV)/.dev ## all tests except the slow ones and, without an accelerator, those that need one
 	@$(TIMED) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-# Consecutive commits run all parts. A shallow clone does not know how many there are: the time of its commit chooses.
-PARTS := 12
+# Consecutive commits run all parts, each of which takes some minutes. A shallow clone does not know how many there are: the time of its commit chooses.
+PARTS := 48
 COMMITS = $$([ "$$(git rev-parse --is-shallow-repository)" = true ] && git log -1 --format=%ct || git rev-list --count HEAD)
-test-part: $(VENV)/.dev ## one of twelve parts of the slow tests, chosen by the number of commits
+test-part: $(VENV)/.dev ## one of 48 parts of the slow tests, chosen by the number of commits
 	@part=$$((($(COMMITS)) % $(PARTS) + 1))/$(PARTS); echo "Part $$part of the slow tests"; \
-	$(TIMED) $(BIN)/python -m pytest $(PARALLEL) --part $$part $(ARGS)
+	$(TIMED) $(BIN)/python -m pytest $(PARALLEL) --part $$part -o faulthandler_timeout=1200 $(ARGS)
 
 test-long: $(VENV)/.dev ## the slow tests too, with many more examples
 	$(BIN)/python -m pytest $(PARALLEL) --long -o faulthandler_timeout=3600 $(ARGS)

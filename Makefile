@@ -40,7 +40,8 @@ test test-part: SHELL := bash
 test: $(VENV)/.dev ## all tests except the slow ones and, without an accelerator, those that need one
 	@$(TIMED) $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-# Consecutive commits run all parts, each of which takes some minutes. A shallow clone does not know how many there are: the time of its commit chooses.
+# Consecutive commits run all parts, each of which takes some minutes. A shallow clone does not know how many there
+# are: the time of its commit chooses.
 PARTS := 48
 COMMITS = $$([ "$$(git rev-parse --is-shallow-repository)" = true ] && git log -1 --format=%ct || git rev-list --count HEAD)
 test-part: $(VENV)/.dev ## one of 48 parts of the slow tests, chosen by the number of commits

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcellar import Engine
-from kvcellar.engine.load import measures as measuring
 from kvcellar.engine.load import reserve
+from kvcellar.engine.load import step_bytes as measuring
 from kvcellar.engine.load.step_bytes import (
     MOST_BYTES,
     MOST_FILES,

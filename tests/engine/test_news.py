@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from kvcellar.memory import news as news_module
+from kvcellar.memory import index_watcher as news_module
 from kvcellar.memory.index_watcher import AGAIN, PATIENCE, News
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.retention import Retention

@@ -317,3 +317,20 @@ def test_what_looks_ahead_is_forgotten_by_the_tokens_that_it_depends_on() -> Non
     world.close(6)
     world.drafter.forget("", one[:1])  # of fewer tokens than an entry depends on
     assert world.restored(7, one) == 0
+
+
+def test_only_texts_of_the_same_namespace_are_waited_for() -> None:
+    text = [n % VOCAB for n in range(40)]
+    apart, together = DraftMemory(memory("full")), DraftMemory(memory("full"))
+    assert None not in apart.open([chain(1, text, 0, namespace="a"), chain(2, text, 0, namespace="b")])
+    first, second = together.open([chain(1, text, 0, namespace="a"), chain(2, text, 0, namespace="a")])
+    assert first is not None
+    assert second is None
+
+
+def test_nothing_is_read_back_for_a_completion_that_ends_while_it_waits(tmp_path: Path) -> None:
+    drafting, text = Drafting("full", tmp_path), [n % VOCAB for n in range(150)]
+    drafting.cache.expect((1, 0), "", text)
+    assert drafting.cache.cache.fetches, "nothing is read"
+    drafting.close(1)
+    assert not drafting.cache.cache.fetches

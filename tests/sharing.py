@@ -59,6 +59,7 @@ class Sharing:
             self._patch.setattr(build, "measures_of", self._measures_of)
             self._patch.setattr(open_drafts, "measures_of", self._measures_of)
             self._patch.setattr(reserve, "_points", _coarse(reserve._points))
+            self._patch.setattr(reserve._Steps, "read", _of_one(reserve._Steps.read))
         if passed:
             for test in (build_guest.whole_step_test, build_guest.partial_commit_test):
                 self._patch.setattr(build_guest, test.__name__, self._passed_once(test))
@@ -118,6 +119,15 @@ def _coarse(points: Callable[[int, tuple[int, int]], Points]) -> Callable[[int, 
         return points(min(size for size in (*SIZES, small[1]) if size >= full), small)
 
     return coarse
+
+
+def _of_one(read: Callable[[reserve._Steps, int, int], int]) -> Callable[[reserve._Steps, int, int], int]:
+    """The same; a model that runs solo reads one prompt in a step, which is no longer than its context."""
+
+    def read_one(steps: reserve._Steps, rows: int, remembered: int) -> int:
+        return read(steps, rows if steps._guest.mode == "flat" else min(rows, steps._context), remembered)
+
+    return read_one
 
 
 def _identity(network: PreTrainedModel, reference: Reference) -> object:

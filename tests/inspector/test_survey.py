@@ -20,10 +20,11 @@ from kvcellar.engine.messages import Submission
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.control_clients import SurveyClient
-from kvcellar.inspector.snapshot import Viewer, snapshot
+from kvcellar.inspector.snapshot import SeenModel, Viewer, snapshot
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.retention import RetentionOptions
+from kvcellar.serve.http.json_text import to_json
 from tests.counted import lines
 from tests.engine.mixes import PATIENCE
 from tests.engine.tiered import acknowledged
@@ -178,12 +179,16 @@ def test_every_kind_of_layer_has_a_picture(name):
         for group, cells in zip(picture.stats.groups, picture.maps, strict=True):
             assert cells.counts["free"] == group.cells - group.cached
             assert cells.counts["kept"] == group.cached
-        shown = snapshot(picture, EVERYTHING, engine_text)
-        json.dumps(shown, allow_nan=False)
+        seen(picture, EVERYTHING)
 
 
 def engine_text(tokens: tuple[int, ...]) -> str:
     return " ".join(map(str, tokens))
+
+
+def seen(picture: Any, viewer: Viewer) -> Any:
+    """A snapshot, after it was sent as JSON."""
+    return json.loads(to_json(snapshot(picture, viewer, engine_text, "", SeenModel("model", 64, []))))
 
 
 def test_what_is_not_there_is_refused(engine):
@@ -205,17 +210,17 @@ def test_others_are_neither_counted_nor_named_nor_read(engine):
         how = SubmitOptions(namespace=tenant, retention=RetentionOptions(owner=tenant))
         engine._requests.result([*FIRST, 90 if tenant == "mine" else 91], engine.params(max_tokens=2), how)
     picture = ended(engine, 2)
-    shown = snapshot(picture, Viewer("mine", True, "mine"), engine_text)
+    shown = seen(picture, Viewer("mine", True, "mine"))
     text = json.dumps(shown)
     yours = next(entry for entry in picture.entries if entry.owner == "yours")
     assert yours.name not in text
-    assert engine_text(yours.tokens) in json.dumps(snapshot(picture, EVERYTHING, engine_text))
+    assert engine_text(yours.tokens) in json.dumps(seen(picture, EVERYTHING))
     assert len(shown["requests"]["ended"]) == 1
     assert [entry["namespace"] for entry in shown["tree"]["entries"]] == ["mine"]
     assert {run[2] for group in shown["groups"] for run in group["runs"] if run[1] == "kept"} == {0}
     assert {run[1] for group in shown["groups"] for run in group["runs"]} == {"kept", "other"}
     assert not shown["sums"]
-    operator = snapshot(picture, Viewer(None, False, None), engine_text)
+    operator = seen(picture, Viewer(None, False, None))
     assert len(operator["requests"]["ended"]) == 2
     assert operator["sums"]
     assert engine_text(yours.tokens) not in json.dumps(operator)
@@ -228,17 +233,17 @@ def test_what_others_do_changes_no_number_that_a_key_sees(engine):
         prompt, how = [5 + len(tenant)] * tokens, engine.params(max_tokens=2, ignore_eos=True)
         engine._requests.result(prompt, how, SubmitOptions(namespace=tenant, retention=RetentionOptions(owner=tenant)))
 
-    def seen() -> dict[str, Any]:
-        found = snapshot(ended(engine, 1), Viewer("mine", True, "mine"), engine_text)
+    def shown() -> dict[str, Any]:
+        found = seen(ended(engine, 1), Viewer("mine", True, "mine"))
         kept = [sum(run[0] for run in group["runs"] if run[1] == "kept") for group in found["groups"]]
         return {**found, "at": 0.0, "groups": (kept, [group["counts"] for group in found["groups"]])}
 
     engine.clear_cache()
     computed("mine", 20)
-    before = seen()
+    before = shown()
     for tokens in (30, 41):
         computed("yours", tokens)
-    assert seen() == before
+    assert shown() == before
     assert before["groups"][0][0] >= 20
 
 

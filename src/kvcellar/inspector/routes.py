@@ -15,37 +15,47 @@ Always true:
 """
 
 import asyncio
-import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
 from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import BadRequest, EngineClosed, KvcellarError, ModelNotFound, Overloaded
+from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.frontend.served_engine import ServedEngine
-from kvcellar.inspector.answers import EntryText, RequestWay, Snapshot
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
-from kvcellar.inspector.snapshot import Beginnings, Json, Viewer, snapshot, way_fields
+from kvcellar.inspector.snapshot import (
+    Beginnings,
+    EntryText,
+    RequestWay,
+    SeenModel,
+    Snapshot,
+    Text,
+    Viewer,
+    request_way,
+    snapshot,
+)
+from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.namespaces import api_key, owner
 from kvcellar.serve.http.api_errors import ApiError
-from kvcellar.serve.http.json_text import printable
+from kvcellar.serve.http.json_text import to_json
+from kvcellar.serve.http.sending import HeldStream
+from kvcellar.serve.models.model_use import with_loaded
 from kvcellar.serve.operation import SSE, Operation, Parameter
 from kvcellar.serve.shared import Mounted, Shared
 
-T = TypeVar("T")
 API = f"{PAGE}/api/"
+NOT_STORED = {**HEADERS, "cache-control": "no-store"}
 EVERY = 1.0  # seconds between two pictures
 PING = 15.0  # seconds after which a stream without data sends a comment
 STREAMS, STREAMS_OF_KEY = 32, 8
@@ -94,10 +104,7 @@ def inspector(shared: Shared) -> Mounted:
         return Mounted(())
     data, files = DataHandler(shared), _paths(read_files()) if page else {}
     routes = [
-        Route(f"{API}snapshot", data.snapshot, methods=["GET"]),
-        Route(f"{API}stream", data.stream, methods=["GET"]),
-        Route(f"{API}entry", data.entry, methods=["GET"]),
-        Route(f"{API}request", data.request, methods=["GET"]),
+        *(Route(path, getattr(data, path.removeprefix(API)), methods=[method]) for method, path in OPERATIONS),
         *(Route(path, file.response, methods=["GET"]) for path, file in files.items()),
     ]
     return Mounted(routes, frozenset(files), (API,), OPERATIONS)
@@ -130,32 +137,17 @@ class _Model:
     beginnings: Beginnings = field(default_factory=Beginnings)
     seen: Seen | None = None
 
-    def text(self, engine: ServedEngine) -> Callable[[tuple[int, ...]], str] | None:
+    def text(self, engine: ServedEngine) -> Text | None:
         return partial(self.beginnings.decoded, partial(engine.decode, special=True)) if engine.model.has_text else None
 
 
-class Stream(StreamingResponse):
-    """Server-sent events; `count` is called with 1 when it begins, and with -1 when it ends."""
-
-    def __init__(self, events: AsyncIterator[bytes], count: Callable[[int], None]) -> None:
-        headers = {**HEADERS, "cache-control": "no-store"}
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._count = count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._count(1)
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._count(-1)
-
-
 class DataHandler:
+    """Its methods have the names of the routes."""
+
     def __init__(self, shared: Shared) -> None:
-        self._host, self._settings, self._threads = shared.host, shared.settings, shared.threads
-        self._drain, self._keys = shared.drain, shared.keys
+        self._shared = shared
         self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
-        self._models: dict[str, _Model] = {}  # changed in the one thread of `_look` only
+        self._models: dict[str, _Model] = {}  # changed in the one thread of inspectors only
         self._streams = Counter[str | None]()  # that are open, by tenant
 
     async def snapshot(self, request: Request) -> Response:
@@ -169,12 +161,18 @@ class DataHandler:
         if viewer.tenant is not None and self._streams[viewer.tenant] >= STREAMS_OF_KEY:
             raise Overloaded(f"{STREAMS_OF_KEY} streams of this API key are open already; close a page")
         first = await self._content(model, viewer, -1)  # an error of this one is the response
-        return Stream(self._events(model, viewer, first), partial(self._opened, viewer.tenant))
+        events, counted = self._events(model, viewer, first), self._counted(viewer.tenant)
+        return HeldStream(events, counted, media_type=SSE, headers=NOT_STORED)
 
-    def _opened(self, tenant: str | None, streams: int) -> None:
-        self._streams[tenant] += streams
-        if not self._streams[tenant]:
-            del self._streams[tenant]
+    @contextmanager
+    def _counted(self, tenant: str | None) -> Iterator[None]:
+        self._streams[tenant] += 1
+        try:
+            yield
+        finally:
+            self._streams[tenant] -= 1
+            if not self._streams[tenant]:
+                del self._streams[tenant]
 
     async def _events(self, model: str | None, viewer: Viewer, first: tuple[int, bytes]) -> AsyncIterator[bytes]:
         (number, content), sent = first, time.monotonic()
@@ -193,11 +191,11 @@ class DataHandler:
             seen = self._seen(engine, found)
             if seen.number == known:
                 return known, b""
-            shown = snapshot(seen.picture, viewer, found.text(engine))
-            about = {"name": engine.model.name, "context": engine.model.context, "all": list(self._host.names)}
-            return seen.number, _encoded(shown | {"instance": self._instance, "model": about})
+            about = SeenModel(engine.model.name, engine.model.context, self._shared.host.names)
+            shown = snapshot(seen.picture, viewer, found.text(engine), self._instance, about)
+            return seen.number, to_json(shown)
 
-        return await self._look(model, look)
+        return await with_loaded(self._shared, "inspector", model, look)
 
     def _model(self, engine: ServedEngine) -> _Model:
         name = engine.model.name
@@ -225,15 +223,15 @@ class DataHandler:
     async def entry(self, request: Request) -> Response:
         viewer, name = self._viewer(request), request.query_params.get("name", "")
 
-        def look(engine: ServedEngine) -> Json:
+        def look(engine: ServedEngine) -> EntryText:
             entry, tokens = engine.cache.survey.entry(name, TOKENS)
             if not viewer.sees(entry.owner):
                 raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
-            reads = viewer.reads(entry.owner)
-            found: Json = {"name": entry.name, "start": entry.start, "end": entry.end, "reads": reads}
+            reads, has_text = viewer.reads(entry.owner), engine.model.has_text
             shown = tokens if reads else ()
-            found["text"] = engine.decode(shown, special=True) if reads and engine.model.has_text else None
-            return found | {"tokens": list(shown) if not engine.model.has_text else None, "shown": len(shown)}
+            text = engine.decode(shown, special=True) if reads and has_text else None
+            ids = None if has_text else list(shown)
+            return EntryText.of(entry, reads=reads, text=text, tokens=ids, shown=len(shown))
 
         return await self._answer(request, look)
 
@@ -242,22 +240,22 @@ class DataHandler:
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise BadRequest("number must be the number of a request", "number")
 
-        def look(engine: ServedEngine) -> Json:
+        def look(engine: ServedEngine) -> RequestWay:
             way = engine.cache.survey.way(int(text))
             if not viewer.sees(way.owner):
                 raise BadRequest("the text of this request is not kept any more", "number")
-            return {"number": int(text)} | way_fields(way, viewer, self._model(engine).text(engine))
+            return request_way(int(text), way, viewer, self._model(engine).text(engine))
 
         return await self._answer(request, look)
 
-    async def _answer(self, request: Request, look: Callable[[ServedEngine], Json]) -> Response:
+    async def _answer(self, request: Request, look: Callable[[ServedEngine], Answer]) -> Response:
         model = request.query_params.get("model")
-        return _json(await self._look(model, lambda engine: _encoded(look(engine))))
+        return _json(await with_loaded(self._shared, "inspector", model, lambda engine: to_json(look(engine))))
 
     def _viewer(self, request: Request) -> Viewer:
         """An API key sees what its own requests have computed, an admin key sees all, without texts. A server with one
         API key, or none, has one tenant. Raises `ApiError` 403 for an API key where the page is off."""
-        settings, keys, key = self._settings, self._keys.now, api_key(request.scope)
+        settings, keys, key = self._shared.settings, self._shared.keys.now, api_key(request.scope)
         if not keys.api:
             if not settings.inspects:
                 raise ApiError(403, OFF, code="not_allowed")
@@ -269,31 +267,13 @@ class DataHandler:
         own = owner(request.scope)
         return Viewer(own if len(keys.api) > 1 else None, not settings.share_prefixes, own)
 
-    async def _look(self, model: str | None, work: Callable[[ServedEngine], T]) -> T:
-        """The result of `work`, in a thread, with the engine of a loaded model; None: the default."""
-
-        def looked() -> T:
-            with self._host.loaded(model) as lease:
-                return work(lease.engine)
-
-        try:
-            return await self._threads.run("inspector", looked)
-        except (EngineClosed, ModelNotFound):
-            raise
-        except KvcellarError as error:
-            raise ApiError(400, printable(str(error), 500), code="not_possible") from error
-
     async def _pause(self, seconds: float) -> bool:
         """Wait so long. False, at once, when the server begins to shut down."""
-        ending = asyncio.Event()
-        with self._drain.on_start(ending.set), suppress(TimeoutError):
-            if not self._drain.started:
+        ending, drain = asyncio.Event(), self._shared.drain
+        with drain.on_start(ending.set), suppress(TimeoutError):
+            if not drain.started:
                 await asyncio.wait_for(ending.wait(), seconds)
-        return not self._drain.started
-
-
-def _encoded(value: Json) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
+        return not drain.started
 
 
 def _event(content: bytes) -> bytes:
@@ -302,4 +282,4 @@ def _event(content: bytes) -> bytes:
 
 
 def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json", headers={**HEADERS, "cache-control": "no-store"})
+    return Response(content, media_type="application/json", headers=NOT_STORED)

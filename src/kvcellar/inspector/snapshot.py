@@ -9,12 +9,16 @@ Always true:
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from msgspec import UNSET, UnsetType
 
 from kvcellar.engine.control_replies import (
     RECENT_SECONDS,
     CellMap,
     EndedRequest,
+    Kind,
     LiveRequest,
     MapRun,
     Picture,
@@ -24,13 +28,220 @@ from kvcellar.engine.control_replies import (
 )
 from kvcellar.engine.stats import EngineStats, GroupStats
 from kvcellar.events import Recall
+from kvcellar.serve.answers import Answer
 
-Json = dict[str, object]
+Text = Callable[[tuple[int, ...]], str]
 Decode = Callable[[Sequence[int]], str]
 
 VERSION = 2  # of the object; a field that is added does not change it
 GROUPS = 16  # that are shown
 BEGINNINGS = 4096  # texts of beginnings that are remembered
+
+
+class SeenRecording(Answer):
+    refused: str | None
+    steps: int
+
+
+class SeenSpeculation(Answer):
+    drafter: str
+    drafted: int
+    accepted: int
+    seconds_saved: float
+    refused: str | None
+
+
+class SeenEngine(Answer, kw_only=True):
+    """Counts of all tenants together; to one API key of several, those of its own completions only, and how the engine
+    was set up."""
+
+    running: int
+    waiting: int
+    steps: int = 0
+    preemptions: int = 0
+    cache_bytes: int
+    limit_bytes: int
+    rows: int
+    rows_used: int = 0
+    rows_cached: int = 0
+    state_bytes: int = 0
+    pinned: int = 0
+    compacted: int = 0
+    recording: SeenRecording
+    speculation: SeenSpeculation | UnsetType = UNSET
+
+
+class SeenRates(Answer):
+    prefill: float  # tokens per second of the last seconds
+    decode: float
+    seconds: float
+
+
+class SeenLiveRequest(Answer):
+    number: int
+    status: Literal["waiting", "prefill", "decode"]
+    completions: int
+    prompt: int
+    computed: int
+    produced: int
+    seconds: float
+    tokens_per_second: float
+    restored: int | None
+
+
+class SeenRecall(Answer):
+    asked: int
+    matched: int
+    restored: int
+    seconds: float
+    reason: str
+    sources: dict[str, int]
+    detail: str
+    entry: str
+    ours: str | None
+    theirs: str | None
+
+
+class SeenDrafts(Answer):
+    drafted: int
+    accepted: int
+
+
+class SeenEndedRequest(Answer):
+    number: int
+    at: float
+    outcome: str
+    prompt: int
+    produced: int
+    has_way: bool
+    queued: float
+    first_token: float
+    decoding: float
+    tokens_per_second: float
+    recall: SeenRecall | None
+    drafts: SeenDrafts | None
+
+
+class SeenRequests(Answer):
+    live: list[SeenLiveRequest]
+    more_live: int
+    ended: list[SeenEndedRequest]
+
+
+class SeenGroup(Answer):
+    name: str
+    layers: int
+    cells: int
+    bytes: int
+    backend: str | None
+    counts: dict[Kind, int]
+    cells_each: int
+    # cells, what has them, and which: an index into the entries of the tree, or the number of a request
+    runs: Sequence[tuple[int, Kind, int | None]]
+
+
+class SeenEntry(Answer):
+    name: str
+    namespace: str
+    start: int
+    end: int
+    checkpoints: int
+    users: int
+    reused: bool
+    pinned: bool
+    expires: float | None
+    stored: dict[str, int] | None
+    parent: int | None
+    begins: str | None
+
+
+class SeenTree(Answer):
+    entries: list[SeenEntry]
+    more: int
+
+
+class SeenTier(Answer):
+    name: str
+    bytes: int
+    limit_bytes: int
+    down: bool
+    read_bytes: int | None
+    written_bytes: int | None
+    failures: dict[str, int]
+
+
+class SeenStore(Answer):
+    snapshots: int
+    written: int
+    restored: int
+    declined: int
+
+
+class SeenTiers(Answer):
+    all: list[SeenTier]  # the device first
+    store: SeenStore | None
+
+
+class SeenSteps(Answer):
+    """Columns. `modules` is an index into `reasons`; `null`: a recording ran the step."""
+
+    number: list[int]
+    at: list[float]
+    seconds: list[float]
+    prefill: list[int]
+    decode: list[int]
+    drafts: list[int]
+    sequences: list[int]
+    modules: list[int | None]
+    reasons: list[str]
+
+
+class SeenModel(Answer):
+    name: str
+    context: int
+    all: list[str]
+
+
+class Snapshot(Answer):
+    version: int
+    at: float  # seconds of the wall clock
+    sums: bool  # whether there are numbers of all tenants together; else it is of one of them only
+    engine: SeenEngine
+    rates: SeenRates
+    requests: SeenRequests
+    groups: list[SeenGroup]
+    more_groups: int
+    tree: SeenTree
+    tiers: SeenTiers
+    steps: SeenSteps
+    instance: str  # another one after the server was started again
+    model: SeenModel
+
+
+class EntryText(Answer):
+    name: str
+    start: int
+    end: int
+    reads: bool  # whether the texts of its owner are shown
+    text: str | None
+    tokens: list[int] | None  # of a model without a tokenizer
+    shown: int  # tokens
+
+
+class WayEntry(Answer):
+    name: str
+    start: int
+    end: int
+    memory: int  # tokens that came from memory
+    begins: str | None
+
+
+class RequestWay(Answer):
+    number: int
+    prompt: int
+    restored: int
+    entries: list[WayEntry]
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +276,26 @@ class Beginnings:
         return found
 
 
-def snapshot(picture: Picture, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
-    """`text` decodes a few tokens; None: the model has no tokenizer."""
+def snapshot(picture: Picture, viewer: Viewer, text: Text | None, instance: str, model: SeenModel) -> Snapshot:
+    """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server."""
     picture, all_seen = _own(picture, viewer), viewer.tenant is None
     stats, groups = picture.stats, zip(picture.stats.groups, picture.maps, strict=True)
-    return {
-        "version": VERSION,
-        "at": picture.at,
-        "sums": all_seen,
-        "engine": _engine(stats) if all_seen else _engine_of_one(stats, picture.live),
-        "rates": _rates(picture) if all_seen else _rates_of_one(picture.live),
-        "requests": {
-            "live": [_live(one) for one in picture.live],
-            "more_live": picture.more_live,
-            "ended": [_ended(one, viewer, text) for one in picture.ended],
-        },
-        "groups": [_group(group, cells) for group, cells in groups][:GROUPS],
-        "more_groups": max(0, len(stats.groups) - GROUPS),
-        "tree": _tree(picture, viewer, text),
-        "tiers": _tiers(stats) if all_seen else {"all": [], "store": None},
-        "steps": _steps(picture),
-    }
+    live, ended = list(map(_live, picture.live)), [_ended(one, viewer, text) for one in picture.ended]
+    return Snapshot(
+        version=VERSION,
+        at=picture.at,
+        sums=all_seen,
+        engine=_engine(stats) if all_seen else _engine_of_one(stats, picture.live),
+        rates=_rates(picture) if all_seen else _rates_of_one(picture.live),
+        requests=SeenRequests(live, picture.more_live, ended),
+        groups=[_group(group, cells) for group, cells in groups][:GROUPS],
+        more_groups=max(0, len(stats.groups) - GROUPS),
+        tree=SeenTree([_entry(entry, viewer, text) for entry in picture.entries], picture.more_entries),
+        tiers=_tiers(stats) if all_seen else SeenTiers([], None),
+        steps=_steps(picture.steps),
+        instance=instance,
+        model=model,
+    )
 
 
 def _own(picture: Picture, viewer: Viewer) -> Picture:
@@ -120,40 +330,37 @@ def _own_cells(cells: CellMap, numbers: set[int], moved: Mapping[int, int]) -> C
     return CellMap(cells.cells_each, runs, counts)
 
 
-def _engine_of_one(stats: EngineStats, live: Sequence[LiveRequest]) -> Json:
-    """The same for one tenant: how the engine was set up, and the tenant's own completions."""
+def _engine_of_one(stats: EngineStats, live: Sequence[LiveRequest]) -> SeenEngine:
     waiting = sum(one.completions for one in live if one.status == "waiting")
-    own = {"running": sum(one.completions for one in live) - waiting, "waiting": waiting}
-    limits = {name: getattr(stats, name) for name in ("cache_bytes", "limit_bytes", "rows")}
-    zeros = dict.fromkeys(("steps", "preemptions", "rows_used", "rows_cached", "state_bytes", "pinned", "compacted"), 0)
-    return {**own, **limits, **zeros, "recording": {"refused": stats.recording.refused, "steps": 0}}
+    return SeenEngine(
+        running=sum(one.completions for one in live) - waiting,
+        waiting=waiting,
+        cache_bytes=stats.cache_bytes,
+        limit_bytes=stats.limit_bytes,
+        rows=stats.rows,
+        recording=SeenRecording(stats.recording.refused, 0),
+    )
 
 
-def _engine(stats: EngineStats) -> Json:
-    """Counts of all tenants together."""
-    named = ("running", "waiting", "steps", "preemptions", "cache_bytes", "limit_bytes", "rows", "rows_used")
-    found: Json = {name: getattr(stats, name) for name in (*named, "rows_cached", "state_bytes", "pinned", "compacted")}
-    found["recording"] = {"refused": stats.recording.refused, "steps": stats.recording.steps}
-    if (drafts := stats.speculation) is not None:
-        counts = {name: getattr(drafts, name) for name in ("drafter", "drafted", "accepted", "seconds_saved")}
-        found["speculation"] = counts | {"refused": drafts.refused}
-    return found
+def _engine(stats: EngineStats) -> SeenEngine:
+    drafts = UNSET if stats.speculation is None else SeenSpeculation.of(stats.speculation)
+    return SeenEngine.of(stats, recording=SeenRecording.of(stats.recording), speculation=drafts)
 
 
-def _rates(picture: Picture) -> Json:
+def _rates(picture: Picture) -> SeenRates:
     """Tokens per second of the last seconds, as far as steps are remembered."""
     steps = [one for one in picture.steps if one.at >= picture.at - RECENT_SECONDS]
     first = steps[0].at - steps[0].seconds if steps else picture.at
     seconds = max(picture.at - first, 1e-3)
     prefill, decode = sum(one.prefill for one in steps), sum(one.decode for one in steps)
-    return {"prefill": prefill / seconds, "decode": decode / seconds, "seconds": seconds}
+    return SeenRates(prefill / seconds, decode / seconds, seconds)
 
 
-def _rates_of_one(live: Sequence[LiveRequest]) -> Json:
+def _rates_of_one(live: Sequence[LiveRequest]) -> SeenRates:
     """Of the running requests of one tenant, since each began."""
     reading = sum(one.computed / one.seconds for one in live if one.status == "prefill" and one.seconds > 0)
     seconds = max((one.seconds for one in live), default=0.0)
-    return {"prefill": reading, "decode": sum(map(_rate, live)), "seconds": seconds}
+    return SeenRates(reading, sum(map(_rate, live)), seconds)
 
 
 def _rate(one: LiveRequest) -> float:
@@ -161,96 +368,65 @@ def _rate(one: LiveRequest) -> float:
     return max(0, one.produced - one.completions) / one.decoding if one.decoding > 0 else 0.0
 
 
-def _live(one: LiveRequest) -> Json:
-    found = {name: getattr(one, name) for name in ("number", "status", "completions", "prompt", "computed", "produced")}
+def _live(one: LiveRequest) -> SeenLiveRequest:
     restored = one.recall.restored if one.recall is not None else None
-    return found | {"seconds": one.seconds, "tokens_per_second": _rate(one), "restored": restored}
+    return SeenLiveRequest.of(one, tokens_per_second=_rate(one), restored=restored)
 
 
-def _ended(one: EndedRequest, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
+def _ended(one: EndedRequest, viewer: Viewer, text: Text | None) -> SeenEndedRequest:
     timings, usage = one.timings, one.usage
-    drafts = one.speculation
-    return {
-        "number": one.number,
-        "at": one.at,
-        "outcome": one.outcome,
-        "prompt": usage.prompt_tokens,
-        "produced": usage.completion_tokens,
-        "has_way": one.text is not None,
-        "queued": timings.queued,
-        "first_token": timings.first_token,
-        "decoding": timings.decoding,
-        "tokens_per_second": timings.tokens_per_second(usage.completion_tokens),
-        "recall": _recall(one.recall, viewer.reads(one.owner), text) if one.recall is not None else None,
-        "drafts": {"drafted": drafts.drafted, "accepted": drafts.accepted} if drafts is not None else None,
-    }
+    return SeenEndedRequest(
+        number=one.number,
+        at=one.at,
+        outcome=one.outcome,
+        prompt=usage.prompt_tokens,
+        produced=usage.completion_tokens,
+        has_way=one.text is not None,
+        queued=timings.queued,
+        first_token=timings.first_token,
+        decoding=timings.decoding,
+        tokens_per_second=timings.tokens_per_second(usage.completion_tokens),
+        recall=_recall(one.recall, viewer.reads(one.owner), text) if one.recall is not None else None,
+        drafts=SeenDrafts.of(one.speculation) if one.speculation is not None else None,
+    )
 
 
-def _recall(recall: Recall, reads: bool, text: Callable[[tuple[int, ...]], str] | None) -> Json:
-    numbers: Json = {name: getattr(recall, name) for name in ("asked", "matched", "restored", "seconds", "reason")}
-    sides = {"ours": recall.ours, "theirs": recall.theirs}
-    return numbers | {
-        "sources": dict(recall.sources),
-        "detail": recall.detail if reads or recall.rewrite is None else "",
-        "entry": recall.entry if reads else "",
-        **{name: text(side) if reads and text is not None and side else None for name, side in sides.items()},
-    }
+def _recall(recall: Recall, reads: bool, text: Text | None) -> SeenRecall:
+    ours, theirs = (text(side) if reads and text is not None and side else None for side in (recall.ours, recall.theirs))
+    detail, entry = recall.detail if reads or recall.rewrite is None else "", recall.entry if reads else ""
+    return SeenRecall.of(recall, sources=dict(recall.sources), detail=detail, entry=entry, ours=ours, theirs=theirs)
 
 
-def _group(group: GroupStats, cells: CellMap) -> Json:
-    """Each run is [cells, kind, which]; `which` is an index into the entries of the tree, or a request's number."""
-    found: Json = {name: getattr(group, name) for name in ("name", "layers", "cells", "bytes", "backend")}
-    runs = [[run.cells, run.kind, run.which] for run in cells.runs]
-    return found | {"counts": cells.counts, "cells_each": cells.cells_each, "runs": runs}
+def _group(group: GroupStats, cells: CellMap) -> SeenGroup:
+    return SeenGroup.of(group, counts=cells.counts, cells_each=cells.cells_each, runs=cells.runs)
 
 
-def _tree(picture: Picture, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
-    entries = [_entry(entry, viewer, text) for entry in picture.entries]
-    return {"entries": entries, "more": picture.more_entries}
+def _entry(entry: TreeEntry, viewer: Viewer, text: Text | None) -> SeenEntry:
+    return SeenEntry.of(entry, begins=text(entry.tokens) if viewer.reads(entry.owner) and text is not None else None)
 
 
-def _entry(entry: TreeEntry, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
-    named = ("name", "namespace", "start", "end", "checkpoints", "users", "reused", "pinned", "expires", "stored")
-    begins = text(entry.tokens) if viewer.reads(entry.owner) and text is not None else None
-    return {name: getattr(entry, name) for name in named} | {"parent": entry.parent, "begins": begins}
+def _tiers(stats: EngineStats) -> SeenTiers:
+    in_use = sum(group.bytes * (group.used + group.cached) // max(1, group.cells) for group in stats.groups)
+    found = [SeenTier("device", in_use, stats.cache_bytes, False, None, None, {})]
+    if (store := stats.store) is None:
+        return SeenTiers(found, None)
+    found += [SeenTier.of(tier, failures=dict(tier.failures)) for tier in store.tiers]
+    return SeenTiers(found, SeenStore.of(store))
 
 
-def _tiers(stats: EngineStats) -> Json:
-    """The device first."""
-    cells = {group.name: (group.cells, group.used + group.cached) for group in stats.groups}
-    in_use = sum(group.bytes * cells[group.name][1] // max(1, cells[group.name][0]) for group in stats.groups)
-    device: Json = {"name": "device", "bytes": in_use, "limit_bytes": stats.cache_bytes, "down": False}
-    found: list[Json] = [device | {"read_bytes": None, "written_bytes": None, "failures": {}}]
-    if (store := stats.store) is not None:
-        found += [{**asdict(tier), "failures": dict(tier.failures)} for tier in store.tiers]
-    tokens: Mapping[str, int] | None = None
-    if store is not None:
-        tokens = {name: getattr(store, name) for name in ("snapshots", "written", "restored", "declined")}
-    return {"all": found, "store": tokens}
-
-
-def _steps(picture: Picture) -> Json:
-    """As columns. `modules` is an index into `reasons`; null: a recording ran the step."""
-    steps = picture.steps
+def _steps(steps: Sequence[StepRecord]) -> SeenSteps:
     reasons = list(dict.fromkeys(one.modules for one in steps if one.modules is not None))
     names = ("number", "at", "seconds", "prefill", "decode", "drafts", "sequences")
-    columns: Json = {name: [getattr(one, name) for one in steps] for name in names}
+    columns: dict[str, Any] = {name: [getattr(one, name) for one in steps] for name in names}
     where = [reasons.index(one.modules) if one.modules is not None else None for one in steps]
-    return columns | {"modules": where, "reasons": reasons}
+    return SeenSteps(**columns, modules=where, reasons=reasons)
 
 
-def way_fields(way: Way, viewer: Viewer, text: Callable[[tuple[int, ...]], str] | None) -> Json:
-    """`memory`: how many tokens of an entry's part of the prompt came from memory."""
+def request_way(number: int, way: Way, viewer: Viewer, text: Text | None) -> RequestWay:
     restored = way.recall.restored if way.recall is not None else 0
-    reads = viewer.reads(way.owner) and text is not None
-    parts = [
-        {
-            "name": name,
-            "start": start,
-            "end": end,
-            "memory": max(0, min(end, restored) - start),
-            "begins": text(tokens) if reads and text is not None else None,
-        }
+    text = text if viewer.reads(way.owner) else None
+    entries = [
+        WayEntry(name, start, end, max(0, min(end, restored) - start), None if text is None else text(tokens))
         for name, start, end, tokens in way.entries
     ]
-    return {"prompt": way.prompt, "restored": restored, "entries": parts, "at": time.time()}
+    return RequestWay(number, way.prompt, restored, entries, time.time())

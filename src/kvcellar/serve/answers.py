@@ -10,7 +10,7 @@ from json.encoder import encode_basestring_ascii as json_string
 from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_type_hints
 from uuid import uuid4
 
-from msgspec import Struct, UnsetType, convert
+from msgspec import Struct, UnsetType
 
 from kvcellar.serve.http.json_text import to_json
 
@@ -32,9 +32,10 @@ class EncodedAs:
 
 class Answer(Struct):
     @classmethod
-    def of(cls, value: object) -> Self:
-        """With the attributes of `value` that have the names of its fields."""
-        return convert(value, cls, from_attributes=True)
+    def of(cls, value: object, **more: Any) -> Self:
+        """With `more`, and the attributes of `value` that have the names of other fields."""
+        names = [name for name in cls.__struct_fields__ if name not in more and hasattr(value, name)]
+        return cls(**{name: getattr(value, name) for name in names}, **more)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: "GetCoreSchemaHandler") -> Any:

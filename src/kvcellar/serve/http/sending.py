@@ -1,10 +1,11 @@
 """sending: sends responses in pieces, so that the event loop is not blocked, and stops work whose client has left."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from kvcellar.serve.http.api_errors import ClientDisconnected
@@ -87,6 +88,18 @@ class Stream:
     async def _wait_for(self, message: Message) -> None:
         with self._waiting():
             await self._send(message)
+
+
+class HeldStream(StreamingResponse):
+    """A response whose `parts` are sent within the block of `held`."""
+
+    def __init__(self, parts: AsyncIterator[bytes], held: AbstractContextManager[object], **how: Any) -> None:
+        super().__init__(parts, **how)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)
 
 
 def _not_written(data: bytes) -> bool:

@@ -14,7 +14,7 @@ import pytest
 from kvcellar.errors import BadRequest
 from kvcellar.memory.retention import NO_OPTIONS
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.generation.retained import allowed
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.http.key_ring import KeyRing, Keys
 from kvcellar.serve.http.keys import named_keys, read_keys
 from tests.serve.declared import DeclaredClient
@@ -93,7 +93,7 @@ def test_a_request_has_the_owner_and_the_weight_of_its_key(files):
         headers = [(b"authorization", f"Bearer {key}".encode())]
         scope = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers}
         ring.check(scope)
-        found[key] = allowed(NO_OPTIONS, scope, ServeSettings(port=0))
+        found[key] = Caller(scope, ServeSettings(port=0)).retention(NO_OPTIONS)
     assert [one.weight for one in found.values()] == [2.0, 1.0]
     assert len({one.owner for one in found.values()}) == 2
 

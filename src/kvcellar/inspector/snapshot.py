@@ -392,7 +392,8 @@ def _ended(one: EndedRequest, viewer: Viewer, text: Text | None) -> SeenEndedReq
 
 
 def _recall(recall: Recall, reads: bool, text: Text | None) -> SeenRecall:
-    ours, theirs = (text(side) if reads and text is not None and side else None for side in (recall.ours, recall.theirs))
+    text = text if reads else None
+    ours, theirs = (text(side) if text is not None and side else None for side in (recall.ours, recall.theirs))
     detail, entry = recall.detail if reads or recall.rewrite is None else "", recall.entry if reads else ""
     return SeenRecall.of(recall, sources=dict(recall.sources), detail=detail, entry=entry, ours=ours, theirs=theirs)
 

@@ -5,31 +5,27 @@ read.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future
 from functools import partial
-from threading import Condition
+from threading import Lock
 from typing import Any, Literal
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.memory.tiers.upkeep import check_named
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.messages import StrictModel
-from kvcellar.serve.http.api_errors import ApiError
-from kvcellar.serve.http.body import RequestBody, next_part, receive_json
-from kvcellar.serve.http.json_text import json_chunks, printable
-from kvcellar.serve.http.parsing import Limits, parse_object, validated
-from kvcellar.serve.models.model_manager import Lease
+from kvcellar.serve.http.api_errors import ApiError, ClientDisconnected
+from kvcellar.serve.http.body import next_part
+from kvcellar.serve.http.json_text import json_chunks
+from kvcellar.serve.http.sending import HeldStream
+from kvcellar.serve.models.model_use import read_body, with_loaded
 from kvcellar.serve.shared import Shared
 
 LISTED, MOST_LISTED = 200, 100_000  # entries, unless `limit` is sent; and at most
-BUFFERED = 4 * 2**20  # bytes of an archive that were received and not read yet
 ARCHIVE = "application/x-tar"
 TIERS = ("device", "disk")
 
@@ -154,8 +150,7 @@ class CacheHandler:
     The disk is that of all models."""
 
     def __init__(self, server: Shared) -> None:
-        self._host, self._settings, self._threads = server.host, server.settings, server.threads
-        self._bodies = server.bodies
+        self._server, self._threads = server, server.threads
 
     async def totals(self, request: Request) -> Response:
         return await self._answer(request, self._totals)
@@ -178,7 +173,7 @@ class CacheHandler:
         return await self._answer(request, lambda engine: _listed(engine, iter(engine.cache.hot(name, most)), most))
 
     async def remove(self, request: Request) -> Response:
-        body = validated(RemoveBody, await self._body(request))
+        body = await read_body(self._server, request, RemoveBody)
 
         def remove(engine: ServedEngine) -> Answer:
             prefix = body.prefix
@@ -189,22 +184,22 @@ class CacheHandler:
         return await self._answer(request, remove)
 
     async def clear(self, request: Request) -> Response:
-        body = validated(ClearBody, await self._body(request))
+        body = await read_body(self._server, request, ClearBody)
         return await self._answer(
             request, lambda engine: RemovedEntries.of(engine.cache.clear(all_models=body.all_models))
         )
 
     async def collect(self, request: Request) -> Response:
-        await self._no_fields(request)
+        await read_body(self._server, request, NoFields)
         return await self._answer(request, lambda engine: CollectedEntries(engine.cache.collect()))
 
     async def verify(self, request: Request) -> Response:
-        await self._no_fields(request)
+        await read_body(self._server, request, NoFields)
         return await self._answer(request, lambda engine: VerifiedEntries.of(engine.cache.verify()))
 
     async def export(self, request: Request) -> Response:
-        await self._no_fields(request)
-        lease = await self._threads.run("admin", partial(self._host.loaded, request.query_params.get("model")))
+        await read_body(self._server, request, NoFields)
+        lease = await self._threads.run("admin", partial(self._server.host.loaded, request.query_params.get("model")))
         try:
             parts = await self._threads.run("admin", lease.engine.cache.export)
         except BaseException:
@@ -215,62 +210,25 @@ class CacheHandler:
             while part := await self._threads.run("admin", partial(next, parts, b"")):
                 yield part
 
-        return Exported(content(), lease)
+        return HeldStream(content(), lease, media_type=ARCHIVE)
 
     async def import_from(self, request: Request) -> Response:
         if request.headers.get("content-type") != ARCHIVE:
             raise ApiError(415, f"the body must be an archive; send it with Content-Type: {ARCHIVE}")
-        arriving = Arriving(asyncio.get_running_loop())
-        reading = asyncio.ensure_future(
-            self._answer(request, lambda engine: ImportedEntries.of(engine.cache.import_from(arriving)))
-        )
-        reading.add_done_callback(lambda _: arriving.close())  # what still arrives is discarded
-        parts = request.stream()
+        arriving = Arriving(request, self._server.settings.body_seconds)
         try:
-            while (part := await next_part(parts, self._settings.body_seconds, "archive")) is not None:
-                await arriving.add(part)
-            arriving.end()
-            return await reading
+            return await self._answer(request, lambda engine: ImportedEntries.of(engine.cache.import_from(arriving)))
+        except ApiError as error:
+            raise arriving.error or error from None
         finally:
             arriving.close()
-            await asyncio.gather(reading, return_exceptions=True)  # then its thread is free for other requests
-
-    async def _no_fields(self, request: Request) -> None:
-        validated(NoFields, await self._body(request))
-
-    async def _body(self, request: Request) -> dict[str, object]:
-        """The body, which must be JSON: a web page of another origin cannot send that."""
-        body = RequestBody(self._bodies)
-        try:
-            await receive_json(request.scope, request.receive, self._settings, body)
-            return parse_object(body.data, Limits(self._host.longest))
-        finally:
-            body.release()
 
     async def _answer(self, request: Request, work: Callable[[ServedEngine], Answer]) -> Response:
-        def answered() -> bytes:
-            with self._host.loaded(request.query_params.get("model")) as lease:
-                return b"".join(json_chunks(work(lease.engine)))
+        def answered(engine: ServedEngine) -> bytes:
+            return b"".join(json_chunks(work(engine)))
 
-        try:
-            found = await self._threads.run("admin", answered)
-        except (EngineClosed, ModelNotFound):
-            raise
-        except KvcellarError as error:
-            raise ApiError(400, printable(str(error), 2000), code="not_possible") from error
+        found = await with_loaded(self._server, "admin", request.query_params.get("model"), answered)
         return Response(found, media_type="application/json")
-
-
-class Exported(StreamingResponse):
-    """An archive; the model stays loaded while it is sent."""
-
-    def __init__(self, content: AsyncIterator[bytes], lease: Lease) -> None:
-        super().__init__(content, media_type=ARCHIVE)
-        self._lease = lease
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._lease:
-            await super().__call__(scope, receive, send)
 
 
 def _listed(engine: ServedEngine, entries: Iterator[dict[str, Any]], most: int) -> CacheEntries:
@@ -302,57 +260,48 @@ def whole(request: Request, name: str, default: int, most: int) -> int:
 
 
 class Arriving:
-    """A body as a file: parts are added on the event loop, and read on another thread.
+    """The body of a request as a file that another thread reads: a part is received when it is wanted. An error meanwhile
+    ends the file, and is its `error`.
 
     Always true:
-      * at most `BUFFERED` bytes and one part more are in memory.
+      * one part of the body is in memory at most, and what `read` returns.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._changed = loop, Condition()
-        self._parts: deque[bytes] = deque()
-        self._size, self._ended, self._closed = 0, False, False
-        self._free = asyncio.Event()
-
-    async def add(self, part: bytes) -> None:
-        """Waits while too much has not been read."""
-        with self._changed:
-            if self._closed:
-                return
-            self._parts.append(part)
-            self._size += len(part)
-            full = self._size > BUFFERED
-            if full:
-                self._free.clear()
-            self._changed.notify_all()
-        if full:
-            await self._free.wait()
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """On the event loop: reading ends here, and what is added is discarded."""
-        with self._changed:
-            self._closed = True
-            self._parts.clear()
-            self._changed.notify_all()
-        self._free.set()
+    def __init__(self, request: Request, seconds: float) -> None:
+        self._parts, self._seconds, self._loop = request.stream(), seconds, asyncio.get_running_loop()
+        self._lock = Lock()  # orders `close` and the thread
+        self._receiving: Future[bytes | None] | None = None
+        self._part, self._closed = b"", False
+        self.error: Exception | None = None
 
     def read(self, n: int, /) -> bytes:
-        with self._changed:
-            self._changed.wait_for(lambda: self._size >= n or self._ended or self._closed)
-            found = bytearray()
-            while self._parts and len(found) < n:
-                part = self._parts.popleft()
-                take = part[: n - len(found)]
-                found += take
-                if len(take) < len(part):
-                    self._parts.appendleft(part[len(take) :])
-            self._size -= len(found)
-            if self._size <= BUFFERED:
-                with suppress(RuntimeError):  # the loop has been closed
-                    self._loop.call_soon_threadsafe(self._free.set)
+        found = bytearray()
+        while len(found) < n and (self._part or self._receive()):
+            take = n - len(found)
+            found += self._part[:take]
+            self._part = self._part[take:]
         return bytes(found)
+
+    def _receive(self) -> bool:
+        """The next part, which may be empty. False at the end."""
+        with self._lock:
+            if self._closed:
+                return False
+            wanted = next_part(self._parts, self._seconds, "archive")
+            self._receiving = asyncio.run_coroutine_threadsafe(wanted, self._loop)
+        try:
+            part = self._receiving.result()
+        except (ApiError, ClientDisconnected) as error:
+            self.error, self._closed = error, True
+            return False
+        except CancelledError:  # by `close`
+            return False
+        self._part = part or b""
+        return part is not None
+
+    def close(self) -> None:
+        """On the event loop: reading ends here."""
+        with self._lock:
+            self._closed = True
+            if self._receiving is not None:
+                self._receiving.cancel()

@@ -16,8 +16,9 @@ from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.anthropic.fields import ToolChoice as Choice
 from kvcellar.serve.anthropic.message_writer import MessageWriter, TokenCount
 from kvcellar.serve.generation.chat_request import AUTO, ChatRequest, ToolChoice
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import prompt_tokens
-from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.parsing import Fields, validated
 
@@ -111,4 +112,4 @@ def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> TokenCou
     Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than the context."""
     body = validated(PromptBody, sent)
     request = chat_request(body, chat_of(body), sampling={})
-    return TokenCount(prompt_tokens(engine, request, caller.naming))
+    return TokenCount(prompt_tokens(engine, request, caller))

@@ -9,10 +9,8 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
-from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.request_options import SubmitOptions
@@ -22,18 +20,17 @@ from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, Prepared
 from kvcellar.serve.generation.field_names import naming_fields
 from kvcellar.serve.generation.http_request import Batch, HttpRequest
-from kvcellar.serve.generation.namespaces import namespace, owner
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import prepare
 from kvcellar.serve.generation.replies import Replies, ReplyPart
-from kvcellar.serve.generation.retained import allowed
-from kvcellar.serve.generation.writer import Caller, Generation, MakeWriter, Parse, Writer
+from kvcellar.serve.generation.writer import Generation, MakeWriter, Parse, Writer
 from kvcellar.serve.http.api_errors import api_error, shutting_down
-from kvcellar.serve.http.body import RequestBody, receive_json
+from kvcellar.serve.http.body import RequestBody
 from kvcellar.serve.http.json_text import CHUNK_ITEMS, json_size
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.http.request_log import RequestLog
-from kvcellar.serve.http.sending import Stream, send_json, until_disconnected
-from kvcellar.serve.models.model_use import KeepAlive, ModelUse, no_keep_alive
+from kvcellar.serve.http.sending import Stream, send_json
+from kvcellar.serve.models.model_use import KeepAlive, ModelUse, answered, no_keep_alive
 from kvcellar.serve.shared import Shared
 
 
@@ -63,18 +60,10 @@ class GenerationHandler:
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, body = self._server, RequestBody(self._server.bodies)
-        try:
-            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            await self.handle(body, scope, receive, send)
-        finally:
-            body.release()
+        await answered(self._server, scope, receive, lambda body: self.respond(body, scope, send))
 
-    async def handle(self, body: RequestBody, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request whose body was received. The caller releases it."""
-        await until_disconnected(receive, self._respond(body, scope, send))
-
-    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+    async def respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        """To a request whose body was received. The caller releases it."""
         response = await self._answered(body, scope, send)
         if response is not None:  # sent without a reference to the engine, which may be unloaded meanwhile
             await send_json(send, response)
@@ -82,8 +71,7 @@ class GenerationHandler:
     async def _answered(self, body: RequestBody, scope: Scope, send: Send) -> Answer | None:
         """The response, when the model is not used any more; None if it was sent as a stream."""
         server, log = self._server, RequestLog.of(scope)
-        naming = partial(namespace, scope, server.settings.share_prefixes)
-        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
+        caller = Caller(scope, server.settings)
         with ExitStack() as stack:
             use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
@@ -94,10 +82,10 @@ class GenerationHandler:
                 log.spec = use.spec
                 read = self._parse(engine, sent, caller)
                 with naming_fields(read.request.names, read.request.places):
-                    prepared, prompts = prepare(engine, read.request, naming, turn)
+                    prepared, prompts = prepare(engine, read.request, caller, turn)
                     log.set_prompts(prompts)
                     log.params, log.stream, log.conversation = prepared.params, prepared.stream, turn.name
-                    retention = allowed(prepared.retention, scope, server.settings)
+                    retention = caller.retention(prepared.retention)
                     how = SubmitOptions(namespace=prepared.namespace, retention=retention, reading=prepared.reading)
                     how["breakpoints"] = prepared.breakpoints
                     request.submit(prompts, lambda ids, to: engine.submit(ids, prepared.params, deliver=to, **how))

@@ -1,14 +1,20 @@
-"""namespaces: which requests may share memory, and which tenant a request is of.
+"""namespaces: which tenant a request is of, which requests may share memory, and how long entries of a client may stay.
 
 What a request has computed is found by others of its namespace only. Otherwise the time to the first token, and
 `cached_tokens`, would tell one client what another one has sent. A namespace is a digest of the API key, of
 `cache_salt`, and of the fields that name the client's user. With `share_prefixes` only `cache_salt` separates requests.
 """
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from starlette.types import Scope
+
+from kvcellar.memory.retention import RetentionOptions
+from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.settings import ServeSettings
 
 _API_KEY, _WEIGHT = "kvcellar.api_key", "kvcellar.weight"
 
@@ -23,27 +29,53 @@ def api_key(scope: Scope) -> bytes | None:
     return scope.get(_API_KEY)
 
 
-def namespace(scope: Scope, share: bool, salt: str | None, users: Sequence[str | None]) -> str:
-    """The namespace of a request. `share`: the API key and `users` do not matter. Requests that have none of all this
-    are in the empty one."""
-    key: bytes = b"" if share else scope.get(_API_KEY, b"")
-    names = [salt, *(() if share else users)]
-    if not key and not any(names):
-        return ""
-    digest = blake2b(digest_size=16, person=b"kvcellar-name")
-    for part in (key, *((name or "").encode() for name in names)):
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.hexdigest()
-
-
 def owner(scope: Scope) -> str:
     """The tenant that quotas count a request for: a digest of its API key; "" without one. Names of users do not count:
     a client may choose them, and would have a quota for each."""
-    key: bytes = scope.get(_API_KEY, b"")
+    key = api_key(scope)
     return blake2b(key, digest_size=16, person=b"kvcellar-owner").hexdigest() if key else ""
 
 
-def weight(scope: Scope) -> float:
-    """How many sequences that tenant has in proportion to others, where not all can run at once."""
-    return scope.get(_WEIGHT, 1.0)
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a request."""
+
+    scope: Scope
+    settings: ServeSettings
+    arrived: float = field(default_factory=time.monotonic)  # when the request was received
+
+    @property
+    def owner(self) -> str:
+        return owner(self.scope)
+
+    @property
+    def seconds(self) -> float:
+        """Since the request was received."""
+        return time.monotonic() - self.arrived
+
+    @property
+    def sees_texts(self) -> bool:
+        """Whether responses may have the text of other requests of the namespace."""
+        return not (self.settings.share_prefixes and self.settings.key_digests)
+
+    def namespace(self, salt: str | None, users: Sequence[str | None]) -> str:
+        """That of a salt and of names of users. Requests that have none of all this are in the empty one."""
+        share = self.settings.share_prefixes
+        key = b"" if share else api_key(self.scope) or b""
+        names = [salt, *(() if share else users)]
+        if not key and not any(names):
+            return ""
+        digest = blake2b(digest_size=16, person=b"kvcellar-name")
+        for part in (key, *((name or "").encode() for name in names)):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.hexdigest()
+
+    def retention(self, wanted: RetentionOptions) -> RetentionOptions:
+        """The same, with the tenant and its weight. Raises `ApiError` 403 for what would keep the entries of one client
+        at the cost of all others, unless the server allows it."""
+        for name, more in (("cache_pin", wanted.pinned), ("cache_priority", wanted.priority > 0)):
+            if more and not self.settings.client_pins:
+                what = "cache_pin" if name == "cache_pin" else "a cache_priority above 0"
+                raise ApiError(403, f"this server does not allow {what}; leave it out", name, "not_allowed")
+        return replace(wanted, owner=self.owner, weight=self.scope.get(_WEIGHT, 1.0))

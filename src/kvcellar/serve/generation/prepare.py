@@ -17,7 +17,7 @@ from kvcellar.sampling_params import SamplingParams, merged
 from kvcellar.serve.admin.conversation_turn import ConversationTurn
 from kvcellar.serve.generation.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.generation.field_names import naming_fields
-from kvcellar.serve.generation.writer import Naming
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.text.replies.tools import checked
 from kvcellar.text.template import check_continued
@@ -27,7 +27,7 @@ MAX_COMPLETIONS = 4096  # prompts times n
 
 
 def prepare(
-    engine: ServedEngine, request: TextRequest | ChatRequest, naming: Naming, turn: ConversationTurn
+    engine: ServedEngine, request: TextRequest | ChatRequest, caller: Caller, turn: ConversationTurn
 ) -> tuple[Prepared, Prompts]:
     """The request with its prompts; begins `turn` if it continues a conversation."""
     if isinstance(request, ChatRequest) and request.continue_final_message:
@@ -35,7 +35,7 @@ def prepare(
     reading = _reading(engine, request) if isinstance(request, ChatRequest) else None
     constraint = request.constraint if reading is None else reading.constraint
     params = _params(engine, request, constraint)
-    namespace = naming(request.salt, request.users)
+    namespace = caller.namespace(request.salt, request.users)
     if isinstance(request, TextRequest):
         prompts, params = _texts(engine, request, params, turn)
         omitted = 0
@@ -101,12 +101,12 @@ def _rendered(request: ChatRequest, render: Render, limit: int) -> tuple[list[in
     return shortened(request.messages, 0, limit, render)
 
 
-def prompt_tokens(engine: ServedEngine, request: ChatRequest, naming: Naming) -> int:
+def prompt_tokens(engine: ServedEngine, request: ChatRequest, caller: Caller) -> int:
     """How many tokens the prompt of a chat has that continues no conversation, without running it: its replies have the
     tokens that they were generated with. Raises what `prepare` raises about its fields."""
     with naming_fields(request.names, request.places):
         _params(engine, request, request.constraint)
-        return len(chat_tokens(engine, request, namespace=naming(request.salt, request.users)))
+        return len(chat_tokens(engine, request, namespace=caller.namespace(request.salt, request.users)))
 
 
 def chat_tokens(engine: ServedEngine, request: ChatRequest, *, namespace: str, limit: int | None = None) -> list[int]:

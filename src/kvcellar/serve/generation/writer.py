@@ -3,21 +3,18 @@
 `generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
-
-from starlette.datastructures import Headers
 
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.replies import Replies, ReplyPart
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.http.parsing import Fields
-from kvcellar.serve.settings import ServeSettings
 
 SSE = b"text/event-stream; charset=utf-8"
 NDJSON = b"application/x-ndjson"
@@ -63,30 +60,6 @@ class Writer(Protocol):
     def ping(self) -> bytes:
         """What keeps a connection open on which nothing is sent. Empty: nothing does."""
         ...
-
-
-Naming = Callable[[str | None, Sequence[str | None]], str]  # the namespace of a salt and of names of users
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The client of a request."""
-
-    owner: str  # a digest of its API key; "" without one
-    headers: Headers
-    settings: ServeSettings
-    naming: Naming
-    arrived: float = field(default_factory=time.monotonic)  # when the request was received
-
-    @property
-    def seconds(self) -> float:
-        """Since the request was received."""
-        return time.monotonic() - self.arrived
-
-    @property
-    def sees_texts(self) -> bool:
-        """Whether responses may have the text of other requests of the namespace."""
-        return not (self.settings.share_prefixes and self.settings.key_digests)
 
 
 MakeWriter = Callable[[Replies], Writer]

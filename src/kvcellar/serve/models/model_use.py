@@ -12,23 +12,25 @@ Always true:
 """
 
 import threading
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TypeVar
 
-from starlette.datastructures import Headers
+from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.durations import seconds_of
-from kvcellar.errors import EngineClosed
+from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
 from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.generation.namespaces import namespace, owner
-from kvcellar.serve.generation.writer import Caller
+from kvcellar.serve.generation.namespaces import Caller
+from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.body import RequestBody, receive_json
-from kvcellar.serve.http.parsing import Fields, Limits, parse_object
-from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.http.json_text import printable
+from kvcellar.serve.http.parsing import Fields, Limits, parse_object, validated
+from kvcellar.serve.http.reader_threads import Kind, ReaderThreads
 from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.http.sending import send_json, until_disconnected
 from kvcellar.serve.models.model_manager import Lease, ModelManager
@@ -36,7 +38,7 @@ from kvcellar.serve.models.model_spec import ModelSpec
 from kvcellar.serve.shared import Shared
 
 T = TypeVar("T")
-
+Body = TypeVar("Body", bound=BaseModel)
 
 KeepAlive = Callable[[Fields], float | None]  # of a body: seconds that its model stays loaded; None: the server's
 
@@ -125,8 +127,7 @@ class ModelRoute:
 
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server = self._server
-        naming = partial(namespace, scope, server.settings.share_prefixes)
-        caller = Caller(owner(scope), Headers(scope=scope), server.settings, naming)
+        caller = Caller(scope, server.settings)
         with ModelUse(server.host, server.threads, body) as use:
 
             def work(engine: ServedEngine, sent: Fields) -> Answer:
@@ -142,9 +143,41 @@ async def answered(
     server: Shared, scope: Scope, receive: Receive, respond: Callable[[RequestBody], Coroutine[None, None, None]]
 ) -> None:
     """Receive the body of a request, and `respond` to it while the client is there. Then the body is released."""
+    async with _received(server, scope, receive) as body:
+        await until_disconnected(receive, respond(body))
+
+
+async def read_body(server: Shared, request: Request, kind: type[Body]) -> Body:
+    """The body, which must be JSON: a web page of another origin cannot send that. Raises `ApiError`."""
+    async with _received(server, request.scope, request.receive) as body:
+
+        def parse() -> Body:
+            return validated(kind, parse_object(body.data, Limits(server.host.longest)))
+
+        return await server.threads.read(body, parse)
+
+
+@asynccontextmanager
+async def _received(server: Shared, scope: Scope, receive: Receive) -> AsyncIterator[RequestBody]:
     body = RequestBody(server.bodies)
     try:
         await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-        await until_disconnected(receive, respond(body))
+        yield body
     finally:
         body.release()
+
+
+async def with_loaded(server: Shared, kind: Kind, name: str | None, work: Callable[[NamedEngine], T]) -> T:
+    """The result of `work`, on a thread of its `kind`, with the engine of a model that must be loaded; None: the
+    default. Raises `ApiError` 400 for what the engine cannot do."""
+
+    def done() -> T:
+        with server.host.loaded(name) as lease:
+            return work(lease.engine)
+
+    try:
+        return await server.threads.run(kind, done)
+    except (EngineClosed, ModelNotFound):
+        raise
+    except KvcellarError as error:
+        raise ApiError(400, printable(str(error), 2000), code="not_possible") from error

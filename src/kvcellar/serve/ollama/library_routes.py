@@ -42,8 +42,8 @@ from kvcellar.serve.http.reader_threads import ReaderThreads
 from kvcellar.serve.http.sending import json_response
 from kvcellar.serve.models.failed_loads import without_paths
 from kvcellar.serve.models.model_spec import ModelSpec, listed, not_served
+from kvcellar.serve.models.model_use import read_body
 from kvcellar.serve.ollama.fields import CopyBody, CreateModelBody, NamedBody, PullBody
-from kvcellar.serve.ollama.routes import read
 from kvcellar.serve.shared import Shared
 
 SECONDS = 0.1  # between two lines of one stage
@@ -207,7 +207,7 @@ class LibraryHandler:
         return library
 
     async def copy(self, request: Request) -> Response:
-        body, library = await read(self._server, request, CopyBody), self._library
+        body, library = await read_body(self._server, request, CopyBody), self._library
 
         def work() -> None:
             name = self._owned(body.source).name
@@ -220,7 +220,7 @@ class LibraryHandler:
         return Response()
 
     async def delete(self, request: Request) -> Response:
-        body, library = await read(self._server, request, NamedBody), self._library
+        body, library = await read_body(self._server, request, NamedBody), self._library
 
         name = await self._server.threads.run("library", lambda: self._removed(library, body.named))
         self._server.host.unload(name)
@@ -242,7 +242,7 @@ class LibraryHandler:
         return spec
 
     async def create(self, request: Request) -> Response:
-        body, library = await read(self._server, request, CreateModelBody), self._library
+        body, library = await read_body(self._server, request, CreateModelBody), self._library
         tools = self._server.tools
         if tools is None or (uploads := self._uploads) is None:
             raise ApiError(503, "this server cannot create models", code="no_library")
@@ -258,7 +258,7 @@ class LibraryHandler:
         return await self._long(work, body.stream)
 
     async def pull(self, request: Request) -> Response:
-        body = await read(self._server, request, PullBody)
+        body = await read_body(self._server, request, PullBody)
         if not self._server.settings.allow_pull:
             raise ApiError(403, "this server does not download models", code="not_allowed")
         name = body.named

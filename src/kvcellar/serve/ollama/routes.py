@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from msgspec.structs import asdict
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Receive, Scope, Send
@@ -25,15 +24,16 @@ from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.generation.field_names import Place
 from kvcellar.serve.generation.handler import GenerationHandler
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.replies import Replies
-from kvcellar.serve.generation.writer import Caller, Generation, Parse
+from kvcellar.serve.generation.writer import Generation, Parse
 from kvcellar.serve.http.api_errors import ApiError
-from kvcellar.serve.http.body import RequestBody, receive_json
+from kvcellar.serve.http.body import RequestBody
 from kvcellar.serve.http.parsing import Fields, Limits, parse_object, validated
-from kvcellar.serve.http.sending import json_response, until_disconnected
+from kvcellar.serve.http.sending import json_response, send_json
 from kvcellar.serve.models.loaded_model import FOREVER, LoadedModel
 from kvcellar.serve.models.model_spec import ModelSpec
-from kvcellar.serve.models.model_use import sent_keep_alive
+from kvcellar.serve.models.model_use import answered, read_body, sent_keep_alive
 from kvcellar.serve.ollama.details import Details, ListedModel, NamedModel, ShownModel
 from kvcellar.serve.ollama.fields import (
     Effort,
@@ -161,7 +161,6 @@ def _message(message: OllamaMessage) -> dict[str, Any]:
     return found
 
 
-Body = TypeVar("Body", bound=BaseModel)
 NEVER = 292 * 365 * 86400.0  # seconds; Ollama writes a time so far away for what stays loaded
 
 
@@ -203,7 +202,7 @@ class OllamaHandler:
         return json_response(await self._server.threads.run("models", work))
 
     async def show(self, request: Request) -> Response:
-        body = await read(self._server, request, ShowBody)
+        body = await read_body(self._server, request, ShowBody)
 
         def work() -> ShownModel:
             spec = self._host.find(body.named)
@@ -236,7 +235,7 @@ class OllamaHandler:
             context_length=engine.model.context if engine is not None else 0,
         )
 
-    async def load(self, receive: Receive, body: LoadBody) -> Literal["load", "unload"]:
+    async def load(self, body: LoadBody) -> Literal["load", "unload"]:
         """Load a model, or with `keep_alive` 0 unload it. Returns what was done."""
         keep_alive = None if body.keep_alive is None else seconds_of(body.keep_alive)
         spec: ModelSpec = await self._server.threads.run("library", lambda: self._host.find(body.named))
@@ -250,7 +249,7 @@ class OllamaHandler:
             async def load() -> None:
                 (await self._host.lease(spec, keep_alive)).release()
 
-            await self._server.drain.run_before(until_disconnected(receive, load()))
+            await self._server.drain.run_before(load())
         return "unload" if keep_alive == 0 else "load"
 
 
@@ -276,7 +275,10 @@ class OllamaGeneration:
         self._generation = GenerationHandler(server, kind.parse, sent_keep_alive)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        server, kind, body = self._server, self._kind, RequestBody(self._server.bodies)
+        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
+
+    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        server, kind = self._server, self._kind
 
         def read() -> LoadBody | None:
             """None: it is to be generated from."""
@@ -289,30 +291,10 @@ class OllamaGeneration:
                 raise ApiError(400, "model is required", "model", "missing_required_parameter")
             return None
 
-        try:
-            await server.drain.run_before(receive_json(scope, receive, server.settings, body))
-            found = await server.threads.read(body, read)
-            if found is None:
-                await self._generation.handle(body, scope, receive, send)
-                return
-            reason = await self._handler.load(receive, found)
-            now = datetime.now(UTC).isoformat()
-            answer = kind.form.end(model=found.named, created_at=now, done_reason=reason, **kind.form.fields())
-            loaded = json_response(answer)
-        finally:
-            body.release()
-        await loaded(scope, receive, send)
-
-
-async def read(server: Shared, request: Request, kind: type[Body]) -> Body:
-    """The body, which must be JSON: a web page of another origin cannot send that. Raises `ApiError`."""
-    body = RequestBody(server.bodies)
-    try:
-        await server.drain.run_before(receive_json(request.scope, request.receive, server.settings, body))
-
-        def parse() -> Body:
-            return validated(kind, parse_object(body.data, Limits(server.host.longest)))
-
-        return await server.threads.read(body, parse)
-    finally:
-        body.release()
+        if (found := await server.threads.read(body, read)) is None:
+            await self._generation.respond(body, scope, send)
+            return
+        reason = await self._handler.load(found)
+        now = datetime.now(UTC).isoformat()
+        answer = kind.form.end(model=found.named, created_at=now, done_reason=reason, **kind.form.fields())
+        await send_json(send, answer)

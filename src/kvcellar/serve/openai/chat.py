@@ -11,7 +11,8 @@ from kvcellar.sampling_params import MAX_LOGPROBS
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import ChatRequest
 from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
-from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.generation.namespaces import Caller
+from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, response_options
 from kvcellar.serve.openai.formats import ChatFormat

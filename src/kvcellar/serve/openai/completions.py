@@ -7,7 +7,8 @@ from kvcellar.errors import shown
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import TextRequest
-from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.generation.namespaces import Caller
+from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.fields import (
     CommonBody,

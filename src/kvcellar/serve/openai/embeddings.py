@@ -6,7 +6,6 @@ are submitted in groups, so that one request does not fill the queue of the engi
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.field_names import naming_fields
 from kvcellar.serve.generation.http_request import HttpRequest
-from kvcellar.serve.generation.namespaces import namespace, owner
-from kvcellar.serve.generation.retained import allowed
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.http.body import RequestBody
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.http.request_log import RequestLog
@@ -60,7 +58,8 @@ class EmbeddingHandler:
 
     async def _answered(self, body: RequestBody, scope: Scope) -> Answer:
         """The response, when the model is not used any more."""
-        began, server, log = time.perf_counter(), self._server, RequestLog.of(scope)
+        server, log = self._server, RequestLog.of(scope)
+        caller = Caller(scope, server.settings)
         with ExitStack() as stack:
             use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
 
@@ -71,12 +70,12 @@ class EmbeddingHandler:
                     prompts = [embeddings.tokens(one, truncate=request.truncate) for one in request.inputs]
                 log.set_prompts(prompts)
                 request = replace(request, inputs=())  # whose texts are tokens now
-                space = namespace(scope, server.settings.share_prefixes, request.salt, request.users)
-                return Prepared(request, prompts, space, allowed(NO_OPTIONS, scope, server.settings))
+                space = caller.namespace(request.salt, request.users)
+                return Prepared(request, prompts, space, caller.retention(NO_OPTIONS))
 
             engine, prepared = await server.drain.run_before(use.run(prepare))
             body.release()
-            request, log.namespace, log.owner = prepared.request, prepared.namespace, owner(scope)
+            request, log.namespace, log.owner = prepared.request, prepared.namespace, caller.owner
             vectors: list[Vector] = []
             for start in range(0, len(prepared.prompts), GROUP):
                 for pooled in await self._pooled(engine, prepared, start, log):
@@ -85,7 +84,7 @@ class EmbeddingHandler:
             cached = sum(one.usage.cached_tokens for one in log.done.values())
             tokens = sum(map(len, prepared.prompts))
             name = use.name or engine.model.name
-        return request.write(Embedded(name, vectors, tokens, cached, time.perf_counter() - began))
+        return request.write(Embedded(name, vectors, tokens, cached, caller.seconds))
 
     async def _pooled(self, engine: NamedEngine, prepared: Prepared, start: int, log: RequestLog) -> list[Vector]:
         """The pooled hidden states of one group of inputs."""

@@ -21,17 +21,17 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from kvcellar.frontend.served_engine import ServedEngine
-from kvcellar.memory.retention import MOST_TTL, PRIORITIES
+from kvcellar.memory.retention import MOST_TTL, PRIORITIES, RetentionOptions
 from kvcellar.sampling_params import PARAMETERS, sampling_of
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.generation.messages import StrictModel
-from kvcellar.serve.generation.retained import options
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.structured_fields import constraint_of
-from kvcellar.serve.generation.writer import Caller
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.parsing import Fields, unknown_parameter, validated
 
+LONG = 86400.0  # seconds of "24h"
 # Sampling parameters that are fields of the same name.
 SAMPLING = MappingProxyType({name: one for name, one in PARAMETERS.items() if one.http is not None})
 
@@ -152,14 +152,23 @@ def common(body: CommonBody) -> dict[str, Any]:
         "conversation": body.conversation,
         "returns_prompts": bool(body.return_token_ids),
         "constraint": constraint_of(body.response_format, body.structured_outputs, body.grammar, body.json_schema),
-        "retention": options(
-            key=body.prompt_cache_key,
-            retention=body.prompt_cache_retention,
-            ttl=body.cache_ttl,
-            priority=body.cache_priority,
-            pin=body.cache_pin,
-        ),
+        "retention": _retention(body),
     }
+
+
+def _retention(body: CommonBody) -> RetentionOptions:
+    ttl = body.cache_ttl
+    if body.prompt_cache_retention == "24h":
+        if ttl not in (None, LONG):
+            raise invalid("cache_ttl", "cache_ttl and prompt_cache_retention differ; send one of them")
+        ttl = LONG
+    return RetentionOptions(
+        stored=body.prompt_cache_retention != "in_memory",
+        recurring=bool(body.prompt_cache_key),
+        priority=body.cache_priority or 0,
+        ttl=ttl,
+        pinned=bool(body.cache_pin),
+    )
 
 
 def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> ResponseOptions:

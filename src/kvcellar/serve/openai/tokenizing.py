@@ -16,8 +16,8 @@ from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import ChatRequest
 from kvcellar.serve.generation.field_names import naming_fields
 from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, template_messages
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import chat_tokens
-from kvcellar.serve.generation.writer import Caller
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.parsing import Fields, validated
 from kvcellar.serve.http.sending import json_response

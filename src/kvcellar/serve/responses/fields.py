@@ -20,9 +20,10 @@ from kvcellar.serve.generation import forms, ignored_fields
 from kvcellar.serve.generation.chat_request import ChatRequest
 from kvcellar.serve.generation.field_names import Place
 from kvcellar.serve.generation.messages import StrictModel
+from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import prompt_tokens
 from kvcellar.serve.generation.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
-from kvcellar.serve.generation.writer import Caller, Generation
+from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.json_text import json_size, printable
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.chat import Effort
@@ -113,7 +114,7 @@ def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller
     `BadRequest`, and `PromptTooLong` for more than the context."""
     request = parse_response(store, engine, {**sent, "store": False}, caller).request
     assert isinstance(request, ChatRequest)
-    return InputTokens(prompt_tokens(engine, request, caller.naming))
+    return InputTokens(prompt_tokens(engine, request, caller))
 
 
 def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:

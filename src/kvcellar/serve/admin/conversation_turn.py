@@ -17,7 +17,7 @@ from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.frontend.transcript import Prompt, Render
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve.generation.replies import ReplyPart, WholeReply
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 
 
 class ConversationTurn:
@@ -69,12 +69,12 @@ class ConversationTurn:
 
     def _hold(self, engine: ServedEngine, name: str, params: SamplingParams, *, chat: bool) -> Held:
         if params.n != 1:
-            raise _invalid("n", f"n is {params.n}; a turn of a conversation has one completion. Fork the conversation")
+            raise invalid("n", f"n is {params.n}; a turn of a conversation has one completion. Fork the conversation")
         self._engine = engine
         self._held = held = self._stack.enter_context(engine.conversations.hold(name, owner=self._owner))
         if held.transcript.chat != chat:
             what, route = ("text", "/v1/completions") if chat else ("chat", "/v1/chat/completions")
-            raise _invalid("conversation", f"the conversation {name} is a {what}; continue it with {route}")
+            raise invalid("conversation", f"the conversation {name} is a {what}; continue it with {route}")
         return held
 
     def add(self, part: ReplyPart) -> None:
@@ -120,7 +120,3 @@ class ConversationTurn:
             self._ended = True
             if not self._working:
                 self._stack.close()
-
-
-def _invalid(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "invalid_value")

@@ -21,7 +21,7 @@ from kvcellar.serve.answers import Answer, Anything
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.generation.namespaces import owner
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.body import RequestBody, receive_json
 from kvcellar.serve.http.json_text import json_chunks
 from kvcellar.serve.http.parsing import Limits, parse_object, validated
@@ -142,7 +142,7 @@ class ConversationsHandler:
     def _create(self, owner: str, raw: bytearray) -> Answer:
         body = validated(CreateBody, self._fields(raw))
         if body.prompt is not None and body.messages is not None:
-            raise ApiError(400, "prompt cannot be sent with messages; send one of them", "prompt", "invalid_value")
+            raise invalid("prompt", "prompt cannot be sent with messages; send one of them")
         if body.prompt is not None:
             transcript = Transcript(chat=False, tokens=self._tokens(one_prompt(body.prompt)))
         else:
@@ -156,7 +156,7 @@ class ConversationsHandler:
             return self._engine.encode(prompt, limit=model.context)
         for token in prompt:
             if not 0 <= token < model.vocab_size:
-                raise ApiError(400, f"the model has no token {token} of prompt", "prompt", "invalid_value")
+                raise invalid("prompt", f"the model has no token {token} of prompt")
         return prompt
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from kvcellar.serve.anthropic.fields import AnthropicTool, Block, Blocks, PromptBody
 from kvcellar.serve.generation.field_names import Place
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import ApiError, invalid, unsupported
 
 TTL = {None: 300.0, "5m": 300.0, "1h": 3600.0}  # seconds
 MAX_BREAKPOINTS = 4  # as Anthropic
@@ -48,7 +48,7 @@ class Chat:
                 if len(self.messages) not in self.breakpoints:
                     self.breakpoints.append(len(self.messages))
         if len(self.ttls) > MAX_BREAKPOINTS:
-            raise _invalid("cache_control", f"at most {MAX_BREAKPOINTS} blocks may have cache_control")
+            raise invalid("cache_control", f"at most {MAX_BREAKPOINTS} blocks may have cache_control")
 
 
 def chat_of(body: PromptBody) -> Chat:
@@ -78,7 +78,7 @@ def tools_of(tools: Sequence[AnthropicTool] | None) -> list[dict[str, Any]] | No
         where = f"tools[{index}]"
         if tool.type not in (None, "custom"):
             message = f"{where}.type is {tool.type!r}: such a tool runs at Anthropic; this server has only custom tools"
-            raise ApiError(400, message, f"{where}.type", "unsupported_parameter")
+            raise unsupported(f"{where}.type", message)
         if tool.input_schema is None:
             raise ApiError(400, f"{where}.input_schema is required", f"{where}.input_schema", "missing_parameter")
         function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
@@ -98,7 +98,7 @@ def _add_user(chat: Chat, blocks: Sequence[Block], where: str) -> None:
         match block.type:
             case "tool_result":
                 if texts:
-                    raise _invalid(at, f"{at} is a tool_result behind text; results come first in a message")
+                    raise invalid(at, f"{at} is a tool_result behind text; results come first in a message")
                 chat.add(_result(block, at), [block], at)
             case "text":
                 texts.append(block)
@@ -107,12 +107,12 @@ def _add_user(chat: Chat, blocks: Sequence[Block], where: str) -> None:
     if texts:
         chat.add({"role": "user", "content": _joined(texts, where)}, texts, where)
     elif not blocks:
-        raise _invalid(where, f"{where} is empty; a message needs a block")
+        raise invalid(where, f"{where} is empty; a message needs a block")
 
 
 def _result(block: Block, where: str) -> Message:
     if block.tool_use_id is None:
-        raise _invalid(where, f"{where}.tool_use_id is required in a tool_result")
+        raise invalid(where, f"{where}.tool_use_id is required in a tool_result")
     content = block.content
     if content is not None and not isinstance(content, str):
         content = _joined(_blocks(content, f"{where}.content"), f"{where}.content")
@@ -151,7 +151,7 @@ def _said(blocks: Sequence[Block], where: str) -> Message:
 def _call(block: Block, where: str) -> Message:
     for name, value in (("id", block.id), ("name", block.name)):
         if not value:
-            raise _invalid(where, f"{where}.{name} is required in a tool_use")
+            raise invalid(where, f"{where}.{name} is required in a tool_use")
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
 
 
@@ -164,7 +164,7 @@ def _text(block: Block, where: str) -> str:
     if block.type != "text":
         raise _unsupported(block, where)
     if block.text is None:
-        raise _invalid(where, f"{where}.text is required in a block of the type text")
+        raise invalid(where, f"{where}.text is required in a block of the type text")
     return block.text
 
 
@@ -172,13 +172,9 @@ def _blocks(value: object, where: str) -> list[Block]:
     try:
         return _BLOCKS.validate_python(value)
     except ValidationError:
-        raise _invalid(where, f"{where} must be a string, or an array of text blocks") from None
+        raise invalid(where, f"{where} must be a string, or an array of text blocks") from None
 
 
 def _unsupported(block: Block, where: str) -> ApiError:
     message = f"{where} has the type {block.type!r}, which cannot stand here; this server reads text and calls of tools"
     return ApiError(400, message, where, "unsupported_content")
-
-
-def _invalid(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "invalid_value")

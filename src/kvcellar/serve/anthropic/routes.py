@@ -19,7 +19,7 @@ from kvcellar.serve.generation.chat_request import AUTO, ChatRequest, ToolChoice
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import prompt_tokens
 from kvcellar.serve.generation.writer import Generation
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.parsing import Fields, validated
 
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", **renamed("anthropic")})
@@ -73,10 +73,10 @@ def _prefilled(body: PromptBody) -> bool:
         return False
     if last.content and (last.content[-1].text or "").rstrip() != (last.content[-1].text or ""):
         message = f"{where}: the message that the answer continues cannot end with white space"
-        raise ApiError(400, message, where, "invalid_value")
+        raise invalid(where, message)
     if body.thinking is not None and body.thinking.type == "enabled":
         message = "thinking cannot be enabled where the answer continues the last message; send thinking: disabled"
-        raise ApiError(400, message, "thinking", "invalid_value")
+        raise invalid("thinking", message)
     return True
 
 
@@ -85,7 +85,7 @@ def _chosen(choice: Choice) -> ToolChoice:
     if choice.type != "tool":
         return ToolChoice("required" if choice.type == "any" else choice.type)
     if not choice.name:
-        raise ApiError(400, "tool_choice.name is required where its type is tool", "tool_choice.name", "invalid_value")
+        raise invalid("tool_choice.name", "tool_choice.name is required where its type is tool")
     return ToolChoice("required", (choice.name,))
 
 

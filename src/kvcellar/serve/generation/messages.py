@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 from kvcellar.serve.generation import forms
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import ApiError, invalid
 
 MAX_MESSAGES = 4096
 
@@ -100,7 +100,7 @@ class Message(StrictModel):
             fields["role"] = "system"
         if self.content and self.refusal is not None:
             message = f"{where} has both content and refusal; send one of them"
-            raise ApiError(400, message, f"{where}.refusal", "invalid_value")
+            raise invalid(f"{where}.refusal", message)
         if self.content:
             texts: list[dict[str, object]] = [part.model_dump(include={"type", "text"}) for part in self.content]
             fields["content"] = texts[0]["text"] if len(texts) == 1 else texts
@@ -126,9 +126,7 @@ def continues(messages: Sequence[Message]) -> bool:
     for index, message in enumerate(messages[:-1]):
         if message.prefix:
             where = f"messages[{index}].prefix"
-            raise ApiError(
-                400, f"{where} must not be true: only the last message can be continued", where, "invalid_value"
-            )
+            raise invalid(where, f"{where} must not be true: only the last message can be continued")
     return bool(messages[-1].prefix)
 
 

@@ -18,7 +18,7 @@ from kvcellar.serve.admin.conversation_turn import ConversationTurn
 from kvcellar.serve.generation.chat_request import ChatRequest, Prepared, Prompts, TextRequest
 from kvcellar.serve.generation.field_names import naming_fields
 from kvcellar.serve.generation.namespaces import Caller
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 from kvcellar.text.replies.tools import checked
 from kvcellar.text.template import check_continued
 from kvcellar.text.turns import packed
@@ -44,7 +44,7 @@ def prepare(
     if len(prompts) * params.n > MAX_COMPLETIONS:
         count = f"{len(prompts)} prompts with n {params.n}"
         message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"
-        raise ApiError(400, message, "n", "invalid_value")
+        raise invalid("n", message)
     lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
     if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
         closed = replace(request, continue_final_message=False)
@@ -86,10 +86,10 @@ def _chat(
         return [ids], params, omitted
     if not request.add_generation_prompt:
         message = "add_generation_prompt must not be false with conversation"
-        raise ApiError(400, message, "add_generation_prompt", "invalid_value")
+        raise invalid("add_generation_prompt", message)
     if request.continue_final_message:
         message = "a turn of a conversation cannot continue a message: send a message of the user"
-        raise ApiError(400, message, "conversation", "invalid_value")
+        raise invalid("conversation", message)
     prompt = turn.begin_chat(engine, request.conversation, request.messages, params, render)
     return [prompt.ids], prompt.params, 0
 

@@ -224,6 +224,14 @@ def _http_error(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, message, code=code, headers=dict(error.headers or {}))
 
 
+def invalid(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "invalid_value")
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param, "unsupported_parameter")
+
+
 def overloaded(message: str) -> ApiError:
     return ApiError(503, message, code="overloaded", headers={"retry-after": RETRY_SECONDS})
 

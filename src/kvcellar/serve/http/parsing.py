@@ -21,7 +21,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 
 from kvcellar.errors import PromptTooLong
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import ApiError, invalid
 from kvcellar.serve.http.json_text import printable
 
 # What a field must be, in terms of JSON, by pydantic's name of the error.
@@ -172,7 +172,7 @@ def validated(kind: type[Body], fields: Fields) -> Body:
                 raise ApiError(400, f"{param} is required", param, "missing_required_parameter") from None
             case kind_of_error:
                 must = MUST.get(kind_of_error, "have another value").format_map(_in_json(first.get("ctx", {})))
-                raise ApiError(400, f"{param} must {must}", param, "invalid_value") from None
+                raise invalid(param, f"{param} must {must}") from None
 
 
 def unknown_parameter(name: str) -> ApiError:

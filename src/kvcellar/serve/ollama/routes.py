@@ -27,7 +27,7 @@ from kvcellar.serve.generation.handler import GenerationHandler
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.replies import Replies
 from kvcellar.serve.generation.writer import Generation, Parse
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import ApiError, invalid
 from kvcellar.serve.http.body import RequestBody
 from kvcellar.serve.http.parsing import Fields, Limits, parse_object, validated
 from kvcellar.serve.http.sending import json_response, send_json
@@ -94,7 +94,7 @@ def _writer(engine: ServedEngine, named: str, caller: Caller, form: Format, repl
 def _common(body: LoadBody) -> dict[str, Any]:
     sampling = sampling_options(body.options)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
+        raise invalid("top_logprobs", "top_logprobs needs logprobs to be true")
     if body.logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
     if body.shift and "max_tokens" in sampling:
@@ -113,7 +113,7 @@ def _constraint(body: LoadBody) -> Constraint | None:
         case dict():
             return Constraint.json_schema(body.format, param="format")
         case _:
-            raise ApiError(400, 'format must be "json" or a JSON schema', "format", "invalid_value")
+            raise invalid("format", 'format must be "json" or a JSON schema')
 
 
 def _effort(body: LoadBody) -> str | None:
@@ -125,7 +125,7 @@ def _effort(body: LoadBody) -> str | None:
         case word if word in EFFORTS:
             return word
         case _:
-            raise ApiError(400, f"think must be true, false, or one of {', '.join(EFFORTS)}", "think", "invalid_value")
+            raise invalid("think", f"think must be true, false, or one of {', '.join(EFFORTS)}")
 
 
 def _continues(messages: Sequence[OllamaMessage]) -> bool:

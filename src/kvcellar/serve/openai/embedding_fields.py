@@ -11,7 +11,7 @@ from pydantic import Field
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.messages import StrictModel
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import ApiError, invalid
 from kvcellar.serve.http.parsing import Fields, validated
 from kvcellar.serve.ollama.fields import NamedBody
 from kvcellar.serve.openai.usage import PromptTokensDetails
@@ -158,11 +158,11 @@ def _inputs(value: object, *, empty: bool) -> list[Any]:
     inputs = [value] if isinstance(value, str) or _are_ids(value) else value
     if isinstance(inputs, list) and len(inputs) > MAX_INPUTS:
         message = f"input has {len(inputs)} items; at most {MAX_INPUTS} are allowed in one request"
-        raise ApiError(400, message, "input", "invalid_value")
+        raise invalid("input", message)
     texts = isinstance(inputs, list) and all(isinstance(one, str) and (one or empty) for one in inputs)
     if not isinstance(inputs, list) or not inputs or not (texts or all(map(_are_ids, inputs))):
         forms = "a string, a list of strings, a list of token ids, or a list of such lists"
-        raise ApiError(400, f"input must be {forms}; none of them empty", "input", "invalid_value")
+        raise invalid("input", f"input must be {forms}; none of them empty")
     return inputs
 
 

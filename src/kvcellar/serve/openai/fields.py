@@ -28,7 +28,7 @@ from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.generation.messages import StrictModel
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.structured_fields import constraint_of
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid, unsupported
 from kvcellar.serve.http.parsing import Fields, unknown_parameter, validated
 
 LONG = 86400.0  # seconds of "24h"
@@ -193,11 +193,3 @@ def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
     continuous = bool(options.continuous_usage_stats)
     include = continuous if options.include_usage is None else options.include_usage
     return include, include and continuous
-
-
-def invalid(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "invalid_value")
-
-
-def unsupported(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "unsupported_parameter")

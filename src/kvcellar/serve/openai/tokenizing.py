@@ -18,7 +18,7 @@ from kvcellar.serve.generation.field_names import naming_fields
 from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import chat_tokens
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.parsing import Fields, validated
 from kvcellar.serve.http.sending import json_response
 from kvcellar.serve.openai.chat import Effort, continued
@@ -95,10 +95,10 @@ def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Tokenized | 
     body = validated(TokenizeBody, implemented(TokenizeBody, sent))
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
     if len(given) != 1:
-        raise ApiError(400, "exactly one of prompt, messages and content is needed", "prompt", "invalid_value")
+        raise invalid("prompt", "exactly one of prompt, messages and content is needed")
     for name in _OF_CHATS if body.messages is None else _OF_TEXTS:
         if getattr(body, name):
-            raise ApiError(400, f"{name} has no effect on {given[0]}; leave it out", name, "invalid_value")
+            raise invalid(name, f"{name} has no effect on {given[0]}; leave it out")
     with naming_fields({"prompt": given[0]}):
         return _tokenized(engine, body, limit=2 * engine.model.context)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.json_text import printable
 
 Json = dict[str, Any]
@@ -32,7 +32,7 @@ def page(response: str, kept: bytes, query: Mapping[str, str]) -> InputItems:
     """A page of the items of the response with this id. Raises `ApiError` for a query that is invalid."""
     limit, order, after = _limit(query.get("limit")), query.get("order", "desc"), query.get("after")
     if order not in ORDERS:
-        raise _invalid("order", f"order must be asc or desc, not {printable(repr(order), 40)}")
+        raise invalid("order", f"order must be asc or desc, not {printable(repr(order), 40)}")
     items, ids = list[Json](), set[str]()
     for at, item in enumerate(json.loads(kept)):
         found = _item(response, at, item)
@@ -52,7 +52,7 @@ def _limit(text: str | None) -> int:
     if text is None:
         return USUAL
     if not (text.isascii() and text.isdigit() and len(text) <= 3 and 1 <= int(text) <= MOST):
-        raise _invalid("limit", f"limit must be a number from 1 to {MOST}, not {printable(repr(text), 40)}")
+        raise invalid("limit", f"limit must be a number from 1 to {MOST}, not {printable(repr(text), 40)}")
     return int(text)
 
 
@@ -62,7 +62,7 @@ def _behind(items: Sequence[Json], after: str | None) -> int:
     for at, item in enumerate(items):
         if item["id"] == after:
             return at + 1
-    raise _invalid("after", f"after is {printable(repr(after), 80)}, which is no id of these items")
+    raise invalid("after", f"after is {printable(repr(after), 80)}, which is no id of these items")
 
 
 def _item(response: str, at: int, item: Json) -> Json:
@@ -81,7 +81,3 @@ def _item(response: str, at: int, item: Json) -> Json:
 
 def _made_id(response: str, at: int, kind: str) -> str:
     return f"{PREFIXES[kind]}_{response.removeprefix('resp_')}_{at}"
-
-
-def _invalid(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "invalid_value")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from kvcellar.serve.generation.field_names import Place
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.json_text import printable
 
 MAX_ITEMS = 4096
@@ -27,17 +27,17 @@ def messages_of(given: object) -> tuple[list[Json], list[Place]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}], [Place("input")]
     if not isinstance(given, list) or not given:
-        raise _invalid("input", "input must be a string, or a list of items that is not empty")
+        raise invalid("input", "input must be a string, or a list of items that is not empty")
     items = cast("Sequence[object]", given)
     if len(items) > MAX_ITEMS:
-        raise _invalid("input", f"input has {len(items)} items; at most {MAX_ITEMS} are allowed")
+        raise invalid("input", f"input has {len(items)} items; at most {MAX_ITEMS} are allowed")
     merged = Merged()
     for at, item in enumerate(items):
         if not isinstance(item, Mapping):
-            raise _invalid(f"input[{at}]", f"input[{at}] must be an object")
+            raise invalid(f"input[{at}]", f"input[{at}] must be an object")
         _add(merged, cast("Mapping[str, Any]", item), f"input[{at}]")
     if not merged.messages:  # reasoning that another server has encrypted, and nothing else
-        raise _invalid("input", "input must have an item that is not reasoning without a text")
+        raise invalid("input", "input must have an item that is not reasoning without a text")
     return merged.messages, merged.places
 
 
@@ -58,7 +58,7 @@ def check_results(given: object, before: Sequence[Mapping[str, Any]]) -> None:
             called.add(item["call_id"])
         elif item.get("type") == "function_call_output" and item["call_id"] not in called:
             where, shown = f"input[{at}].call_id", printable(repr(item["call_id"]), 60)
-            raise _invalid(where, f"{where} is {shown}, which no function_call before it has")
+            raise invalid(where, f"{where} is {shown}, which no function_call before it has")
 
 
 class Merged:
@@ -104,13 +104,13 @@ def _add(merged: Merged, item: Mapping[str, Any], where: str) -> None:
             merged.add({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": output}, where)
         case kind:
             shown = printable(repr(kind), 40)
-            raise _invalid(f"{where}.type", f"{where}.type is {shown}, which is not supported; {KINDS} are")
+            raise invalid(f"{where}.type", f"{where}.type is {shown}, which is not supported; {KINDS} are")
 
 
 def _message(merged: Merged, item: Mapping[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in ROLES:
-        raise _invalid(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
+        raise invalid(f"{where}.role", f"{where}.role must be one of {', '.join(ROLES)}")
     content = _content(item.get("content"), f"{where}.content")
     if role == "assistant":
         merged.written(where, before=("content", "tool_calls"))["content"] = content
@@ -123,7 +123,7 @@ def _content(value: object, where: str) -> str | list[Json]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise _invalid(where, f"{where} must be a string, or a list of text parts")
+        raise invalid(where, f"{where} must be a string, or a list of text parts")
     parts = [_part(part, f"{where}[{at}]") for at, part in enumerate(cast("Sequence[object]", value))]
     return parts[0]["text"] if len(parts) == 1 else (parts or "")
 
@@ -132,9 +132,7 @@ def _part(value: object, where: str) -> Json:
     part = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
     kind = part.get("type")
     if not isinstance(kind, str) or kind not in TEXTS:
-        raise _invalid(
-            f"{where}.type", f"{where}.type must be one of {', '.join(TEXTS)}; other media are not supported"
-        )
+        raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join(TEXTS)}; other media are not supported")
     return {"type": "text", "text": _text(part, TEXTS[kind], where)}
 
 
@@ -151,9 +149,5 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
 def _text(value: object, name: str, where: str) -> str:
     found = cast("Mapping[str, Any]", value).get(name) if isinstance(value, Mapping) else None
     if not isinstance(found, str):
-        raise _invalid(f"{where}.{name}", f"{where}.{name} must be a string")
+        raise invalid(f"{where}.{name}", f"{where}.{name} must be a string")
     return found
-
-
-def _invalid(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param, "invalid_value")

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvcellar.serve.generation.namespaces import owner
-from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.serve.http.api_errors import unsupported
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.http.sending import json_response
 from kvcellar.serve.responses.input_items import page
@@ -23,7 +23,7 @@ class KeptHandler:
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
-            raise ApiError(400, "stream is not supported here; leave it out", "stream", "unsupported_parameter")
+            raise unsupported("stream", "stream is not supported here; leave it out")
         kept = self.store.get(owner(request.scope), request.path_params["id"])
         return Response(kept.response, media_type="application/json")
 

@@ -35,8 +35,7 @@ from kvcellar.sampling_params import PARAMETERS, Parameter, SamplingParams, name
 from kvcellar.serve.anthropic import fields as anthropic_fields
 from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.generation.messages import MESSAGE_NO_EFFECT, Message
-from kvcellar.serve.generation.records import RecallFields
-from kvcellar.serve.generation.speculations import SpeculationFields
+from kvcellar.serve.generation.records import RecallFields, SpeculationFields
 from kvcellar.serve.http.keys import ADMIN_VARIABLE, METRICS_VARIABLE, VARIABLE
 from kvcellar.serve.http.request_log import LogLine
 from kvcellar.serve.metrics import exposition

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.errors import BadRequest
-from kvcellar.serve.http.keys import MAX_BYTES, VARIABLE, key_digests, permission_warning
+from kvcellar.serve.http.keys import MAX_BYTES, VARIABLE, named_keys, permission_warning
 from kvcellar.serve.settings import key_digest
 
 ONE, TWO = "sk-first-key", "sk-second-key"
@@ -34,14 +34,14 @@ def file(tmp_path) -> Path:
 )
 def test_each_line_is_a_key_without_surrounding_whitespace(file, content):
     file.write_bytes(content.encode())
-    assert key_digests(file, {}) == DIGESTS
+    assert tuple(named_keys(file, {})) == DIGESTS
 
 
 @pytest.mark.parametrize("content", ["", "\n", " \n\t\n\r\n", "# sk-first-key\n", "\ufeff", "\ufeff\n#\n"], ids=ascii)
 def test_a_file_without_any_key_is_refused(file, content):
     file.write_bytes(content.encode())
     with pytest.raises(BadRequest, match=f"{file} has no key") as refusal:
-        key_digests(file, {VARIABLE: TWO})
+        named_keys(file, {VARIABLE: TWO})
     assert refusal.value.param == "api_key_file"
 
 
@@ -66,34 +66,34 @@ WRONG = {
 def test_an_invalid_line_is_reported_without_its_text(file, line, why):
     file.write_bytes(f"{ONE}\n\n".encode() + line + f"\n{TWO}\n".encode())
     with pytest.raises(BadRequest, match=rf"{file}, line 3: .*{why}") as refusal:
-        key_digests(file, {})
+        named_keys(file, {})
     assert "secret" not in str(refusal.value)
     assert ONE not in str(refusal.value)
 
 
 def test_unreadable_files_are_reported(tmp_path, file):
     with pytest.raises(BadRequest, match=f"{file} cannot be read: No such file"):
-        key_digests(file, {})
+        named_keys(file, {})
     with pytest.raises(BadRequest, match=f"{tmp_path} cannot be read: Is a directory"):
-        key_digests(tmp_path, {})
+        named_keys(tmp_path, {})
     file.write_bytes(b"k" * (MAX_BYTES + 1))
     with pytest.raises(BadRequest, match="larger than"):
-        key_digests(file, {})
+        named_keys(file, {})
 
 
 @pytest.mark.parametrize("value", ["", " ", "\t", "\n"])
 def test_an_empty_variable_is_refused(value):
     with pytest.raises(BadRequest, match=r"\$KVCELLAR_API_KEY is set but empty"):
-        key_digests(None, {VARIABLE: value})
+        named_keys(None, {VARIABLE: value})
 
 
 def test_the_variable_is_one_more_key(file):
-    assert key_digests(None, {}) == ()
-    assert key_digests(None, {VARIABLE: f" {TWO} "}) == DIGESTS[1:]
+    assert tuple(named_keys(None, {})) == ()
+    assert tuple(named_keys(None, {VARIABLE: f" {TWO} "})) == DIGESTS[1:]
     file.write_text(f"{ONE}\n{TWO}\n")
-    assert key_digests(file, {VARIABLE: TWO}) == DIGESTS
+    assert tuple(named_keys(file, {VARIABLE: TWO})) == DIGESTS
     with pytest.raises(BadRequest, match=r"\$KVCELLAR_API_KEY: a key has no spaces") as refusal:
-        key_digests(None, {VARIABLE: "a secret with spaces"})
+        named_keys(None, {VARIABLE: "a secret with spaces"})
     assert "secret" not in str(refusal.value)
 
 
@@ -102,7 +102,7 @@ def test_any_bytes_give_keys_or_an_error(tmp_path_factory, content):
     file = tmp_path_factory.getbasetemp() / "any.txt"
     file.write_bytes(content)
     with suppress(BadRequest):
-        assert key_digests(file, {})
+        assert named_keys(file, {})
 
 
 @pytest.mark.parametrize(

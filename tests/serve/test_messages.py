@@ -166,7 +166,7 @@ PROMPTS: list[tuple[dict[str, object], str]] = [
     ({}, "prompt is required"),
     ({"prompt": 5}, PROMPT),
     ({"prompt": [[]]}, PROMPT),
-    ({"prompt": ["a"] * 257}, "prompt has 257 items; at most 256 prompts are allowed in one request"),
+    ({"prompt": ["a"] * 257}, "prompt has 257 items; at most 256 are allowed in one request"),
     ({"prompt": [5, 2048]}, "prompt: 2048 is not a token id of this model, whose ids are 0 to 2047"),
     (
         {"prompt": [5] * 20_000},
@@ -695,7 +695,7 @@ SOURCES = [
     ROOT / "values.py",
 ]
 RAISED = {"BadRequest": 0, "TemplateFailed": 0, "Overloaded": 0, "ApiError": 1}  # where the message is
-RAISED |= {"invalid": 1, "unsupported": 1}  # of serve/openai/fields.py
+RAISED |= {"invalid": 1, "unsupported": 1}  # of serve/http/api_errors.py
 HANDED_ON = {"message", "why"}  # parameter names for messages that a function forwards
 
 ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason

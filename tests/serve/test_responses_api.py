@@ -17,8 +17,8 @@ from kvcellar.frontend.transcript import Turn, as_json
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.responses import routes
-from kvcellar.serve.responses.input_items import page
 from kvcellar.serve.responses.items import messages_of
+from kvcellar.serve.responses.routes import page
 from kvcellar.serve.responses.store import Kept, ResponseStore
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 from kvcellar.text.replies.detection import known

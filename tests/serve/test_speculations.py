@@ -9,7 +9,7 @@ from openai import OpenAI
 
 from kvcellar.events import Speculation
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.generation.speculations import SpeculationFields
+from kvcellar.serve.generation.records import SpeculationFields
 from tests.cli.command import kvcellar
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, chunks_of, completion

@@ -14,25 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 PAGE, ICON = "/inspector", "/favicon.ico"  # paths
-SCRIPT, STYLE, IMAGE = "text/javascript; charset=utf-8", "text/css; charset=utf-8", "image/svg+xml"
-HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+NAMES = ("index.html", "app.js", "data.js", "requests.js", "tree.js", "memory.js", "steps.js", "page.css", "icon.svg")
+VENDOR = ("vendor/preact-htm.js", "vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}  # by suffix
 FILES: Mapping[str, str] = MappingProxyType(  # media types by name
-    {
-        "index.html": HTML,
-        "app.js": SCRIPT,
-        "data.js": SCRIPT,
-        "requests.js": SCRIPT,
-        "tree.js": SCRIPT,
-        "memory.js": SCRIPT,
-        "steps.js": SCRIPT,
-        "page.css": STYLE,
-        "icon.svg": IMAGE,
-        "NOTICE": TEXT,
-        "vendor/preact-htm.js": SCRIPT,
-        "vendor/d3-hierarchy.js": SCRIPT,
-        "vendor/uplot.js": SCRIPT,
-        "vendor/uplot.css": STYLE,
-    }
+    {name: TYPES.get(name.rpartition(".")[2], "text/plain") for name in (*NAMES, "NOTICE", *VENDOR)}
 )
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "

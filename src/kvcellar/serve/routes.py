@@ -92,9 +92,8 @@ from kvcellar.serve.openai.tokenizing import (
 from kvcellar.serve.openapi import DocumentHandler, OpenApiDocument
 from kvcellar.serve.operation import BYTES, NDJSON, SSE, Operation, Operations, Parameter, Schema
 from kvcellar.serve.responses.fields import ResponsesBody, count_input, parse_response
-from kvcellar.serve.responses.input_items import InputItems
 from kvcellar.serve.responses.response_writer import DeletedResponse, InputTokens, ResponseEvent, ResponseObject
-from kvcellar.serve.responses.routes import KeptHandler
+from kvcellar.serve.responses.routes import InputItems, KeptHandler
 from kvcellar.serve.shared import Shared
 
 CONVERSATION: Mapping[str, Schema] = MappingProxyType(

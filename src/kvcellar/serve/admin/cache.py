@@ -260,8 +260,8 @@ def whole(request: Request, name: str, default: int, most: int) -> int:
 
 
 class Arriving:
-    """The body of a request as a file that another thread reads: a part is received when it is wanted. An error meanwhile
-    ends the file, and is its `error`.
+    """The body of a request as a file that another thread reads: a part is received when it is wanted. An error of
+    that ends the file, and is its `error`.
 
     Always true:
       * one part of the body is in memory at most, and what `read` returns.

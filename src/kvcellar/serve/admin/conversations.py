@@ -30,8 +30,6 @@ from kvcellar.serve.openai.completions import one_prompt
 from kvcellar.serve.shared import Shared
 from kvcellar.text.conversation import Caps, checked
 
-PATH = "/kvcellar/conversations"
-NAMED = f"{PATH}/{{name}}"
 WHOLE = 4  # conversations that are sent at the same time
 Work = Callable[[str, bytearray], Answer]  # of the owner and the body
 

@@ -7,19 +7,15 @@ does not have, are refused by name. Types are strict.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.serve.generation import forms
-from kvcellar.serve.generation.messages import MAX_MESSAGES
+from kvcellar.serve.generation.messages import MAX_MESSAGES, LooseModel
 
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
 
-class AnthropicModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class CacheControl(AnthropicModel):
+class CacheControl(LooseModel):
     """A breakpoint: later requests may resume here."""
 
     type: Literal["ephemeral"]  # required
@@ -27,7 +23,7 @@ class CacheControl(AnthropicModel):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(AnthropicModel):
+class Block(LooseModel):
     """A content block. Which fields it has depends on its type; `dialogue` checks that."""
 
     # `text`, `thinking`, `redacted_thinking`, `tool_use`, `tool_result`; of others, like `image`, there is none
@@ -51,12 +47,12 @@ def _as_blocks(value: object) -> object:
 Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block])]
 
 
-class AnthropicMessage(AnthropicModel):
+class AnthropicMessage(LooseModel):
     role: Literal["user", "assistant", "system"]  # `system` may stand in the middle
     content: Blocks  # a string, or a list of blocks
 
 
-class AnthropicTool(AnthropicModel):
+class AnthropicTool(LooseModel):
     """A tool of the client."""
 
     type: str | None = None  # Anthropic: `custom`, or left out; the tools that Anthropic runs itself are refused
@@ -67,33 +63,33 @@ class AnthropicTool(AnthropicModel):
     cache_control: CacheControl | None = None  # a breakpoint behind the system prompt
 
 
-class ToolChoice(AnthropicModel):
+class ToolChoice(LooseModel):
     type: Literal["auto", "any", "tool", "none"]  # the model decides, must call one, must call `name`, or calls none
     name: str | None = None  # of `tool`
     disable_parallel_tool_use: bool | None = None  # at most one call
 
 
-class Thinking(AnthropicModel):
+class Thinking(LooseModel):
     # Anthropic: `disabled` switches reasoning off, the others switch it on, where the chat template can
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=0)  # no limit: `max_tokens` counts reasoning, too
 
 
-class OutputFormat(AnthropicModel):
+class OutputFormat(LooseModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(AnthropicModel):
+class OutputConfig(LooseModel):
     format: OutputFormat | None = None  # Anthropic: the answer is JSON, valid by the schema
     effort: Effort | None = None  # Anthropic: how much the model should reason
 
 
-class Metadata(AnthropicModel):
+class Metadata(LooseModel):
     user_id: str | None = None  # the request shares memory only with those of the same user
 
 
-class PromptBody(AnthropicModel):
+class PromptBody(LooseModel):
     """What is a part of the prompt, in both routes."""
 
     model: str | None = None  # Anthropic: may be left out; otherwise a name in `/v1/models`

@@ -42,6 +42,7 @@ class TextRequest(GenerationRequest):
 
 
 Mode = Literal["none", "auto", "required"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True, slots=True)

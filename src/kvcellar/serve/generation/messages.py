@@ -36,25 +36,27 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
 
+class LooseModel(StrictModel):
+    """Types are strict, and unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: object = None  # ignored, as on a message
 
 
-class FunctionCall(StrictModel):
+class FunctionCall(LooseModel):
     """A call without its id. Other keys are ignored: no template reads them."""
-
-    model_config = ConfigDict(extra="ignore")
 
     name: str
     # a string that holds JSON, or an object; `kvcellar.text` checks it
     arguments: Annotated[object, forms.of(str | dict[str, Any] | None)] = None
 
 
-class ToolCall(StrictModel):
-    model_config = ConfigDict(extra="ignore")  # such as `index`, from clients that assemble calls from a stream
-
+class ToolCall(LooseModel):  # with an `index`, from clients that assemble calls from a stream
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall

@@ -26,7 +26,6 @@ from msgspec.structs import asdict
 from kvcellar.events import Recall
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.generation.speculations import SpeculationFields
 from kvcellar.serve.http.request_log import LogLine, RequestLog
 
 
@@ -64,6 +63,20 @@ class RecallFields(Answer, kw_only=True):
     rewrite: RewriteFields | None
 
 
+class SpeculationFields(Answer):
+    """What drafts have done for a request: the fields of `kvcellar.events.Speculation`."""
+
+    rounds: int  # steps of its completions, with drafts or without
+    drafted: int  # drafts that were computed
+    accepted: int  # of these, drafts that became tokens
+    tried_at: list[int]  # by position in the round: drafts whose predecessors in the round were all accepted
+    accepted_at: list[int]  # of these, drafts that became tokens
+    acceptance_at: list[float]  # `accepted_at` / `tried_at`
+    # drafts of a round in up to 8 equal parts of the rounds, from the first to the last: `[mean, most]`
+    depths: list[tuple[float, int]]
+    seconds_saved: float  # beside the expected seconds of plain steps for as many tokens; negative: lost
+
+
 class OperatorsRecall(RecallFields, kw_only=True):
     salted: int  # first tokens that are in memory for the same API key with another salt or user
 
@@ -73,23 +86,21 @@ def recall_fields(recall: Recall, engine: ServedEngine | None, *, texts: bool = 
     other requests of its namespace."""
     if not texts:
         recall = replace(recall, entry="", ours=(), theirs=(), rewrite=None)
-    return RecallFields(
-        asked=recall.asked,
-        matched=recall.matched,
-        restored=recall.restored,
-        sources=dict(recall.sources),
-        seconds=recall.seconds,
-        reason=recall.reason,
-        detail=recall.detail,
-        entry=recall.entry,
-        ours=_side(recall.ours, engine),
-        theirs=_side(recall.theirs, engine),
-        rewrite=None if recall.rewrite is None else RewriteFields.of(recall.rewrite),
-    )
+    return RecallFields.of(recall, **_shown(recall, engine))
 
 
 def operators_recall(recall: Recall, engine: ServedEngine | None) -> OperatorsRecall:
-    return OperatorsRecall(**asdict(recall_fields(recall, engine)), salted=recall.salted)
+    return OperatorsRecall.of(recall, **_shown(recall, engine))
+
+
+def _shown(recall: Recall, engine: ServedEngine | None) -> dict[str, Any]:
+    """What is not as it is in a recall."""
+    return {
+        "sources": dict(recall.sources),
+        "ours": _side(recall.ours, engine),
+        "theirs": _side(recall.theirs, engine),
+        "rewrite": None if recall.rewrite is None else RewriteFields.of(recall.rewrite),
+    }
 
 
 def _side(tokens: Sequence[int], engine: ServedEngine | None) -> TokensFields | None:

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from kvcellar.events import Delta, Done, Event, Finished, PromptScored
 from kvcellar.serve.generation.chat_request import Json, Prepared
-from kvcellar.serve.generation.speculations import draft_counts
+from kvcellar.serve.http.request_log import draft_counts
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning, pieces_of
 
 FinishReason = Literal["stop", "length", "tool_calls"]

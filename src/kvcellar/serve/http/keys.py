@@ -33,15 +33,10 @@ class _Key(NamedTuple):
     weight: float
 
 
-def key_digests(file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE) -> tuple[bytes, ...]:
-    """Digests of the keys in `file` and in the environment, without duplicates. Raises `BadRequest` with the place."""
-    return tuple(named_keys(file, environment, variable))
-
-
 def named_keys(
     file: Path | None, environment: Mapping[str, str], variable: str = VARIABLE, param: str = "api_key_file"
 ) -> dict[bytes, str]:
-    """The same, with the name of each."""
+    """Names of the keys in `file` and in the environment, by digest. Raises `BadRequest` with the place."""
     return {digest: key.name for digest, key in _read(file, environment, variable, param).items()}
 
 

@@ -27,7 +27,6 @@ from starlette.types import Scope
 from kvcellar.events import Delta, Done, Event, Finished
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.generation.speculations import draft_counts
 
 if TYPE_CHECKING:
     from kvcellar.serve.models.model_spec import ModelSpec
@@ -196,6 +195,11 @@ class RequestLog:
         self._delivered[place] = now
 
     @property
+    def model(self) -> str | None:
+        """As the library or the command line names it; None until it is known."""
+        return self.spec.name if self.spec is not None else None
+
+    @property
     def generated(self) -> int:
         """Tokens so far."""
         return sum(self._completion_tokens.values())
@@ -223,17 +227,9 @@ class RequestLog:
 
     def line(self) -> LogLine:
         drafted, accepted = draft_counts(self.done) or (None, None)
-        return LogLine(
-            request_id=self.request_id,
-            method=self.method,
-            route=self.route,
-            status=self.status,
+        return LogLine.of(
+            self,
             outcome=self.result,
-            key=self.key,
-            model=self.spec.name if self.spec is not None else None,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            recall=self.recall,
             completion_tokens=self.generated if self.prompt_tokens is not None else None,
             draft_tokens=drafted,
             accepted_tokens=accepted,
@@ -243,6 +239,12 @@ class RequestLog:
     def ms(self) -> float:
         """From the request to the end of the response, or to now while it has not ended."""
         return round(1e3 * ((self._ended or time.monotonic()) - self._began), 1)
+
+
+def draft_counts(done: Mapping[int, Done]) -> tuple[int, int] | None:
+    """Drafts of all prompts and those that were accepted; None without speculation."""
+    found = [one.speculation for one in done.values() if one.speculation is not None]
+    return (sum(one.drafted for one in found), sum(one.accepted for one in found)) if found else None
 
 
 def new_id() -> str:

@@ -85,9 +85,9 @@ class Traces:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
-        now, model = time.time_ns(), request.spec.name if request.spec is not None else None
+        now = time.time_ns()
         span = self._tracer.start_span(
-            f"{operation} {model}" if model is not None else operation,
+            f"{operation} {request.model}" if request.model is not None else operation,
             context=self._propagator.extract(dict(request.trace)),
             kind=SpanKind.SERVER,
             start_time=now - int(1e6 * request.ms()),
@@ -109,12 +109,11 @@ class Traces:
 
 def attributes(request: RequestLog, operation: str) -> dict[str, Any]:
     """Of the span of a request; None: it has no such attribute."""
-    model = request.spec.name if request.spec is not None else None
     return {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "kvcellar",
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
+        "gen_ai.request.model": request.model,
+        "gen_ai.response.model": request.model,
         "gen_ai.response.id": request.response_id,
         "gen_ai.response.finish_reasons": sorted(request.finished.elements()) or None,
         "gen_ai.conversation.id": request.conversation,

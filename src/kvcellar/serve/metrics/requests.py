@@ -101,8 +101,7 @@ class RequestCounts:
         self._models: dict[str, ModelRequests] = {}
 
     def ended(self, log: RequestLog) -> None:
-        name = log.spec.name if log.spec is not None else ""
-        self._models.setdefault(name, ModelRequests()).count(log)
+        self._models.setdefault(log.model or "", ModelRequests()).count(log)
 
     def copy(self) -> Mapping[str, ModelRequests]:
         return {name: copy(one) for name, one in self._models.items()}

@@ -7,12 +7,13 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import FailFast, Field
 
 from kvcellar.errors import BadRequest
 from kvcellar.sampling_params import MAX_LOGPROBS, names_in, sampling_of
 from kvcellar.serve.generation import forms
-from kvcellar.serve.generation.messages import MAX_MESSAGES
+from kvcellar.serve.generation.chat_request import Effort
+from kvcellar.serve.generation.messages import MAX_MESSAGES, LooseModel
 from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.http.parsing import validated
 
@@ -20,14 +21,8 @@ log = logging.getLogger("kvcellar.serve")
 
 MOST_NAMED = 8  # unknown options in one line of the log
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-
-class OllamaBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class NamedBody(OllamaBody):
+class NamedBody(LooseModel):
     model: str | None = None
     name: str | None = None
 
@@ -43,7 +38,7 @@ class ShowBody(NamedBody):
     verbose: bool | None = None
 
 
-class Options(OllamaBody):
+class Options(LooseModel):
     """What is not a sampling parameter, or not as such."""
 
     num_predict: int | None = None  # most new tokens; below 0: up to the end of the context
@@ -91,17 +86,17 @@ class GenerateBody(LoadBody):
     context: list[Any] | None = Field(default=None, max_length=0)  # only empty; use `/api/chat`
 
 
-class ToolFunction(OllamaBody):
+class ToolFunction(LooseModel):
     name: str
     arguments: dict[str, Any] | None = None
 
 
-class OllamaCall(OllamaBody):
+class OllamaCall(LooseModel):
     id: str | None = None
     function: ToolFunction
 
 
-class OllamaMessage(OllamaBody):
+class OllamaMessage(LooseModel):
     role: Literal["system", "user", "assistant", "tool"]  # required
     content: str | None = None  # may be left out
     thinking: str | None = None  # of the assistant
@@ -119,7 +114,7 @@ class OllamaChatBody(LoadBody):
     truncate: bool | None = None  # `false`: a prompt that is too long is refused; else the oldest turns are omitted
 
 
-class CopyBody(OllamaBody):
+class CopyBody(LooseModel):
     source: str
     destination: str
 
@@ -128,7 +123,7 @@ class PullBody(NamedBody):
     stream: bool | None = None
 
 
-class CreateMessage(OllamaBody):
+class CreateMessage(LooseModel):
     role: str
     content: str
 

@@ -21,7 +21,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.sampling_params import renamed
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
+from kvcellar.serve.generation.chat_request import ChatRequest, Effort, TextRequest
 from kvcellar.serve.generation.field_names import Place
 from kvcellar.serve.generation.handler import GenerationHandler
 from kvcellar.serve.generation.namespaces import Caller
@@ -36,7 +36,6 @@ from kvcellar.serve.models.model_spec import ModelSpec
 from kvcellar.serve.models.model_use import answered, read_body, sent_keep_alive
 from kvcellar.serve.ollama.details import Details, ListedModel, NamedModel, ShownModel
 from kvcellar.serve.ollama.fields import (
-    Effort,
     GenerateBody,
     LoadBody,
     OllamaChatBody,

@@ -2,24 +2,29 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import FailFast, Field
 
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.sampling_params import MAX_LOGPROBS
 from kvcellar.serve.generation import forms
-from kvcellar.serve.generation.chat_request import ChatRequest
+from kvcellar.serve.generation.chat_request import ChatRequest, Effort
 from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, continues, template_messages
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.parsing import Fields
-from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, response_options
+from kvcellar.serve.openai.fields import (
+    CommonBody,
+    checked,
+    common,
+    invalid,
+    most_tokens,
+    response_options,
+    tool_choice,
+)
 from kvcellar.serve.openai.formats import ChatFormat
 from kvcellar.serve.openai.response_writer import ResponseWriter
-from kvcellar.serve.openai.tools import tool_choice
-
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class Reasoning(StrictModel):

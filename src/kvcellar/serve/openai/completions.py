@@ -16,6 +16,7 @@ from kvcellar.serve.openai.fields import (
     common,
     invalid,
     response_options,
+    texts_or_ids,
     unsupported,
 )
 from kvcellar.serve.openai.formats import TextFormat
@@ -49,7 +50,7 @@ def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Gene
     if body.echo:
         given["prompt_logprobs"] = _scored(body, score_only=given["max_tokens"] == 0)
     request = TextRequest(
-        prompts=[one_prompt(body.prompt)] if continued else _prompts(body.prompt),
+        prompts=[one_prompt(body.prompt)] if continued else texts_or_ids("prompt", body.prompt, MAX_PROMPTS),
         special=body.add_special_tokens,
         sampling=given,
         **common(body),
@@ -68,29 +69,8 @@ def _scored(body: CompletionBody, *, score_only: bool) -> int | None:
     return max(wanted, default=0 if score_only else None)
 
 
-def _prompts(prompt: object) -> list[str | list[int]]:
-    if isinstance(prompt, str) and prompt:
-        return [prompt]
-    if isinstance(prompt, list) and prompt and "" not in prompt:
-        if _are_ids(prompt):
-            return [prompt]
-        if len(prompt) > MAX_PROMPTS:
-            message = f"prompt has {len(prompt)} items; at most {MAX_PROMPTS} prompts are allowed in one request"
-            raise invalid("prompt", message)
-        if all(isinstance(item, str) for item in prompt):
-            return prompt
-        if all(isinstance(item, list) and item and _are_ids(item) for item in prompt):
-            return prompt
-    forms = "a string, a list of strings, a list of token ids, or a list of such lists"
-    raise invalid("prompt", f"prompt must be {forms}; none of them empty")
-
-
 def one_prompt(prompt: object) -> str | list[int]:
     """The text that begins or continues a conversation; empty: what the model wrote last is continued."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt)):
         return prompt
     raise invalid("prompt", "prompt of a conversation must be one string or one list of token ids")
-
-
-def _are_ids(items: list[object]) -> bool:
-    return set(map(type, items)) == {int}

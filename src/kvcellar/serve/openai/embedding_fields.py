@@ -11,9 +11,10 @@ from pydantic import Field
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.messages import StrictModel
-from kvcellar.serve.http.api_errors import ApiError, invalid
+from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.parsing import Fields, validated
 from kvcellar.serve.ollama.fields import NamedBody
+from kvcellar.serve.openai.fields import texts_or_ids
 from kvcellar.serve.openai.usage import PromptTokensDetails
 
 MAX_INPUTS = 2048  # as OpenAI allows
@@ -111,7 +112,7 @@ def parse_embeddings(sent: Fields) -> EmbeddingRequest:
         usage = EmbeddingsUsage(found.tokens, found.tokens, PromptTokensDetails(found.cached))
         return Embeddings(data, found.model, usage)
 
-    inputs = _inputs(body.input, empty=False)
+    inputs = texts_or_ids("input", body.input, MAX_INPUTS)
     return EmbeddingRequest(
         inputs=inputs, write=write, dimensions=body.dimensions, salt=body.cache_salt, users=(body.user,)
     )
@@ -120,7 +121,7 @@ def parse_embeddings(sent: Fields) -> EmbeddingRequest:
 def parse_embed(sent: Fields) -> EmbeddingRequest:
     """A body of Ollama's `/api/embed`: vectors of length 1, of texts that are truncated unless `truncate` is false."""
     body = _named(validated(EmbedBody, sent))
-    inputs = [] if body.input in (None, "") else _inputs(body.input, empty=True)
+    inputs = [] if body.input in (None, "") else texts_or_ids("input", body.input, MAX_INPUTS, empty=True)
 
     def write(found: Embedded) -> OllamaEmbeddings:
         return OllamaEmbeddings(
@@ -151,23 +152,6 @@ def _named(body: Named) -> Named:
     if not body.model:
         raise ApiError(400, "model is required", "model", "missing_required_parameter")
     return body
-
-
-def _inputs(value: object, *, empty: bool) -> list[Any]:
-    """One input is a text or a list of token ids. `empty`: texts may be."""
-    inputs = [value] if isinstance(value, str) or _are_ids(value) else value
-    if isinstance(inputs, list) and len(inputs) > MAX_INPUTS:
-        message = f"input has {len(inputs)} items; at most {MAX_INPUTS} are allowed in one request"
-        raise invalid("input", message)
-    texts = isinstance(inputs, list) and all(isinstance(one, str) and (one or empty) for one in inputs)
-    if not isinstance(inputs, list) or not inputs or not (texts or all(map(_are_ids, inputs))):
-        forms = "a string, a list of strings, a list of token ids, or a list of such lists"
-        raise invalid("input", f"input must be {forms}; none of them empty")
-    return inputs
-
-
-def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _base64(vector: Vector) -> str:

@@ -13,10 +13,10 @@ Defaults come from the model's generation config. `model` may be left out; other
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
@@ -24,13 +24,17 @@ from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.memory.retention import MOST_TTL, PRIORITIES, RetentionOptions
 from kvcellar.sampling_params import PARAMETERS, sampling_of
 from kvcellar.serve.generation import forms
+from kvcellar.serve.generation.chat_request import AUTO, Mode, ToolChoice
 from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
 from kvcellar.serve.generation.messages import StrictModel
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.structured_fields import constraint_of
 from kvcellar.serve.http.api_errors import invalid, unsupported
+from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.http.parsing import Fields, unknown_parameter, validated
+from kvcellar.text.replies.tools import MOST_TOOLS
 
+FORMS = '"none", "auto", "required", the name of a function, or allowed_tools'  # of `tool_choice`
 LONG = 86400.0  # seconds of "24h"
 # Sampling parameters that are fields of the same name.
 SAMPLING = MappingProxyType({name: one for name, one in PARAMETERS.items() if one.http is not None})
@@ -193,3 +197,65 @@ def _usage_options(options: StreamOptions | None) -> tuple[bool, bool]:
     continuous = bool(options.continuous_usage_stats)
     include = continuous if options.include_usage is None else options.include_usage
     return include, include and continuous
+
+
+def texts_or_ids(name: str, value: object, most: int, *, empty: bool = False) -> list[Any]:
+    """The texts or lists of token ids in a field that has one of them, or up to `most`. `empty`: texts may be. Raises
+    `ApiError`."""
+    found = [value] if isinstance(value, str) or _are_ids(value) else value
+    if isinstance(found, list) and len(found) > most:
+        raise invalid(name, f"{name} has {len(found)} items; at most {most} are allowed in one request")
+    texts = isinstance(found, list) and all(isinstance(one, str) and (one or empty) for one in found)
+    if not isinstance(found, list) or not found or not (texts or all(map(_are_ids, found))):
+        forms = "a string, a list of strings, a list of token ids, or a list of such lists"
+        raise invalid(name, f"{name} must be {forms}; none of them empty")
+    return found
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+def tool_choice(value: object) -> ToolChoice:
+    """`tool_choice` of a request, as OpenAI's chat API has it, or flat as in its Responses. Raises `ApiError`."""
+    match value:
+        case None:
+            return AUTO
+        case "none" | "auto" | "required":
+            return ToolChoice(cast("Mode", value))
+        case {"type": "function"}:
+            return ToolChoice("required", (_name(value, "tool_choice"),))
+        case {"type": "allowed_tools"}:
+            return _allowed(cast("Mapping[str, Any]", value))
+        case _:
+            raise invalid("tool_choice", f"tool_choice must be {FORMS}")
+
+
+def _allowed(value: Mapping[str, Any]) -> ToolChoice:
+    given: object = value.get("allowed_tools", value)
+    where = "tool_choice.allowed_tools" if "allowed_tools" in value else "tool_choice"
+    if not isinstance(given, Mapping):
+        raise invalid(where, f"{where} must be an object with mode and tools")
+    allowed = cast("Mapping[str, Any]", given)
+    tools: object = allowed.get("tools")
+    if not isinstance(tools, list) or not tools:
+        raise invalid(f"{where}.tools", f"{where}.tools must be a list of functions that is not empty")
+    if len(cast("Sequence[object]", tools)) > MOST_TOOLS:
+        raise invalid(f"{where}.tools", f"{where}.tools may have {MOST_TOOLS} functions")
+    names = tuple(_name(tool, f"{where}.tools[{at}]") for at, tool in enumerate(cast("Sequence[object]", tools)))
+    match allowed.get("mode", "auto"):
+        case "auto" | "required" as mode:
+            return ToolChoice(cast("Mode", mode), names)
+        case _:
+            raise invalid(f"{where}.mode", f'{where}.mode must be "auto" or "required"')
+
+
+def _name(value: object, where: str) -> str:
+    """The name in `{"type": "function", "function": {"name"}}`, or flat in `{"type": "function", "name"}`."""
+    match value:
+        case {"type": str(kind)} if kind != "function":
+            raise invalid(f"{where}.type", f'{where}.type must be "function", not {printable(repr(kind), 40)}')
+        case {"function": {"name": str(name)}} | {"name": str(name)}:
+            return name
+        case _:
+            raise invalid(where, f"{where} must have the name of a function")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation import forms
-from kvcellar.serve.generation.chat_request import ChatRequest
+from kvcellar.serve.generation.chat_request import ChatRequest, Effort
 from kvcellar.serve.generation.field_names import naming_fields
 from kvcellar.serve.generation.messages import MAX_MESSAGES, Message, StrictModel, template_messages
 from kvcellar.serve.generation.namespaces import Caller
@@ -21,9 +21,8 @@ from kvcellar.serve.generation.prepare import chat_tokens
 from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.parsing import Fields, validated
 from kvcellar.serve.http.sending import json_response
-from kvcellar.serve.openai.chat import Effort, continued
-from kvcellar.serve.openai.fields import implemented
-from kvcellar.serve.openai.tools import tool_choice
+from kvcellar.serve.openai.chat import continued
+from kvcellar.serve.openai.fields import implemented, tool_choice
 from kvcellar.serve.shared import Shared
 
 

@@ -3,9 +3,8 @@
 from msgspec import UNSET, UnsetType
 
 from kvcellar.serve.answers import Answer
-from kvcellar.serve.generation.records import RecallFields
+from kvcellar.serve.generation.records import RecallFields, SpeculationFields
 from kvcellar.serve.generation.replies import Replies, Reply
-from kvcellar.serve.generation.speculations import SpeculationFields
 
 
 class PromptTokensDetails(Answer):

@@ -9,7 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.constraint import Constraint
 from kvcellar.errors import shown
@@ -17,20 +17,17 @@ from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.frontend.transcript import as_json, shown_from
 from kvcellar.sampling_params import MAX_LOGPROBS
 from kvcellar.serve.generation import forms, ignored_fields
-from kvcellar.serve.generation.chat_request import ChatRequest
+from kvcellar.serve.generation.chat_request import ChatRequest, Effort
 from kvcellar.serve.generation.field_names import Place
-from kvcellar.serve.generation.messages import StrictModel
+from kvcellar.serve.generation.messages import LooseModel, StrictModel
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.generation.prepare import prompt_tokens
 from kvcellar.serve.generation.structured_fields import SCHEMA_KEYS, of_named_schema, of_response_format
 from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.json_text import json_size, printable
 from kvcellar.serve.http.parsing import Fields
-from kvcellar.serve.openai.chat import Effort
-from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, unsupported
-from kvcellar.serve.openai.tools import tool_choice
-from kvcellar.serve.responses.input_items import sent as sent_items
-from kvcellar.serve.responses.items import check_results, continues, messages_of
+from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, tool_choice, unsupported
+from kvcellar.serve.responses.items import check_results, continues, kept_items, messages_of
 from kvcellar.serve.responses.response_writer import (
     LOGPROBS,
     Echo,
@@ -66,9 +63,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 
 
-class ReasoningOptions(StrictModel):
-    model_config = ConfigDict(extra="ignore")
-
+class ReasoningOptions(LooseModel):
     effort: Effort | None = None  # OpenAI: as `reasoning_effort` of a chat
     # OpenAI: accepted; reasoning is told as it is, without a summary
     summary: Literal["auto", "concise", "detailed", "none"] | None = None
@@ -159,7 +154,7 @@ def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, cal
         parent=parent,
         first=len(said) - len(history) - len(system),
         logprobs=_logprobs(body) is not None,
-        input=sent_items(body.input) if body.store is not False else b"",
+        input=kept_items(body.input) if body.store is not False else b"",
     )
     kept = len(echo.messages) + len(echo.input) + json_size(echo.fields)
     return Generation(request, partial(ResponsesWriter, engine, echo), kept)

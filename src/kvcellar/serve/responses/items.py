@@ -5,6 +5,7 @@ model wrote with them, and become one message again. Unknown keys in items are i
 servers wrote.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -39,6 +40,12 @@ def messages_of(given: object) -> tuple[list[Json], list[Place]]:
     if not merged.messages:  # reasoning that another server has encrypted, and nothing else
         raise invalid("input", "input must have an item that is not reasoning without a text")
     return merged.messages, merged.places
+
+
+def kept_items(given: object) -> bytes:
+    """The same as a list of items, in JSON, to be shown later."""
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return json.dumps(items).encode()
 
 
 def continues(given: object) -> bool:

@@ -1,10 +1,14 @@
 """app: the ASGI application, made of the routes and the middleware."""
 
+from http import HTTPStatus
+from typing import Any, cast
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from kvcellar.serve.generation.records import Records
 from kvcellar.serve.http.api_errors import api_error
@@ -40,11 +44,15 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
                 startup=shared.host.startup,
             )
         ],
-        exception_handlers={HTTPException: _no_such_route},
+        exception_handlers={HTTPException: cast(Any, _no_such_route)},
     )
     app.router.redirect_slashes = False  # a redirect would be a response without the API's error format
     return app
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
+async def _no_such_route(request: Request, error: HTTPException) -> Response:
+    """Starlette names the methods of the first route with the path; others may have it, too."""
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+        error.headers = {"Allow": ", ".join(sorted({method for one in routes for method in one.methods}))}
     return api_error(error).response(request.url.path)

@@ -16,8 +16,8 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from kvcellar.serve.answers import TEXT, Answer, Anything, EncodedAs, Template
-from kvcellar.serve.generation.replies import FinishReason, Item, Replies, ReplyPart, WholeReply
-from kvcellar.serve.generation.writer import SSE, named_event
+from kvcellar.serve.generation.replies import FinishReason, Item, Replies, ReplyPart
+from kvcellar.serve.generation.writer import Writer, named_event
 from kvcellar.serve.http.api_errors import ANTHROPIC, AnthropicError, ApiError
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 
@@ -178,13 +178,10 @@ def usage(replies: Replies, cached: int | None = None) -> MessageUsage:
     )
 
 
-class MessageWriter:
-    media_type = SSE
-
+class MessageWriter(Writer):
     def __init__(self, model: str, replies: Replies) -> None:
-        self.id = "msg_" + uuid4().hex
-        self._model, self._replies = model, replies
-        self._whole = WholeReply()
+        super().__init__("msg_" + uuid4().hex, replies)
+        self._model = model
         self._begun = False  # `message_start` was sent
         self._open: AnswerBlock | None = None  # as it was opened
         self._blocks = 0  # that were opened
@@ -192,18 +189,12 @@ class MessageWriter:
 
     # -- one response ---------------------------------------------------------------------------------------------
 
-    def add(self, part: ReplyPart) -> None:
-        self._whole.add(part.pieces)
-
     def response(self) -> MessageAnswer:
         end, content = self._end(), list(map(_block, self._whole.items))
         message = self._message(usage(self._replies))
         return replace(message, content=content, stop_reason=end.stop_reason, stop_sequence=end.stop_sequence)
 
     # -- a stream -------------------------------------------------------------------------------------------------
-
-    def first(self) -> Iterator[bytes]:
-        return iter(())
 
     def chunk(self, part: ReplyPart) -> bytes:
         events: list[bytes] = []
@@ -272,8 +263,7 @@ class MessageWriter:
 
     def _end(self) -> MessageEnd:
         (reply,) = self._replies.replies
-        assert reply.end is not None, "the choice has not ended"
-        stop = reply.end.stop_string
+        stop = reply.ended.stop_string
         return MessageEnd("stop_sequence" if stop is not None else STOP_REASONS[reply.finish_reason], stop)
 
 

@@ -31,11 +31,16 @@ class Reply:
     end: Finished | None = None
 
     @property
+    def ended(self) -> Finished:
+        assert self.end is not None, "the choice has not ended"
+        return self.end
+
+    @property
     def finish_reason(self) -> FinishReason:
         """`stop`, `length`, or `tool_calls` where the model has stopped to call tools."""
-        assert self.end is not None, "the choice has not ended"
-        assert self.end.reason != "cancelled", "the request has a response"
-        return "tool_calls" if self.end.reason == "stop" and self.calls else self.end.reason
+        reason = self.ended.reason
+        assert reason != "cancelled", "the request has a response"
+        return "tool_calls" if reason == "stop" and self.calls else reason
 
 
 class ReplyPart(Struct, frozen=True):

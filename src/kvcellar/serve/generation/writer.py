@@ -3,15 +3,15 @@
 `generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.generation.namespaces import Caller
-from kvcellar.serve.generation.replies import Replies, ReplyPart
+from kvcellar.serve.generation.replies import Replies, ReplyPart, WholeReply
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.http.parsing import Fields
@@ -21,45 +21,44 @@ NDJSON = b"application/x-ndjson"
 SSE_PING = b": still here\n\n"  # a comment, which parsers skip
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writes the response to one request: one object, by `add` for each part and then `response`; or a stream, by
     `first`, `chunk` for each part, and `last`. What it knows of the request and its usage is in the `Replies`."""
 
-    @property
-    def id(self) -> str:
-        """Of the response; the record of the request has it, too."""
-        ...
+    media_type = SSE  # of a stream
 
-    @property
-    def media_type(self) -> bytes:
-        """Of a stream."""
-        ...
+    def __init__(self, id: str, replies: Replies) -> None:
+        self.id = id  # of the response; the record of the request has it, too
+        self._replies = replies
+        self._whole = WholeReply()
 
-    def add(self, part: ReplyPart) -> None: ...
+    def add(self, part: ReplyPart) -> None:
+        self._whole.add(part.pieces)
+
+    @abstractmethod
     def response(self) -> Answer:
         """When all prompts have ended. Iterators in it become lists, which are encoded in chunks."""
-        ...
 
     def first(self) -> Iterator[bytes]:
         """What is sent before any part, in small pieces. The status is 200 from here on."""
-        ...
+        return iter(())
 
+    @abstractmethod
     def chunk(self, part: ReplyPart) -> bytes:
         """May be empty."""
-        ...
 
+    @abstractmethod
     def last(self) -> bytes:
         """When all prompts have ended, and the turn of a conversation was saved."""
-        ...
 
+    @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """In place of `last`, perhaps before `first` has ended. An error before a stream begins is written by
         `ApiError.response`."""
-        ...
 
     def ping(self) -> bytes:
         """What keeps a connection open on which nothing is sent. Empty: nothing does."""
-        ...
+        return SSE_PING
 
 
 MakeWriter = Callable[[Replies], Writer]

@@ -26,6 +26,7 @@ from kvcellar.errors import (
     ConversationUnreadable,
     EngineClosed,
     EngineDied,
+    KvcellarError,
     ModelNotFound,
     NoToken,
     NotSupported,
@@ -166,54 +167,47 @@ class ClientDisconnected(Exception):
     """The client closed its connection before the response ended."""
 
 
+# The status and the code of an error, and its field unless it has one, by the first class that fits.
+OF_ERRORS: Mapping[type[KvcellarError], tuple[int, str | None, str | None]] = MappingProxyType(
+    {
+        UnknownConversation: (404, "conversation_not_found", None),
+        ConversationConflict: (409, "conversation_conflict", None),
+        ConversationUnreadable: (409, "conversation_unreadable", "conversation"),
+        ConversationNotSaved: (503, "conversation_not_saved", "conversation"),
+        PromptTooLong: (400, "context_length_exceeded", None),
+        BadRequest: (400, None, None),
+        NotSupported: (400, "not_supported", None),
+        ScoresNotNumbers: (500, "scores_not_numbers", None),
+        ConstraintFailed: (400, "constraint_failed", None),
+        NoToken: (400, "no_token", None),  # the request allows none
+        ModelNotFound: (404, "model_not_found", "model"),
+        EngineDied: (500, "engine_died", None),
+    }
+)
+HINTS: Mapping[type[KvcellarError], str] = MappingProxyType(
+    {ConversationUnreadable: "; delete it, or try again", ConversationNotSaved: "; try again later"}
+)
+
+
 def api_error(error: BaseException) -> ApiError:
     """`error` as the client gets it. Only exceptions raised for the client keep their message."""
     match error:
         case ApiError():
             return error
-        case UnknownConversation() | ConversationConflict() | ConversationUnreadable() | ConversationNotSaved():
-            return _conversation_error(error)
         case HTTPException():
             return _http_error(error)
-        case BadRequest():
-            code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            return ApiError(400, printable(error.message, 2000), error.param, code)
-        case NotSupported() | NoToken():
-            return _not_possible(error)
-        case ModelNotFound():
-            return ApiError(404, printable(str(error), 2000), "model", "model_not_found")
         case Overloaded():
             return overloaded(str(error))
         case CacheFull():
             return overloaded("the memory for keys and values is full; try again later")
-        case EngineClosed() | EngineDied():
-            died = isinstance(error, EngineDied)
-            return ApiError(500, printable(str(error), 2000), code="engine_died") if died else shutting_down()
-        case _:
-            return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
-
-
-def _not_possible(error: NotSupported | NoToken) -> ApiError:
-    if isinstance(error, NotSupported):
-        return ApiError(400, printable(error.reason, 2000), code="not_supported")
-    if isinstance(error, ScoresNotNumbers):
-        return ApiError(500, printable(str(error), 2000), code="scores_not_numbers")
-    code = "constraint_failed" if isinstance(error, ConstraintFailed) else "no_token"  # the request allows none
-    return ApiError(400, printable(str(error), 2000), code=code)
-
-
-def _conversation_error(
-    error: UnknownConversation | ConversationConflict | ConversationUnreadable | ConversationNotSaved,
-) -> ApiError:
-    match error:
-        case UnknownConversation():
-            return ApiError(404, error.message, error.param, "conversation_not_found")
-        case ConversationConflict():
-            return ApiError(409, error.message, error.param, "conversation_conflict")
-        case ConversationUnreadable():
-            return ApiError(409, f"{error}; delete it, or try again", "conversation", "conversation_unreadable")
-        case ConversationNotSaved():
-            return ApiError(503, f"{error}; try again later", "conversation", "conversation_not_saved")
+        case EngineClosed():
+            return shutting_down()
+    if (kind := next((one for one in OF_ERRORS if isinstance(error, one)), None)) is None:
+        return ApiError(500, "the server met an unexpected error; its log has the details", code="internal_error")
+    status, code, param = OF_ERRORS[kind]
+    said, param = (error.message, error.param) if isinstance(error, BadRequest) else (str(error), param)
+    message = error.reason if isinstance(error, NotSupported) else said + HINTS.get(kind, "")
+    return ApiError(status, printable(message, 2000), param, code)
 
 
 def _http_error(error: HTTPException) -> ApiError:

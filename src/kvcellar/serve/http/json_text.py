@@ -1,10 +1,11 @@
 """json_text: encodes responses as JSON, whole or in chunks, and makes text from clients safe to print."""
 
 import codecs
+import json
 from collections.abc import Iterator
 from json.encoder import encode_basestring_ascii as json_string
 
-from msgspec import UNSET, Struct
+from msgspec import UNSET, Raw, Struct
 from msgspec.json import Encoder
 
 CHUNK_ITEMS = 64  # values of a list, those of lists in it counted one by one
@@ -13,7 +14,10 @@ CHUNK_ITEMS = 64  # values of a list, those of lists in it counted one by one
 def to_json(value: object) -> bytes:
     """Printable ASCII only: some clients treat U+2028 and U+0085 as the end of a line of a stream. An iterator is
     written as a list."""
-    found = _ENCODER.encode(value).replace(b"\x7f", b"\\u007f")
+    try:
+        found = _ENCODER.encode(value).replace(b"\x7f", b"\\u007f")
+    except UnicodeEncodeError:  # half of a surrogate pair, in a name that a model wrote, or that of a file
+        return json.dumps(value, default=_plain, separators=(",", ":")).encode().replace(b"\x7f", b"\\u007f")
     return found if found.isascii() else found.decode().encode("ascii", _ESCAPED)
 
 
@@ -72,6 +76,15 @@ def _items(value: dict[str, object] | Struct) -> list[tuple[str, object]]:
     named = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
     found = ((name, getattr(value, attribute)) for name, attribute in named)
     return [one for one in found if one[1] is not UNSET]
+
+
+def _plain(value: object) -> object:
+    """What `json` does not know. It is not for iterators: they were read when msgspec failed."""
+    if isinstance(value, Struct):
+        return dict(_items(value))
+    if isinstance(value, Raw):
+        return json.loads(bytes(value))
+    raise TypeError(f"{type(value).__name__} cannot be encoded again")
 
 
 def _listed(value: object) -> object:

@@ -15,8 +15,8 @@ from msgspec import UNSET, Raw, UnsetType
 from kvcellar.events import TokenLogprob
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import OTHER, TEXT, Answer, Anything, EncodedAs, Template
-from kvcellar.serve.generation.replies import Item, Replies, ReplyPart, WholeReply
-from kvcellar.serve.generation.writer import NDJSON, json_line
+from kvcellar.serve.generation.replies import Item, Replies, ReplyPart
+from kvcellar.serve.generation.writer import NDJSON, Writer, json_line
 from kvcellar.serve.http.api_errors import OLLAMA, ApiError, OllamaError
 from kvcellar.serve.openai.logprobs import ScoredToken, TokenText
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
@@ -110,14 +110,13 @@ class ChatFormat:
 Format = type[GenerateFormat] | type[ChatFormat]
 
 
-class OllamaWriter:
+class OllamaWriter(Writer):
     media_type = NDJSON
 
     def __init__(self, engine: ServedEngine, name: str, loading: float, form: Format, replies: Replies) -> None:
         """`name`: of the model, as the client has sent it. `loading`: seconds from the request to its submission."""
-        self.id = "ollama-" + uuid4().hex
-        self._name, self._loading, self._format, self._replies = name, loading, form, replies
-        self._whole = WholeReply()
+        super().__init__("ollama-" + uuid4().hex, replies)
+        self._name, self._loading, self._format = name, loading, form
         self._tokens = TokenText(engine, not engine.model.has_text)
         self._logprobs: list[TokenLogprob] = []
         self._wants_logprobs = replies.prepared.params.logprobs is not None
@@ -127,7 +126,7 @@ class OllamaWriter:
     # -- one response ---------------------------------------------------------------------------------------------
 
     def add(self, part: ReplyPart) -> None:
-        self._whole.add(part.pieces)
+        super().add(part)
         self._logprobs += (part.delta.logprobs if part.delta is not None else None) or ()
 
     def response(self) -> GenerateAnswer | ChatLineEnd:
@@ -136,9 +135,6 @@ class OllamaWriter:
         return self._end(self._format.fields(whole.content, whole.reasoning, calls))
 
     # -- a stream -------------------------------------------------------------------------------------------------
-
-    def first(self) -> Iterator[bytes]:
-        return iter(())
 
     def chunk(self, part: ReplyPart) -> bytes:
         self.add(part)
@@ -187,14 +183,13 @@ class OllamaWriter:
     def _end(self, fields: dict[str, Any]) -> GenerateAnswer | ChatLineEnd:
         (reply,) = self._replies.replies
         (done,) = self._replies.done.values()
-        assert reply.end is not None, "the choice has not ended"
         times = done.timings
         total = self._loading + time.perf_counter() - self._begun
         return self._format.end(
             model=self._name,
             created_at=_now(),
             logprobs=self._new_logprobs(),
-            done_reason="length" if reply.end.reason == "length" else "stop",
+            done_reason="length" if reply.ended.reason == "length" else "stop",
             total_duration=int(NANO * total),
             load_duration=int(NANO * self._loading),
             prompt_eval_count=self._replies.prompt_tokens,

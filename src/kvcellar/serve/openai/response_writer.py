@@ -29,7 +29,7 @@ from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.serve.answers import TEXT, Template
 from kvcellar.serve.generation.records import recall_fields
 from kvcellar.serve.generation.replies import Replies, Reply, ReplyPart, WholeReply
-from kvcellar.serve.generation.writer import SSE, SSE_PING, data_event
+from kvcellar.serve.generation.writer import Writer, data_event
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.openai.fields import ResponseOptions
 from kvcellar.serve.openai.formats import (
@@ -125,11 +125,7 @@ def _decoded(engine: ServedEngine, ids: list[int]) -> str:
 DONE = b"data: [DONE]\n\n"
 
 
-class ResponseWriter:
-    """A `Writer`."""
-
-    media_type = SSE
-
+class ResponseWriter(Writer):
     def __init__(
         self,
         engine: ServedEngine,
@@ -140,7 +136,8 @@ class ResponseWriter:
         echo: Echo | None = None,
     ) -> None:
         """`echo`: the prompts, if they are in front of the completions."""
-        self._engine, self._wanted, self._format, self._replies = engine, wanted, form, replies
+        super().__init__(form.id_prefix + uuid4().hex, replies)
+        self._engine, self._wanted, self._format = engine, wanted, form
         self._echo, self._opened = echo, set[int]()
         self._text = TokenText(engine, wanted.tokens_as_ids)
         self._wholes = [WholeReply() for _ in replies.replies]
@@ -152,7 +149,6 @@ class ResponseWriter:
             or (wanted.include_usage and wanted.continuous_usage)
         )
         self._templates: dict[tuple[int, type[Content | Reasoning]], Template] = {}  # by choice
-        self.id = form.id_prefix + uuid4().hex
         created = int(time.time())
         self._head: dict[str, Any] = {"id": self.id, "created": created, "model": wanted.model}
 
@@ -187,7 +183,12 @@ class ResponseWriter:
 
     def _choice(self, reply: Reply) -> Any:
         tokens = self._tokens[reply.index]
-        choice: Any = self._format.choice(self._wholes[reply.index], index=reply.index, **self._end(reply))
+        choice: Any = self._format.choice(
+            self._wholes[reply.index],
+            index=reply.index,
+            finish_reason=reply.finish_reason,
+            stop_reason=reply.ended.stop_string,
+        )
         if self._replies.prepared.params.logprobs is not None:
             choice.logprobs = self._format.logprobs(tokens.logprobs, tokens.offsets, self._text)
         if self._wanted.token_ids:
@@ -260,9 +261,6 @@ class ResponseWriter:
     def failed(self, error: ApiError) -> bytes:
         return data_event(error.body())
 
-    def ping(self) -> bytes:
-        return SSE_PING
-
     def _chunk(self, reply: Reply, choice: Any) -> ChatChunk | TextChunk:
         if self._wanted.token_ids and choice.token_ids is UNSET:
             choice.token_ids = []
@@ -272,10 +270,6 @@ class ResponseWriter:
         return chunk
 
     # -- of both ------------------------------------------------------------------------------------------------
-
-    def _end(self, reply: Reply) -> dict[str, Any]:
-        assert reply.end is not None, "the choice has not ended"
-        return {"finish_reason": reply.finish_reason, "stop_reason": reply.end.stop_string}
 
     def _usage(self) -> Usage:
         used = usage(self._replies)

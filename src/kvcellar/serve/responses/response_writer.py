@@ -20,8 +20,8 @@ from kvcellar.events import Delta
 from kvcellar.frontend.served_engine import ServedEngine
 from kvcellar.frontend.transcript import Turn, as_json
 from kvcellar.serve.answers import OTHER, TEXT, Answer, Anything, Template
-from kvcellar.serve.generation.replies import Replies, ReplyPart, WholeReply
-from kvcellar.serve.generation.writer import SSE, SSE_PING, named_event
+from kvcellar.serve.generation.replies import Replies, ReplyPart
+from kvcellar.serve.generation.writer import Writer, named_event
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.openai.logprobs import TokenText
@@ -167,18 +167,13 @@ class Echo:
         return {**self.begun, **reply, "content": "\n".join(texts(self.begun)) + reply["content"]}
 
 
-class ResponsesWriter:
-    """A `Writer`."""
-
-    media_type = SSE
-
+class ResponsesWriter(Writer):
     def __init__(self, engine: ServedEngine, echo: Echo, replies: Replies) -> None:
-        self._echo, self._replies = echo, replies
+        super().__init__(f"resp_{uuid4().hex}", replies)
+        self._echo, self._output = echo, Output()
         self._text = TokenText(engine, as_ids=not engine.model.has_text)
-        self._output, self._whole = Output(), WholeReply()
         self._sequence = 0
         self._deltas: dict[str, Template] = {}  # without log-probabilities, by item
-        self.id = f"resp_{uuid4().hex}"
         params = replies.prepared.params
         self._begun = ResponseObject(
             id=self.id,
@@ -218,13 +213,10 @@ class ResponsesWriter:
         response = replace(self._begun, status="failed", output=self._output.answers(), error=about)
         return self._event(ResponseStateEvent(type="response.failed", response=response))
 
-    def ping(self) -> bytes:
-        return SSE_PING
-
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _events(self, part: ReplyPart) -> list[OutputEvent]:
-        self._whole.add(part.pieces)
+        super().add(part)
         events = self._output.add(part.pieces, self._logprobs(part.delta) if part.delta is not None else ())
         if part.end is not None:
             events += self._output.end(complete=part.end.reason == "stop")
@@ -249,12 +241,11 @@ class ResponsesWriter:
 
     def _finished(self) -> ResponseObject:
         (reply,) = self._replies.replies
-        assert reply.end is not None, "the response has not ended"
         response = replace(self._begun, output=self._output.answers(), usage=self._usage())
-        if reply.end.reason == "stop" and not self._output.broken:
+        if reply.ended.reason == "stop" and not self._output.broken:
             response.status, response.completed_at = "completed", int(time.time())
         else:
-            cut_off = reply.end.reason == "length"  # else a call broke off: no reason of this API says that
+            cut_off = reply.ended.reason == "length"  # else a call broke off: no reason of this API says that
             response.status = "incomplete"
             response.incomplete_details = IncompleteDetails("max_output_tokens" if cut_off else None)
         return response

@@ -108,7 +108,6 @@ LIMIT = Parameter(
 TIER = Parameter(about="Where the entries are.", schema={"enum": list(TIERS), "default": TIERS[0]})
 NAMESPACE = Parameter(about="Only entries of this namespace.", schema={"type": "string"})
 MAY_GENERATE = (404, 409)  # there is no such model or conversation; the conversation was changed meanwhile
-OF_CACHE = (400, 404, 409)  # of a model that has no store, that there is not, that is not loaded
 
 
 class Handlers:
@@ -139,18 +138,26 @@ class Endpoint(Operation):
     slashes: bool = field(default=False, kw_only=True)
 
 
+of_openai = partial(Endpoint, "OpenAI")
+of_anthropic = partial(Endpoint, "Anthropic")
+of_ollama = partial(Endpoint, "Ollama")
+of_conversations = partial(Endpoint, "Conversations")
+of_server = partial(Endpoint, "Server")
+of_operator = partial(Endpoint, "Operator")
+# A model may have no store, not be there, or not be loaded.
+of_cache = partial(of_operator, query=MODELS, errors=(400, 404, 409))
+of_conversation = partial(of_conversations, path=CONVERSATION)
+
 OPENAI = {
-    ("GET", "/v1/models"): Endpoint("OpenAI", "List the models.", lambda at: at.models.list, answer=ModelList),
-    ("GET", "/v1/models/{name}"): Endpoint(
-        "OpenAI",
+    ("GET", "/v1/models"): of_openai("List the models.", lambda at: at.models.list, answer=ModelList),
+    ("GET", "/v1/models/{name}"): of_openai(
         "One model. A name may have slashes.",
         lambda at: at.models.get,
         slashes=True,
         answer=ModelFields,
         errors=(400, 404),
     ),
-    ("POST", "/v1/completions"): Endpoint(
-        "OpenAI",
+    ("POST", "/v1/completions"): of_openai(
         "Continue a text or token ids.",
         lambda at: GenerationHandler(at.server, parse_completion),
         body=CompletionBody,
@@ -159,8 +166,7 @@ OPENAI = {
         event=formats.TextEvent,
         errors=MAY_GENERATE,
     ),
-    ("POST", "/v1/chat/completions"): Endpoint(
-        "OpenAI",
+    ("POST", "/v1/chat/completions"): of_openai(
         "The next message of a chat.",
         lambda at: GenerationHandler(at.server, parse_chat),
         body=ChatBody,
@@ -169,8 +175,7 @@ OPENAI = {
         event=formats.ChatEvent,
         errors=MAY_GENERATE,
     ),
-    ("POST", "/v1/responses"): Endpoint(
-        "OpenAI",
+    ("POST", "/v1/responses"): of_openai(
         "A response, which later ones can continue.",
         lambda at: GenerationHandler(at.server, partial(parse_response, at.responses.store)),
         body=ResponsesBody,
@@ -179,31 +184,24 @@ OPENAI = {
         event=ResponseEvent,
         errors=MAY_GENERATE,
     ),
-    ("POST", "/v1/responses/input_tokens"): Endpoint(
-        "OpenAI",
+    ("POST", "/v1/responses/input_tokens"): of_openai(
         "How many tokens a response would count as input.",
         lambda at: ModelRoute(at.server, partial(count_input, at.responses.store)),
         body=ResponsesBody,
         answer=InputTokens,
         errors=(404,),
     ),
-    ("GET", "/v1/responses/{id}"): Endpoint(
-        "OpenAI",
+    ("GET", "/v1/responses/{id}"): of_openai(
         "A response that was kept.",
         lambda at: at.responses.get,
         query={"stream": Parameter(about="Only false: it is sent as a whole.", schema={"const": False})},
         answer=ResponseObject,
         errors=(400, 404),
     ),
-    ("DELETE", "/v1/responses/{id}"): Endpoint(
-        "OpenAI",
-        "Delete a response that was kept.",
-        lambda at: at.responses.delete,
-        answer=DeletedResponse,
-        errors=(404,),
+    ("DELETE", "/v1/responses/{id}"): of_openai(
+        "Delete a response that was kept.", lambda at: at.responses.delete, answer=DeletedResponse, errors=(404,)
     ),
-    ("GET", "/v1/responses/{id}/input_items"): Endpoint(
-        "OpenAI",
+    ("GET", "/v1/responses/{id}/input_items"): of_openai(
         "The items that a response which was kept was asked with.",
         lambda at: at.responses.input_items,
         query={
@@ -216,32 +214,28 @@ OPENAI = {
         answer=InputItems,
         errors=(400, 404),
     ),
-    ("POST", "/v1/embeddings"): Endpoint(
-        "OpenAI",
+    ("POST", "/v1/embeddings"): of_openai(
         "Vectors of texts, for models that say how they pool.",
         lambda at: EmbeddingHandler(at.server, parse_embeddings),
         body=EmbeddingsBody,
         answer=Embeddings,
         errors=(404,),
     ),
-    ("POST", "/tokenize"): Endpoint(
-        "OpenAI",
+    ("POST", "/tokenize"): of_openai(
         "Token ids of a text or a chat.",
         lambda at: ModelRoute(at.server, tokenize),
         body=TokenizeBody,
         answer=Tokenized | TokenizedContent,
         errors=(404,),
     ),
-    ("POST", "/detokenize"): Endpoint(
-        "OpenAI",
+    ("POST", "/detokenize"): of_openai(
         "The text of token ids.",
         lambda at: ModelRoute(at.server, detokenize),
         body=DetokenizeBody,
         answer=Detokenized,
         errors=(404,),
     ),
-    ("GET", "/tokenizer_info"): Endpoint(
-        "OpenAI",
+    ("GET", "/tokenizer_info"): of_openai(
         "What the tokenizer is.",
         lambda at: TokenizerInfo(at.server).get,
         query=MODELS,
@@ -250,8 +244,7 @@ OPENAI = {
     ),
 }
 ANTHROPIC = {
-    ("POST", "/v1/messages"): Endpoint(
-        "Anthropic",
+    ("POST", "/v1/messages"): of_anthropic(
         "The next message of a chat.",
         lambda at: GenerationHandler(at.server, parse_messages),
         body=MessagesBody,
@@ -260,8 +253,7 @@ ANTHROPIC = {
         event=MessageEvent,
         errors=MAY_GENERATE,
     ),
-    ("POST", "/v1/messages/count_tokens"): Endpoint(
-        "Anthropic",
+    ("POST", "/v1/messages/count_tokens"): of_anthropic(
         "How many tokens a chat has.",
         lambda at: ModelRoute(at.server, count_tokens),
         body=PromptBody,
@@ -270,15 +262,14 @@ ANTHROPIC = {
     ),
 }
 OLLAMA = {
-    ("GET", "/"): Endpoint("Ollama", "Says that the server runs.", lambda at: at.ollama.root, media=("text/plain",)),
-    ("GET", "/api/version"): Endpoint("Ollama", "The version.", lambda at: at.ollama.version, answer=Version),
-    ("GET", "/api/tags"): Endpoint("Ollama", "List the models.", lambda at: at.ollama.tags, answer=ListedModels),
-    ("GET", "/api/ps"): Endpoint("Ollama", "List loaded models.", lambda at: at.ollama.running, answer=LoadedModels),
-    ("POST", "/api/show"): Endpoint(
-        "Ollama", "One model.", lambda at: at.ollama.show, body=ollama.ShowBody, answer=ShownModel, errors=(404,)
+    ("GET", "/"): of_ollama("Says that the server runs.", lambda at: at.ollama.root, media=("text/plain",)),
+    ("GET", "/api/version"): of_ollama("The version.", lambda at: at.ollama.version, answer=Version),
+    ("GET", "/api/tags"): of_ollama("List the models.", lambda at: at.ollama.tags, answer=ListedModels),
+    ("GET", "/api/ps"): of_ollama("List loaded models.", lambda at: at.ollama.running, answer=LoadedModels),
+    ("POST", "/api/show"): of_ollama(
+        "One model.", lambda at: at.ollama.show, body=ollama.ShowBody, answer=ShownModel, errors=(404,)
     ),
-    ("POST", "/api/generate"): Endpoint(
-        "Ollama",
+    ("POST", "/api/generate"): of_ollama(
         "Answer a prompt, as lines unless stream is false. Without a prompt, load or unload a model.",
         lambda at: OllamaGeneration(at.server, at.ollama, GENERATE),
         body=ollama.GenerateBody,
@@ -287,8 +278,7 @@ OLLAMA = {
         event=lines.GenerateEvent,
         errors=MAY_GENERATE,
     ),
-    ("POST", "/api/chat"): Endpoint(
-        "Ollama",
+    ("POST", "/api/chat"): of_ollama(
         "The next message of a chat, as lines unless stream is false. Without messages, load or unload a model.",
         lambda at: OllamaGeneration(at.server, at.ollama, CHAT),
         body=ollama.OllamaChatBody,
@@ -297,24 +287,21 @@ OLLAMA = {
         event=lines.ChatLineEvent,
         errors=MAY_GENERATE,
     ),
-    ("POST", "/api/embed"): Endpoint(
-        "Ollama",
+    ("POST", "/api/embed"): of_ollama(
         "Vectors of texts.",
         lambda at: EmbeddingHandler(at.server, parse_embed, sent_keep_alive),
         body=EmbedBody,
         answer=OllamaEmbeddings,
         errors=(404,),
     ),
-    ("POST", "/api/embeddings"): Endpoint(
-        "Ollama",
+    ("POST", "/api/embeddings"): of_ollama(
         "One vector.",
         lambda at: EmbeddingHandler(at.server, parse_embedding, sent_keep_alive),
         body=EmbeddingBody,
         answer=OneEmbedding,
         errors=(404,),
     ),
-    ("POST", "/api/create"): Endpoint(
-        "Ollama",
+    ("POST", "/api/create"): of_ollama(
         "Create a model, with lines of progress unless stream is false.",
         lambda at: at.library.create,
         body=ollama.CreateModelBody,
@@ -323,14 +310,13 @@ OLLAMA = {
         event=ProgressEvent,
         errors=(404,),
     ),
-    ("POST", "/api/copy"): Endpoint(
-        "Ollama", "Give a model a second name.", lambda at: at.library.copy, body=ollama.CopyBody, errors=(404,)
+    ("POST", "/api/copy"): of_ollama(
+        "Give a model a second name.", lambda at: at.library.copy, body=ollama.CopyBody, errors=(404,)
     ),
-    ("DELETE", "/api/delete"): Endpoint(
-        "Ollama", "Delete a model.", lambda at: at.library.delete, body=ollama.NamedBody, errors=(404,)
+    ("DELETE", "/api/delete"): of_ollama(
+        "Delete a model.", lambda at: at.library.delete, body=ollama.NamedBody, errors=(404,)
     ),
-    ("POST", "/api/pull"): Endpoint(
-        "Ollama",
+    ("POST", "/api/pull"): of_ollama(
         "Download a model, if the server allows it, with lines of progress unless stream is false.",
         lambda at: at.library.pull,
         body=ollama.PullBody,
@@ -339,14 +325,13 @@ OLLAMA = {
         event=ProgressEvent,
         errors=(404,),
     ),
-    ("POST", "/api/push"): Endpoint(
-        "Ollama", "Refused: models are not pushed.", lambda at: at.library.push, statuses=(), errors=(400,)
+    ("POST", "/api/push"): of_ollama(
+        "Refused: models are not pushed.", lambda at: at.library.push, statuses=(), errors=(400,)
     ),
-    ("HEAD", "/api/blobs/{digest}"): Endpoint(
-        "Ollama", "Whether a file was uploaded.", lambda at: at.blobs.__call__, path=DIGEST, errors=(400, 404)
+    ("HEAD", "/api/blobs/{digest}"): of_ollama(
+        "Whether a file was uploaded.", lambda at: at.blobs.__call__, path=DIGEST, errors=(400, 404)
     ),
-    ("POST", "/api/blobs/{digest}"): Endpoint(
-        "Ollama",
+    ("POST", "/api/blobs/{digest}"): of_ollama(
         "Upload a file to create a model from. 201: it was stored; 200: it was there.",
         lambda at: at.blobs.__call__,
         path=DIGEST,
@@ -356,14 +341,10 @@ OLLAMA = {
     ),
 }
 CONVERSATIONS = {
-    ("GET", "/kvcellar/conversations"): Endpoint(
-        "Conversations",
-        "List the conversations of the key.",
-        lambda at: at.conversations.index,
-        answer=ConversationList,
+    ("GET", "/kvcellar/conversations"): of_conversations(
+        "List the conversations of the key.", lambda at: at.conversations.index, answer=ConversationList
     ),
-    ("POST", "/kvcellar/conversations"): Endpoint(
-        "Conversations",
+    ("POST", "/kvcellar/conversations"): of_conversations(
         "Create a conversation.",
         lambda at: at.conversations.create,
         body=CreateBody,
@@ -371,68 +352,51 @@ CONVERSATIONS = {
         answer=ConversationFields,
         errors=(409,),
     ),
-    ("GET", "/kvcellar/conversations/{name}"): Endpoint(
-        "Conversations",
-        "A whole conversation.",
-        lambda at: WholeHandler(at.server),
-        path=CONVERSATION,
-        answer=WholeConversation,
-        errors=(400, 404, 409),
+    ("GET", "/kvcellar/conversations/{name}"): of_conversation(
+        "A whole conversation.", lambda at: WholeHandler(at.server), answer=WholeConversation, errors=(400, 404, 409)
     ),
-    ("DELETE", "/kvcellar/conversations/{name}"): Endpoint(
-        "Conversations",
-        "Delete a conversation.",
-        lambda at: at.conversations.delete,
-        path=CONVERSATION,
-        answer=DeletedConversation,
-        errors=(400, 404, 409),
+    ("DELETE", "/kvcellar/conversations/{name}"): of_conversation(
+        "Delete a conversation.", lambda at: at.conversations.delete, answer=DeletedConversation, errors=(400, 404, 409)
     ),
-    ("POST", "/kvcellar/conversations/{name}/fork"): Endpoint(
-        "Conversations",
+    ("POST", "/kvcellar/conversations/{name}/fork"): of_conversation(
         "Copy a conversation.",
         lambda at: at.conversations.fork,
-        path=CONVERSATION,
         body=ForkBody,
         statuses=(201,),
         answer=ConversationFields,
         errors=(404, 409),
     ),
-    ("POST", "/kvcellar/conversations/{name}/rewind"): Endpoint(
-        "Conversations",
+    ("POST", "/kvcellar/conversations/{name}/rewind"): of_conversation(
         "Discard the last turns.",
         lambda at: at.conversations.rewind,
-        path=CONVERSATION,
         body=RewindBody,
         answer=ConversationFields,
         errors=(404, 409),
     ),
 }
 SERVER = {
-    ("GET", "/health"): Endpoint(
-        "Server",
+    ("GET", "/health"): of_server(
         "503 while models are loaded, as llama.cpp's server has it, else as /live. Needs no key.",
         lambda at: at.health.health,
         answer=ServerState,
     ),
-    ("GET", "/live"): Endpoint(
-        "Server", "200 while no engine has failed. Needs no key.", lambda at: at.health.alive, answer=ServerState
+    ("GET", "/live"): of_server(
+        "200 while no engine has failed. Needs no key.", lambda at: at.health.alive, answer=ServerState
     ),
-    ("GET", "/ready"): Endpoint(
-        "Server", "200 while requests are served. Needs no key.", lambda at: at.health.ready, answer=ServerState
+    ("GET", "/ready"): of_server(
+        "200 while requests are served. Needs no key.", lambda at: at.health.ready, answer=ServerState
     ),
-    ("GET", "/ping"): Endpoint("Server", "As /live.", lambda at: at.health.alive, answer=ServerState),
-    ("POST", "/ping"): Endpoint("Server", "As /live.", lambda at: at.health.alive, answer=ServerState),
-    ("GET", "/metrics"): Endpoint(
-        "Server",
+    ("GET", "/ping"): of_server("As /live.", lambda at: at.health.alive, answer=ServerState),
+    ("POST", "/ping"): of_server("As /live.", lambda at: at.health.alive, answer=ServerState),
+    ("GET", "/metrics"): of_server(
         "Metrics for Prometheus. Needs a metrics key or admin key, if there are any.",
         lambda at: at.metrics,
         media=("text/plain", "application/openmetrics-text"),
     ),
-    ("GET", "/openapi.json"): Endpoint("Server", "This document.", lambda at: at.document.get, answer=OpenApiDocument),
+    ("GET", "/openapi.json"): of_server("This document.", lambda at: at.document.get, answer=OpenApiDocument),
 }
 OPERATOR = {
-    ("GET", "/admin/requests"): Endpoint(
-        "Operator",
+    ("GET", "/admin/requests"): of_operator(
         "The last requests.",
         lambda at: at.records.list,
         query={
@@ -443,93 +407,50 @@ OPERATOR = {
         answer=RequestSummaries,
         errors=(400,),
     ),
-    ("GET", "/admin/requests/{id}"): Endpoint(
-        "Operator",
+    ("GET", "/admin/requests/{id}"): of_operator(
         "What a request had of memory, and why it was not more, by its id or that of its response.",
         lambda at: at.records.get,
         answer=RequestRecord,
         errors=(404,),
     ),
-    ("GET", "/admin/cache"): Endpoint(
-        "Operator",
-        "What the cache has, by namespace.",
-        lambda at: at.cache.totals,
-        query=MODELS,
-        answer=CacheContents,
-        errors=OF_CACHE,
+    ("GET", "/admin/cache"): of_cache(
+        "What the cache has, by namespace.", lambda at: at.cache.totals, answer=CacheContents
     ),
-    ("GET", "/admin/cache/tree"): Endpoint(
-        "Operator",
+    ("GET", "/admin/cache/tree"): of_cache(
         "Entries of a tier.",
         lambda at: at.cache.tree,
         query={"limit": LIMIT, "tier": TIER, "namespace": NAMESPACE, "model": MODEL},
         answer=CacheEntries,
-        errors=OF_CACHE,
     ),
-    ("GET", "/admin/cache/hot"): Endpoint(
-        "Operator",
+    ("GET", "/admin/cache/hot"): of_cache(
         "Entries that are used most.",
         lambda at: at.cache.hot,
         query={"limit": LIMIT, "tier": TIER, "model": MODEL},
         answer=CacheEntries,
-        errors=OF_CACHE,
     ),
-    ("POST", "/admin/cache/remove"): Endpoint(
-        "Operator",
-        "Remove entries.",
-        lambda at: at.cache.remove,
-        body=RemoveBody,
-        query=MODELS,
-        answer=RemovedEntries,
-        errors=OF_CACHE,
+    ("POST", "/admin/cache/remove"): of_cache(
+        "Remove entries.", lambda at: at.cache.remove, body=RemoveBody, answer=RemovedEntries
     ),
-    ("POST", "/admin/cache/clear"): Endpoint(
-        "Operator",
+    ("POST", "/admin/cache/clear"): of_cache(
         "Remove all entries of the model, or of all models.",
         lambda at: at.cache.clear,
         body=ClearBody,
-        query=MODELS,
         answer=RemovedEntries,
-        errors=OF_CACHE,
     ),
-    ("POST", "/admin/cache/collect"): Endpoint(
-        "Operator",
-        "Delete files of no use.",
-        lambda at: at.cache.collect,
-        body=NoFields,
-        query=MODELS,
-        answer=CollectedEntries,
-        errors=OF_CACHE,
+    ("POST", "/admin/cache/collect"): of_cache(
+        "Delete files of no use.", lambda at: at.cache.collect, body=NoFields, answer=CollectedEntries
     ),
-    ("POST", "/admin/cache/verify"): Endpoint(
-        "Operator",
-        "Check what is stored.",
-        lambda at: at.cache.verify,
-        body=NoFields,
-        query=MODELS,
-        answer=VerifiedEntries,
-        errors=OF_CACHE,
+    ("POST", "/admin/cache/verify"): of_cache(
+        "Check what is stored.", lambda at: at.cache.verify, body=NoFields, answer=VerifiedEntries
     ),
-    ("POST", "/admin/cache/export"): Endpoint(
-        "Operator",
-        "All that is stored, as an archive.",
-        lambda at: at.cache.export,
-        body=NoFields,
-        query=MODELS,
-        media=(ARCHIVE,),
-        errors=OF_CACHE,
+    ("POST", "/admin/cache/export"): of_cache(
+        "All that is stored, as an archive.", lambda at: at.cache.export, body=NoFields, media=(ARCHIVE,)
     ),
-    ("POST", "/admin/cache/import"): Endpoint(
-        "Operator",
-        "Store an archive.",
-        lambda at: at.cache.import_from,
-        binary=ARCHIVE,
-        query=MODELS,
-        answer=ImportedEntries,
-        errors=OF_CACHE,
+    ("POST", "/admin/cache/import"): of_cache(
+        "Store an archive.", lambda at: at.cache.import_from, binary=ARCHIVE, answer=ImportedEntries
     ),
-    ("POST", "/admin/keys/reload"): Endpoint(
-        "Operator", "Read the key files again.", lambda at: at.keys.reload, answer=ReloadedKeys, errors=(409,)
+    ("POST", "/admin/keys/reload"): of_operator(
+        "Read the key files again.", lambda at: at.keys.reload, answer=ReloadedKeys, errors=(409,)
     ),
 }
 TABLE: Mapping[tuple[str, str], Endpoint] = MappingProxyType(

@@ -65,33 +65,19 @@ OFF = "the inspector of this server is off; start it with --inspector"
 MODEL = Parameter(about="The name of a loaded model. Default: the first one.", schema={"type": "string"})
 NAME = Parameter(about="The name of an entry.", schema={"type": "string"})
 NUMBER = Parameter(about="The number of a request.", schema={"type": "integer", "minimum": 0, "maximum": 10**18 - 1})
-MAY_FAIL = (400, 404, 409)  # there is no such entry or model, or the model is not loaded
+# There may be no such entry or model, or the model is not loaded.
+of_inspector = partial(Operation, "Inspector", query={"model": MODEL}, errors=(400, 404, 409))
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
     {
-        ("GET", f"{API}snapshot"): Operation(
-            api="Inspector", about="What there is now.", query={"model": MODEL}, answer=Snapshot, errors=MAY_FAIL
+        ("GET", f"{API}snapshot"): of_inspector("What there is now.", answer=Snapshot),
+        ("GET", f"{API}stream"): of_inspector(
+            "The same as events, one when something has changed.", streams=SSE, event=Snapshot
         ),
-        ("GET", f"{API}stream"): Operation(
-            api="Inspector",
-            about="The same as events, one when something has changed.",
-            query={"model": MODEL},
-            streams=SSE,
-            event=Snapshot,
-            errors=MAY_FAIL,
+        ("GET", f"{API}entry"): of_inspector(
+            "The text of an entry of the tree.", query={"name": NAME, "model": MODEL}, answer=EntryText
         ),
-        ("GET", f"{API}entry"): Operation(
-            api="Inspector",
-            about="The text of an entry of the tree.",
-            query={"name": NAME, "model": MODEL},
-            answer=EntryText,
-            errors=MAY_FAIL,
-        ),
-        ("GET", f"{API}request"): Operation(
-            api="Inspector",
-            about="The way of a request through the tree.",
-            query={"number": NUMBER, "model": MODEL},
-            answer=RequestWay,
-            errors=MAY_FAIL,
+        ("GET", f"{API}request"): of_inspector(
+            "The way of a request through the tree.", query={"number": NUMBER, "model": MODEL}, answer=RequestWay
         ),
     }
 )

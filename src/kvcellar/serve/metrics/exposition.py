@@ -63,13 +63,26 @@ SUCCESS = ("stop", "length")  # a completion that was cancelled is no success
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 
 
-@dataclass(frozen=True, slots=True)
-class Scrape:
-    """What a scrape shows. `server` has the values of `SERVER`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Scrape(Collector):
+    """What a scrape shows. `server` has the values of `SERVER`. With `vllm`, also under that server's names."""
 
     engines: Totals
     requests: Mapping[str, ModelRequests]  # by model
     server: tuple[float, ...]
+    vllm: bool
+
+    def collect(self) -> Iterator[Family]:
+        yield InfoMetricFamily("kvcellar_build", "The version of the server.", {"version": __version__})
+        for metric, value in zip(SERVER, self.server, strict=True):
+            yield GaugeMetricFamily(metric.name, metric.help, value)
+        values = self.values()
+        every = {metric.name: (metric, labels) for metric, labels in all_metrics()}
+        for name in every:
+            yield _family(*every[name], values)
+        if self.vllm:
+            yield from (_family(*every[ours], values, name) for name, ours in VLLM.items())
+            yield from _only_vllm(values)
 
     def values(self) -> dict[str, dict[Key, Any]]:
         """Of all metrics but those of the server, by model. A model that has run no request has no numbers of tokens
@@ -87,10 +100,10 @@ class Scrape:
         return found
 
 
-def page(scrape: Scrape, accept: str, *, vllm: bool = False) -> tuple[bytes, str]:
-    """The page in the format that `accept` wants, and its content type. With `vllm`, also under that server's names."""
+def page(scrape: Scrape, accept: str) -> tuple[bytes, str]:
+    """The page in the format that `accept` wants, and its content type."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(scrape, vllm=vllm))
+    registry.register(scrape)
     if _wants_openmetrics(accept):
         text = openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8, version="1.0.0")
         return text, "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -102,23 +115,6 @@ def _wants_openmetrics(accept: str) -> bool:
     an underscore in samples but with a colon in their descriptions unless the client asks for UTF-8."""
     parts = [part.replace(" ", "").lower().split(";") for part in accept.split(",")]
     return any(kind == "application/openmetrics-text" and "q=0" not in options for kind, *options in parts)
-
-
-class _Collected(Collector):
-    def __init__(self, scrape: Scrape, *, vllm: bool) -> None:
-        self._scrape, self._vllm = scrape, vllm
-
-    def collect(self) -> Iterator[Family]:
-        yield InfoMetricFamily("kvcellar_build", "The version of the server.", {"version": __version__})
-        for metric, value in zip(SERVER, self._scrape.server, strict=True):
-            yield GaugeMetricFamily(metric.name, metric.help, value)
-        values = self._scrape.values()
-        every = {metric.name: (metric, labels) for metric, labels in all_metrics()}
-        for name in every:
-            yield _family(*every[name], values)
-        if self._vllm:
-            yield from (_family(*every[ours], values, name) for name, ours in VLLM.items())
-            yield from _only_vllm(values)
 
 
 def all_metrics() -> Iterator[tuple[Metric, tuple[str, ...]]]:
@@ -169,9 +165,9 @@ def metrics_handler(server: Shared, requests: RequestCounts) -> Callable[[Reques
         counts, accept = requests.copy(), request.headers.get("accept", "")
 
         def work() -> tuple[bytes, str]:
-            values = len(host.models()), host.bytes, host.limits.max_bytes
-            found = Scrape(server.engines.read(), counts, tuple(map(float, values)))
-            return page(found, accept, vllm=server.settings.metrics_compat == "vllm")
+            values = tuple(map(float, (len(host.models()), host.bytes, host.limits.max_bytes)))
+            vllm = server.settings.metrics_compat == "vllm"
+            return page(Scrape(server.engines.read(), counts, values, vllm), accept)
 
         body, content_type = await server.threads.run("files", work)
         return Response(body, media_type=content_type)

@@ -67,6 +67,14 @@ def test_no_response_is_declared_for_whatever_is_sent():
             assert {"403", "431", "500", "503"} <= operation["responses"].keys(), (method, path)
 
 
+def test_a_method_that_a_path_does_not_have_is_refused_with_all_that_it_has(http):
+    for path in {path for (_, path), one in TABLE.items() if one.api != "Operator"}:
+        response = http.patch(re.sub(r"{\w+}", "x", path))
+        assert response.status_code == 405, path
+        assert {method for method, of in TABLE if of == path} <= set(response.headers["allow"].split(", ")), path
+    assert http.patch("/v1/responses/x").headers["allow"] == "DELETE, GET, HEAD"
+
+
 def sent(**changes: object) -> bytes:
     model = {"id": "a", "object": "model", "created": 1, "owned_by": "kvcellar", "type": "model"}
     return json.dumps(model | {"display_name": "a", "created_at": "2026-01-01"} | changes).encode()

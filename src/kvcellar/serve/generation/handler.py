@@ -73,7 +73,7 @@ class GenerationHandler:
         server, log = self._server, RequestLog.of(scope)
         caller = Caller(scope, server.settings)
         with ExitStack() as stack:
-            use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
+            use = stack.enter_context(ModelUse(server, body, self._keep_alive))
             request = stack.enter_context(HttpRequest(server.settings.max_backlog_events, server.arrivals))
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             turn = stack.enter_context(ConversationTurn(caller.owner))

@@ -30,10 +30,10 @@ from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.body import RequestBody, receive_json
 from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.http.parsing import Fields, Limits, parse_object, validated
-from kvcellar.serve.http.reader_threads import Kind, ReaderThreads
+from kvcellar.serve.http.reader_threads import Kind
 from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.http.sending import send_json, until_disconnected
-from kvcellar.serve.models.model_manager import Lease, ModelManager
+from kvcellar.serve.models.model_manager import Lease
 from kvcellar.serve.models.model_spec import ModelSpec
 from kvcellar.serve.shared import Shared
 
@@ -56,10 +56,8 @@ def sent_keep_alive(sent: Fields) -> float | None:
 class ModelUse:
     """A context manager on the event loop."""
 
-    def __init__(
-        self, host: ModelManager, threads: ReaderThreads, body: RequestBody, keep_alive: KeepAlive = no_keep_alive
-    ) -> None:
-        self._host, self._threads, self._body, self._keep_alive = host, threads, body, keep_alive
+    def __init__(self, server: Shared, body: RequestBody, keep_alive: KeepAlive = no_keep_alive) -> None:
+        self._host, self._threads, self._body, self._keep_alive = server.host, server.threads, body, keep_alive
         self.spec: ModelSpec | None = None
         self._named = False  # whether the body was read for the next two
         self.name: str | None = None  # of the model, as the client has sent it
@@ -128,7 +126,7 @@ class ModelRoute:
     async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server = self._server
         caller = Caller(scope, server.settings)
-        with ModelUse(server.host, server.threads, body) as use:
+        with ModelUse(server, body) as use:
 
             def work(engine: ServedEngine, sent: Fields) -> Answer:
                 RequestLog.of(scope).spec = use.spec

@@ -61,7 +61,7 @@ class EmbeddingHandler:
         server, log = self._server, RequestLog.of(scope)
         caller = Caller(scope, server.settings)
         with ExitStack() as stack:
-            use = stack.enter_context(ModelUse(server.host, server.threads, body, self._keep_alive))
+            use = stack.enter_context(ModelUse(server, body, self._keep_alive))
 
             def prepare(engine: NamedEngine, sent: Fields) -> Prepared:
                 log.spec, request, embeddings = use.spec, self._parse(sent), engine.embeddings

@@ -23,7 +23,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from kvcellar.errors import BadRequest, KvcellarError, ModelNotFound
 from kvcellar.library import hub
@@ -39,7 +39,7 @@ from kvcellar.serve.generation.writer import json_line
 from kvcellar.serve.http.api_errors import ApiError, ClientDisconnected, OllamaError, api_error
 from kvcellar.serve.http.body import next_part
 from kvcellar.serve.http.reader_threads import ReaderThreads
-from kvcellar.serve.http.sending import json_response
+from kvcellar.serve.http.sending import HeldStream, json_response
 from kvcellar.serve.models.failed_loads import without_paths
 from kvcellar.serve.models.model_spec import ModelSpec, listed, not_served
 from kvcellar.serve.models.model_use import read_body
@@ -63,25 +63,8 @@ class Succeeded(Answer):
 ProgressEvent = ProgressLine | OllamaError
 
 
-async def lines(threads: ReaderThreads, work: Work) -> AsyncIterator[bytes]:
-    """A line for each report of `work`, then one with success or the error."""
-    with Run(threads, work) as run:
-        while (line := await run.next()) is not None:
-            yield json_line(line)
-        yield json_line(Succeeded() if run.error is None else OllamaError.of_error(run.error))
-
-
-async def result(threads: ReaderThreads, work: Work) -> None:
-    """The same without lines. Raises `ApiError`."""
-    with Run(threads, work) as run:
-        while await run.next() is not None:
-            pass
-    if run.error is not None:
-        raise run.error
-
-
 class Run:
-    """One work, on the thread for long ones. Leaving the block ends it, at its next report."""
+    """One work, on the thread for long ones, whose reports are lines. Leaving the block ends it, at its next report."""
 
     def __init__(self, threads: ReaderThreads, work: Work) -> None:
         self._loop, self._work = asyncio.get_running_loop(), work
@@ -96,9 +79,11 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._abandoned = True
 
-    async def next(self) -> ProgressLine | None:
-        """The next line; None after the last."""
-        return await self._lines.get()
+    async def lines(self) -> AsyncIterator[bytes]:
+        """A line for each report, then one with success or the error."""
+        while (line := await self._lines.get()) is not None:
+            yield json_line(line)
+        yield json_line(Succeeded() if self.error is None else OllamaError.of_error(self.error))
 
     def _run(self) -> None:
         try:
@@ -273,10 +258,15 @@ class LibraryHandler:
 
     async def _long(self, work: Work, stream: bool | None) -> Response:
         """Lines by default, as Ollama."""
-        if stream is False:
-            await result(self._server.threads, work)
-            return json_response(Succeeded())
-        return StreamingResponse(lines(self._server.threads, work), media_type=NDJSON)
+        run = Run(self._server.threads, work)
+        if stream is not False:
+            return HeldStream(run.lines(), run, media_type=NDJSON)
+        with run:
+            async for _ in run.lines():
+                pass
+        if run.error is not None:
+            raise run.error
+        return json_response(Succeeded())
 
 
 def modelfile_of(body: CreateModelBody) -> Modelfile:

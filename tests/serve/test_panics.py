@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.reader_threads import ReaderThreads
 from kvcellar.serve.models.model_manager import Limits
-from kvcellar.serve.ollama.library_routes import result
+from kvcellar.serve.ollama.library_routes import Run
 from tests.serve.fake_host import World
 from tests.serve.wire import CHAT, COMPLETIONS, chat, completion
 
@@ -85,7 +85,7 @@ def test_a_panic_of_long_work_is_its_error(panic):
         threads = ReaderThreads()
         try:
             with pytest.raises(ApiError) as raised:
-                await result(threads, panic)
+                await Run(threads, panic).result()
         finally:
             threads.close()
         assert (raised.value.status, raised.value.code) == (500, "internal_error")

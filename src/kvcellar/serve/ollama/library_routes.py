@@ -85,6 +85,13 @@ class Run:
             yield json_line(line)
         yield json_line(Succeeded() if self.error is None else OllamaError.of_error(self.error))
 
+    async def result(self) -> None:
+        """Its end. Raises `ApiError`."""
+        async for _ in self.lines():
+            pass
+        if self.error is not None:
+            raise self.error
+
     def _run(self) -> None:
         try:
             with listening(self.report):
@@ -262,10 +269,7 @@ class LibraryHandler:
         if stream is not False:
             return HeldStream(run.lines(), run, media_type=NDJSON)
         with run:
-            async for _ in run.lines():
-                pass
-        if run.error is not None:
-            raise run.error
+            await run.result()
         return json_response(Succeeded())
 
 

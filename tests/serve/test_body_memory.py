@@ -8,6 +8,7 @@ import time
 import tracemalloc
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -145,9 +146,9 @@ def test_an_error_is_sent_without_what_its_functions_had_in_memory(error):
         assert refs[0]() is None
 
     settings = ServeSettings()
-    middleware = RequestMiddleware(
-        app, settings, KeyRing(settings), Drain(), None, lambda request: None, Mounted(()), Startup()
-    )
+    host = SimpleNamespace(startup=Startup())
+    server: Any = SimpleNamespace(settings=settings, keys=KeyRing(settings), drain=Drain(), host=host)
+    middleware = RequestMiddleware(app, server, None, lambda request: None, Mounted(()))
     scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", b"localhost")]}
     asyncio.run(middleware(scope, send, send))
     assert refs

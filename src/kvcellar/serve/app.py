@@ -35,13 +35,10 @@ def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
         middleware=[
             Middleware(
                 RequestMiddleware,
-                settings=settings,
-                keys=shared.keys,
-                drain=shared.drain,
+                server=shared,
                 records=records if settings.admin_digests else None,
                 ended=ended,
                 mounted=mounted,
-                startup=shared.host.startup,
             )
         ],
         exception_handlers={HTTPException: cast(Any, _no_such_route)},

@@ -4,6 +4,8 @@ and reading its key files again, as SIGHUP does.
 They exist only where the server has an admin key, which the middleware has checked before a request gets here.
 """
 
+from contextlib import nullcontext
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -60,9 +62,6 @@ class RequestsHandler:
         if (record := self._records.find(name)) is None:
             message = f"no request {printable(name, 100)!r} is recorded; /admin/requests lists the last ones"
             raise ApiError(404, message, code="not_found")
-        lease = self._host.take(record.log.spec) if record.log.spec is not None else None
-        try:
-            return json_response(record.whole(lease.engine if lease is not None else None))
-        finally:
-            if lease is not None:
-                lease.release()
+        spec = record.log.spec
+        with (spec and self._host.take(spec)) or nullcontext() as lease:
+            return json_response(record.whole(lease and lease.engine))

@@ -28,13 +28,11 @@ from kvcellar.errors import KvcellarError
 from kvcellar.serve.admin.health import OPEN
 from kvcellar.serve.generation.records import Records
 from kvcellar.serve.http.api_errors import ApiError, ClientDisconnected, api_error, shutting_down
-from kvcellar.serve.http.key_ring import KeyRing
-from kvcellar.serve.http.lifecycle import Drain, Startup
 from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.http.sending import ADMIT
 from kvcellar.serve.models.failed_loads import forget
 from kvcellar.serve.settings import ServeSettings
-from kvcellar.serve.shared import Mounted
+from kvcellar.serve.shared import Mounted, Shared
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -58,16 +56,13 @@ class RequestMiddleware:
     def __init__(
         self,
         app: ASGIApp,
-        settings: ServeSettings,
-        keys: KeyRing,
-        drain: Drain,
+        server: Shared,
         records: Records | None,
         ended: Callable[[RequestLog], None],
         mounted: Mounted,
-        startup: Startup,
     ) -> None:
-        self._app, self._settings, self._drain, self._records = app, settings, drain, records
-        self._keys, self._ended, self._mounted, self._startup = keys, ended, mounted, startup
+        self._app, self._server, self._settings = app, server, server.settings
+        self._records, self._ended, self._mounted = records, ended, mounted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -130,12 +125,12 @@ class RequestMiddleware:
         if scope["path"] in OPEN:
             return
         if scope["path"] not in self._mounted.open:
-            self._keys.check(scope, self._mounted.operated)
+            self._server.keys.check(scope, self._mounted.operated)
             scope.get("extensions", {}).get(ADMIT, _no_connection)()
-        if self._drain.started:
+        if self._server.drain.started:
             raise shutting_down()
         if scope["path"] not in self._mounted.open:
-            self._startup.refuse(named=True)
+            self._server.host.startup.refuse(named=True)
 
     async def _send_error(self, error: ApiError, scope: Scope, receive: Receive, response: "ResponseSend") -> None:
         """Sends nothing if a response has begun: a stream reports its own error, other responses are cut off."""

@@ -5,6 +5,7 @@ Errors below `/api/` are `{"error": "text"}`.
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -205,13 +206,8 @@ class OllamaHandler:
 
         def work() -> ShownModel:
             spec = self._host.find(body.named)
-            with_engine = self._host.take(spec)
-            try:
-                engine = with_engine.engine if with_engine is not None else None
-                return self._details.shown(spec, engine, verbose=bool(body.verbose))
-            finally:
-                if with_engine is not None:
-                    with_engine.release()
+            with self._host.take(spec) or nullcontext() as lease:
+                return self._details.shown(spec, lease and lease.engine, verbose=bool(body.verbose))
 
         return json_response(await self._server.threads.run("models", work))
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from kvcellar.errors import EngineClosed
 from kvcellar.progress import Progress
 from kvcellar.serve.http.api_errors import ApiError, shutting_down
+from kvcellar.serve.http.sending import raced
 
 T = TypeVar("T")
 
@@ -146,13 +147,7 @@ class Drain:
 
     async def run_before(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. If the drain starts first, cancels `work` and raises `ApiError` 503."""
-        worker, start = asyncio.ensure_future(work), asyncio.ensure_future(self._start.wait())
-        try:
-            await asyncio.wait((worker, start), return_when=asyncio.FIRST_COMPLETED)
+        async with raced(work, self._start.wait()) as worker:
             if self.started or not worker.done():
                 raise shutting_down()
             return worker.result()
-        finally:
-            worker.cancel()
-            start.cancel()
-            await asyncio.gather(worker, start, return_exceptions=True)

@@ -2,8 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvcellar.serve.http.api_errors import ClientDisconnected
 from kvcellar.serve.http.json_text import CHUNK_ITEMS, json_chunks, to_json
 
+T = TypeVar("T")
 SEND_BYTES = 2**18  # of a response that are sent at once
 # An extension of the scope: writes a part of the body of a response that has begun and has no content-length. False: it
 # cannot be written at once, and nothing was; `send` waits for the client.
@@ -18,19 +19,25 @@ WRITE = "kvcellar.write"
 ADMIT = "kvcellar.admit"  # an extension of the scope, called when a request has the key that its path needs
 
 
-async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Run `work`. Cancels it and raises `ClientDisconnected` if the client disconnects."""
-    worker = asyncio.create_task(work)
-    watcher = asyncio.create_task(_disconnect(receive))
+@asynccontextmanager
+async def raced(work: Coroutine[Any, Any, T], event: Coroutine[Any, Any, object]) -> AsyncIterator[asyncio.Task[T]]:
+    """The task of `work`, when it or `event` has ended. What has not is cancelled at the end of the block."""
+    worker, watcher = asyncio.create_task(work), asyncio.create_task(event)
     try:
         await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not worker.done():
-            raise ClientDisconnected
-        worker.result()
+        yield worker
     finally:
         worker.cancel()
         watcher.cancel()
         await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def until_disconnected(receive: Receive, work: Coroutine[None, None, None]) -> None:
+    """Run `work`. Cancels it and raises `ClientDisconnected` if the client disconnects."""
+    async with raced(work, _disconnect(receive)) as worker:
+        if not worker.done():
+            raise ClientDisconnected
+        worker.result()
 
 
 async def _disconnect(receive: Receive) -> None:

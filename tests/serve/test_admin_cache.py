@@ -273,7 +273,7 @@ def test_an_archive_that_does_not_arrive_does_not_block_other_requests(models, t
         with socket.create_connection((url.host, url.port), timeout=PATIENCE) as stalled:
             head = f"POST /admin/cache/import HTTP/1.1\r\nhost: {url.host}\r\nauthorization: Bearer {ADMIN}\r\n"
             head += "content-type: application/x-tar\r\ncontent-length: 100000\r\n\r\n"
-            stalled.sendall(head.encode() + bytes(600))
+            stalled.sendall(head.encode() + bytes(100))
             assert b" 408 " in stalled.makefile("rb").readline()
             assert done(http.get("/admin/cache"))["store"] is not None
 

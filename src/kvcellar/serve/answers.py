@@ -33,9 +33,8 @@ class EncodedAs:
 class Answer(Struct):
     @classmethod
     def of(cls, value: object, **more: Any) -> Self:
-        """With `more`, and the attributes of `value` that have the names of other fields."""
-        names = [name for name in cls.__struct_fields__ if name not in more and hasattr(value, name)]
-        return cls(**{name: getattr(value, name) for name in names}, **more)
+        """With `more`, and the attributes of `value` that have the names of the other fields."""
+        return cls(**{name: getattr(value, name) for name in cls.__struct_fields__ if name not in more}, **more)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: "GetCoreSchemaHandler") -> Any:

@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from kvcellar.serve.responses.fields import ResponsesBody
 from kvcellar.serve.shared import Shared
 from kvcellar.version import __version__
 
+_PARSING = threading.Lock()  # ast of Python 3.11 raises `SystemError` where two threads parse at the same time
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 
 
@@ -61,7 +63,9 @@ class Comments:
 
 def _classes(source: str) -> dict[str, dict[str, str]]:
     lines = source.split("\n")
-    return {node.name: _fields(node, lines) for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    with _PARSING:
+        body = ast.parse(source).body
+    return {node.name: _fields(node, lines) for node in body if isinstance(node, ast.ClassDef)}
 
 
 def _fields(cls: ast.ClassDef, lines: list[str]) -> dict[str, str]:

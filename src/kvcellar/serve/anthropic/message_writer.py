@@ -2,9 +2,6 @@
 
 In a stream, blocks are numbered, and one is open at a time. `message_start` comes with the first token, when it is
 known how many tokens of the prompt came from memory.
-
-The tokens of a request as Anthropic counts them: `input_tokens` are those of the prompt that were neither
-read from memory nor lie before a breakpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -157,7 +154,7 @@ class TokenCount(Answer):
 
 
 def usage(replies: Replies, cached: int | None = None) -> MessageUsage:
-    """`cached`: tokens that came from memory, before it is known from the end of the request.
+    """As Anthropic counts. `cached`: tokens that came from memory, before it is known from the end of the request.
 
     Computed tokens before the last breakpoint are `cache_creation_input_tokens`; without breakpoints there are none,
     although later requests may find those tokens, too.

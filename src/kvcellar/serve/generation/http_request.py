@@ -6,13 +6,6 @@ Always true, on the event loop:
   * while the server waits for the client, at most `limit` events are added to the queue;
   * after a failure no event is added, and the failure is raised after all earlier events were returned;
   * while `next_batch` waits, nothing is there to return; a request has one timer at most, however many times it waits.
-
-Passes what engines deliver to the requests of an event loop. The loop is woken once for all events that
-come until it runs, which is once for each step of an engine, not once for each stream.
-
-Always true:
-  * events are passed on in the order in which they were delivered, on the event loop;
-  * while an event waits, the loop will pass it on, or was closed; it is woken at most once for that.
 """
 
 import asyncio
@@ -32,7 +25,13 @@ Arrive = Callable[[int, Event], None]  # number of the prompt, event
 
 
 class Arrivals:
-    """Of one event loop: that on which `receiver` is called."""
+    """Passes what engines deliver to the requests of one event loop: that on which `receiver` is called. The loop is
+    woken once for all events that come until it runs, which is once for each step of an engine, not for each stream.
+
+    Always true:
+      * events are passed on in the order in which they were delivered, on the event loop;
+      * while an event waits, the loop will pass it on, or was closed; it is woken at most once for that.
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -1,4 +1,4 @@
-"""records: what the last requests read from memory, and why it was not more, by the ids of the requests.
+"""records: what requests read from memory, and why it was not more, in their responses, and of the last ones by id.
 
 A request is recorded before the last part of its response is sent, so that a client that has read it finds the record.
 Only a server with an admin key has them. They contain up to 16 tokens on both sides of a divergence, and no other text.
@@ -10,8 +10,6 @@ Always true:
     one of another owner that is still recorded has the same;
   * `ms` of a record is the time to the last part of the response and does not change: the log line is written when that
     part has been sent, which may be after the client has read the record.
-
-What came from memory, and why it was not more, as JSON: in responses, and in the records of requests.
 """
 
 import time

@@ -4,8 +4,6 @@ that was successful has none.
 A line has the fields that are known: numbers and fixed names, never text of a prompt or a response. What a client
 chooses (method, path, request id) is cut to a maximum length and escaped, without spaces and control characters, so
 that a request cannot forge a line or a field.
-
-A histogram that costs one search in a short list for each value.
 """
 
 import logging
@@ -55,7 +53,7 @@ TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 
 
 
 class Buckets:
-    """Values by the first bound that is not less. Used by one thread at a time."""
+    """A histogram: values by the first bound that is not less. Used by one thread at a time."""
 
     __slots__ = ("bounds", "counts", "total")
 

@@ -4,8 +4,6 @@ The first SIGINT or SIGTERM stops listening, closes idle connections, refuses re
 up to `drain_seconds` for running ones; those that remain get the error `shutting_down`. A
 second signal aborts all connections. Shutdown takes at most `SHUTDOWN_SECONDS` beyond `drain_seconds`, even if clients
 do not read. The caller closes the engine afterwards.
-
-`hosting` makes the host of one engine that the caller has made, and of no other models.
 """
 
 import asyncio

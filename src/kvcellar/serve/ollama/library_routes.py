@@ -44,9 +44,14 @@ from kvcellar.serve.models.failed_loads import without_paths
 from kvcellar.serve.models.model_spec import ModelSpec, listed, not_served
 from kvcellar.serve.models.model_use import read_body
 from kvcellar.serve.ollama.fields import CopyBody, CreateModelBody, NamedBody, PullBody
+from kvcellar.serve.operation import NDJSON
 from kvcellar.serve.shared import Shared
 
+log = logging.getLogger("kvcellar.serve")
+
 SECONDS = 0.1  # between two lines of one stage
+PART = 2**20  # bytes that are written at once
+UPLOADED = "uploaded files"  # the value of FROM, or of ADAPTER
 Work = Callable[[Listener], None]  # calls the listener, or `progress.report`
 
 
@@ -127,11 +132,6 @@ def failure(error: BaseException) -> ApiError:
     return replace(found, message=without_paths(found.message))
 
 
-log = logging.getLogger("kvcellar.serve")
-
-PART = 2**20  # bytes that are written at once
-
-
 class BlobHandler:
     def __init__(self, server: Shared) -> None:
         library, settings = server.library, server.settings
@@ -182,10 +182,6 @@ class BlobHandler:
                 await self._server.threads.run("upload", partial(upload.write, bytes(buffer)))
                 buffer.clear()
         await self._server.threads.run("upload", partial(upload.write, bytes(buffer)))
-
-
-NDJSON = "application/x-ndjson"
-UPLOADED = "uploaded files"  # the value of FROM, or of ADAPTER
 
 
 class LibraryHandler:

@@ -10,8 +10,6 @@ Beyond OpenAI's fields, a choice has `stop_reason` (the stop string that ended i
 A response has `timings`, with the names of llama.cpp. Where drafts were used, the usage has OpenAI's counts of them,
 and the timings those of llama.cpp and a record of our own.
 
-Prompts in front of their completions, and the log-probabilities of prompts.
-
 Lists as long as a prompt are iterators, which are encoded in chunks: they are made on the event loop.
 """
 

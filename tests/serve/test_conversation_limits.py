@@ -13,7 +13,7 @@ from starlette.types import Message, Scope
 from kvcellar.frontend.transcript import Transcript
 from kvcellar.memory.tiers import archive
 from kvcellar.serve import ServeSettings
-from kvcellar.serve.admin.conversations import PATH, WHOLE, WholeHandler
+from kvcellar.serve.admin.conversations import WHOLE, WholeHandler
 from kvcellar.serve.http.body import BodyBudget
 from kvcellar.serve.http.key_ring import KeyRing
 from kvcellar.serve.http.lifecycle import Drain
@@ -25,6 +25,7 @@ from kvcellar.serve.shared import Shared
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, error_of
 
+PATH = "/kvcellar/conversations"
 WORDS = [{"role": "user", "content": "x"}]
 
 

@@ -1,4 +1,4 @@
-"""layout: the rules of a layer kind, in integers. `cache/layouts` has those there are."""
+"""layout: the rules of a layer kind, in integers. `cells/layouts.py` has those there are."""
 
 from typing import Protocol
 
@@ -21,11 +21,16 @@ class Layout(Protocol):
 
     def can_resume(self, first: int, end: int, pos: int) -> bool:
         """May the next token be at `pos`, where exactly the positions `[first, end)` are held?"""
-        ...
+        return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
 
     def can_cut(self, first: int, end: int, pos: int) -> int:
-        """The largest `kept <= pos` from which decoding can resume without `[kept, end)`. 0 is always possible."""
-        ...
+        """The largest `kept <= pos` from which decoding can resume without `[kept, end)`. 0 is always possible, and so
+        is any position that sees no earlier one, such as the start of a chunk."""
+        pos = min(pos, end)
+        lowest = self.lowest(pos)
+        if self.can_resume(first, end, pos):
+            return pos
+        return lowest if self.lowest(lowest) == lowest else 0
 
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
         """May what lies behind `gone` move down to its start, where exactly `[first, end)` is held?

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 
 from kvcellar.errors import BadRequest
+from kvcellar.memory.layout import Layout
 from kvcellar.memory.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Causal:
+class Causal(Layout):
     """Every query sees all positions up to its own, so all are kept."""
 
     def __str__(self) -> str:
@@ -19,12 +20,6 @@ class Causal:
     def keep(self, end: int) -> int:
         return 0
 
-    def can_resume(self, first: int, end: int, pos: int) -> bool:
-        return 0 <= pos <= end and (first == 0 or pos == 0)
-
-    def can_cut(self, first: int, end: int, pos: int) -> int:
-        return min(pos, end) if first == 0 else 0
-
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
         return first == 0
 
@@ -33,7 +28,7 @@ class Causal:
 
 
 @dataclass(frozen=True, slots=True)
-class Sliding:
+class Sliding(Layout):
     """A query sees the last `window` positions, its own included, as in transformers and MLX.
 
     `memory` (at least W) is the number of positions kept between steps. Those beyond the window only allow a sequence
@@ -61,14 +56,6 @@ class Sliding:
     def keep(self, end: int) -> int:
         return max(0, end - self.memory)
 
-    def can_resume(self, first: int, end: int, pos: int) -> bool:
-        """The token at 0, and any token with a window of 1, sees no earlier position."""
-        return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
-
-    def can_cut(self, first: int, end: int, pos: int) -> int:
-        pos = min(pos, end)
-        return pos if self.can_resume(first, end, pos) else 0
-
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
         """After the shift, the window of the next token must not extend below the first held position."""
         return first_after(first, gone) <= self.lowest(end - len(gone))
@@ -78,7 +65,7 @@ class Sliding:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunked:
+class Chunked(Layout):
     """A query sees the positions of its own chunk of `size`, up to its own (Llama 4's local layers)."""
 
     size: int
@@ -97,14 +84,6 @@ class Chunked:
         """Keep the chunk of the last token even if it is complete, so that the last token can be taken back."""
         return self.lowest(max(0, end - 1))
 
-    def can_resume(self, first: int, end: int, pos: int) -> bool:
-        return 0 <= pos <= end and (first <= self.lowest(pos) or self.lowest(pos) == pos)
-
-    def can_cut(self, first: int, end: int, pos: int) -> int:
-        """A sequence can always resume at the start of a chunk, because its first token sees nothing before it."""
-        pos = min(pos, end)
-        return pos if self.can_resume(first, end, pos) else self.lowest(pos)
-
     def can_shift(self, first: int, end: int, gone: Span) -> bool:
         """Two remaining positions must be in one chunk afterwards exactly if they were before: otherwise some would see
         positions that they did not see when they were computed.
@@ -117,14 +96,14 @@ class Chunked:
         within = one_behind and self.lowest(gone.start) == self.lowest(gone.end)
         exact = within or (begins and (one_behind or len(gone) % self.size == 0))
         after = end - len(gone)
-        return exact and (first_after(first, gone) <= self.lowest(after) or self.lowest(after) == after)
+        return exact and self.can_resume(first_after(first, gone), after, after)
 
     def most_cells(self, context: int, step: int) -> int:
         return min(context, self.size + step)
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class Input(Layout):
     """Keys that an encoder computed from an input: every query sees all of them, at any position of its text.
 
     Cells are indexed by input element, `[0,n)` with n at most `most`. They are written once, before the steps that read

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.memory.cells.layouts import Causal, Sliding
-from kvcellar.memory.kv.readout import Mark, Record, Stretch
+from kvcellar.memory.kv.record import Mark, Record, Stretch
 from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Arrangement, Plane, Recurrent, StatePlane, Storage

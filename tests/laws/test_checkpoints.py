@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcellar.errors import BadRequest, CacheFull, NotSupported
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
-from kvcellar.memory.kv.readout import Record
+from kvcellar.memory.kv.record import Record
 from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Plane, Recurrent, StatePlane

@@ -16,6 +16,7 @@ import click
 from kvcellar.cli.client import PART, AdminClient, server_options
 from kvcellar.cli.options import Command, Size
 from kvcellar.errors import BadRequest
+from kvcellar.memory.kv.record import positions
 from kvcellar.memory.tiers import upkeep
 from kvcellar.memory.tiers.codec import AesGcm
 from kvcellar.memory.tiers.disk import DiskTier
@@ -342,7 +343,6 @@ def _imported(target: Target, file: BinaryIO, most: int) -> upkeep.Imported:
     """A store takes entries of all models."""
     store, cipher = target.store, target.cipher
     assert store is not None
-    from kvcellar.memory.kv.record import positions  # imports torch
 
     disks: dict[bytes, DiskTier] = {}
 

@@ -42,7 +42,7 @@ log = logging.getLogger("kvcellar.engine")
 _LOOPBACK = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 PAGED_IN = 256 << 20  # bytes of memory, at most, that are allocated at once for what is going to be restored
-FORMAT = "1"  # raised when the meaning of what is stored changes
+FORMAT = "2"  # raised when the meaning of what is stored changes
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model", "vocab.json")
 
 

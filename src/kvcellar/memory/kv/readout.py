@@ -18,7 +18,6 @@ Always true:
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import Self
@@ -33,40 +32,12 @@ from kvcellar.memory.cells.tables import Table
 from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, undone, within
 from kvcellar.memory.kv.group import PIECE, Group
 from kvcellar.memory.kv.history import StoredPlane, indices
+from kvcellar.memory.kv.record import Mark, Record, Stretch
 from kvcellar.memory.kv.states import States
 from kvcellar.memory.kv.storage import GroupStore
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.shapes import Recurrent
 from kvcellar.memory.spans import Span
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive positions of a group whose cells are exported together; in an input group, indices into the input."""
-
-    group: str
-    span: Span
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A checkpoint: per bounded group its window, as (index of a stretch, span in it) in order of position."""
-
-    pos: int
-    windows: tuple[tuple[str, tuple[tuple[int, Span], ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """Description of a claim's chunks. `shape` is the digest of the memory's groups (`shape_of`)."""
-
-    shape: str
-    span: Span
-    stretches: tuple[Stretch, ...]
-    checkpoints: tuple[Mark, ...]
-    ahead: tuple[Span, ...] = ()
-    derived: int | None = None
-    digest: str | None = None
 
 
 def shape_of(groups: Sequence[Group], dtype: torch.dtype, recurrent: Recurrent) -> str:

@@ -15,15 +15,16 @@ of the chunk are authenticated with them. Keys, sizes and retention are not secr
 without the cipher.
 """
 
-import json
 import os
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from kvcellar.files import Files
 from kvcellar.memory.retention import Retention
@@ -44,7 +45,6 @@ _START = struct.Struct("<8sIIIQ")
 START = _START.size
 _NONE = bytes(KEY)
 _MOST = 2**63 - 1  # of a number of a retention: what an index stores
-_RETENTION = {"saves": int | None, "priority": int, "pinned": bool, "expires": float | int | None, "owner": str}
 
 
 class Damaged(Exception):
@@ -96,16 +96,22 @@ def digest(*parts: Chunk) -> bytes:
     return found.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """The texts of a sealed description; `tokens` are the bytes of the tokens that follow."""
+
+    namespace: str
+    start: int
+    end: int
+    sizes: tuple[int, ...]
+    tokens: int
+
+
 def sealed_meta(snapshot: Snapshot, cipher: Cipher) -> bytes:
     """All of a snapshot but its key and parent. Raises `TooLarge` for what `read_header` would refuse."""
-    described = {
-        "namespace": snapshot.namespace,
-        "start": snapshot.span.start,
-        "end": snapshot.span.end,
-        "sizes": snapshot.sizes,
-        "tokens": len(snapshot.tokens),
-    }
-    words = json.dumps(described, separators=(",", ":")).encode()
+    span = snapshot.span
+    described = _Description(snapshot.namespace, span.start, span.end, snapshot.sizes, len(snapshot.tokens))
+    words = msgspec.json.encode(described)
     longest, largest = max(len(words), len(snapshot.record)), max(snapshot.sizes, default=0)
     if longest > TEXT_LIMIT or largest > CHUNK_LIMIT or len(snapshot.sizes) > MOST_CHUNKS:
         raise TooLarge(
@@ -130,27 +136,22 @@ def unsealed_meta(key: bytes, parent: bytes | None, content: bytes, cipher: Ciph
         (length,) = struct.unpack_from("<I", content)
         if length > TEXT_LIMIT:
             raise ValueError(f"its text has {length} bytes")
-        found = json.loads(content[4 : 4 + length])
-        tokens = content[4 + length : 4 + length + found["tokens"]]
-        record = content[4 + length + found["tokens"] :]
-        span = Span(found["start"], found["end"])
-        sizes = tuple(found["sizes"])
-        namespace = found["namespace"]
-        if isinstance(namespace, str):
-            namespace.encode()  # JSON may have lone surrogates
-    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
+        found = msgspec.json.decode(content[4 : 4 + length], type=_Description)
+        at = 4 + length
+        tokens, record = content[at : at + found.tokens], content[at + found.tokens :]
+        span, sizes = Span(found.start, found.end), found.sizes
+    except (ValueError, RecursionError, struct.error) as error:
         raise Damaged(f"its header cannot be read: {error}") from error
     if (
         len(tokens) != 8 * len(span)
         or not len(span)
-        or not isinstance(namespace, str)
         or len(record) > TEXT_LIMIT
         or len(sizes) > MOST_CHUNKS
-        or not all(type(size) is int and 0 < size <= CHUNK_LIMIT for size in sizes)
+        or not all(0 < size <= CHUNK_LIMIT for size in sizes)
         or not 0 <= min(memoryview(tokens).cast("q")) <= max(memoryview(tokens).cast("q")) < MOST_TOKEN
     ):
         raise Damaged("its header contradicts itself")
-    return Snapshot(key, parent, namespace, span, tokens, record, sizes)
+    return Snapshot(key, parent, found.namespace, span, tokens, record, sizes)
 
 
 def file_size(head: bytes, snapshot: Snapshot, cipher: Cipher) -> int:
@@ -164,7 +165,7 @@ def _payload(snapshot: Snapshot, cipher: Cipher) -> int:
 
 def head_of(identity: bytes, snapshot: Snapshot, retention: Retention, meta: bytes, cipher: Cipher) -> bytes:
     """All that comes before the chunks. `meta` is `sealed_meta` of the snapshot."""
-    words = json.dumps(asdict(retention), separators=(",", ":")).encode()
+    words = msgspec.json.encode(retention)
     kept = struct.pack("<H", len(words)) + words
     header = b"".join((identity, snapshot.key, snapshot.parent or _NONE, kept, meta))
     start = _START.pack(MAGIC, VERSION, len(header), len(snapshot.sizes), _payload(snapshot, cipher)) + header
@@ -314,14 +315,11 @@ def _retention(content: bytes) -> tuple[Retention, bytes]:
     """The retention at the beginning, and what follows it."""
     try:
         (length,) = struct.unpack_from("<H", content)
-        found = json.loads(content[2 : 2 + length])
-        if not all(isinstance(found[name], kinds) for name, kinds in _RETENTION.items()):
-            raise ValueError("a field has another type")
-        kept = Retention(**found)
+        kept = msgspec.json.decode(content[2 : 2 + length], type=Retention)
         if not all(number is None or -_MOST <= number <= _MOST for number in (kept.saves, kept.expires)):
             raise ValueError("a number is out of bounds")
         return kept, content[2 + length :]
-    except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
+    except (ValueError, RecursionError, struct.error) as error:
         raise Damaged(f"its retention cannot be read: {error}") from error
 
 

@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated
+
+import msgspec
 
 from kvcellar.places import make_private
 
 SETTLED = 2.0  # seconds after a change from which on the times of a file are relied on
 REMEMBERED = 256  # files, at most
 REMEMBERED_BYTES = 1 << 20  # of the file that they are remembered in
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 def identity(parts: Mapping[str, str]) -> bytes:
@@ -65,13 +68,9 @@ class FileDigests:
         try:
             with self._path.open("rb") as file:
                 content = file.read(REMEMBERED_BYTES + 1)
-            found: Any = json.loads(content) if len(content) <= REMEMBERED_BYTES else None
+            return msgspec.json.decode(content, type=dict[str, _Digest]) if len(content) <= REMEMBERED_BYTES else {}
         except (OSError, ValueError, RecursionError):
             return {}
-        if not isinstance(found, dict):
-            return {}
-        pairs = cast(dict[str, Any], found).items()
-        return {mark: digest for mark, digest in pairs if isinstance(digest, str) and _is_digest(digest)}
 
     def _write(self) -> None:
         if self._path is None or not self.computed:
@@ -86,7 +85,3 @@ class FileDigests:
 
 def _mark(about: os.stat_result) -> str:
     return f"{about.st_dev} {about.st_ino} {about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
-
-
-def _is_digest(text: str) -> bool:
-    return len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)

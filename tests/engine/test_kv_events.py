@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from kvcellar import BadRequest, Engine
 from kvcellar.memory.prefix.blocks import START, TreeBlocks, blocks_of
 from kvcellar.memory.prefix.kv_events import MEDIA, KvEvents, Mirror
-from kvcellar.memory.prefix.node import TOKEN, Node, key_of, root_of
+from kvcellar.memory.prefix.node import TOKEN, Node, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import LEAST, Tree
-from kvcellar.memory.prefix.why import path_key
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.spans import Span
 from tests.engine.mixes import bytes_for, small_engine, tokens

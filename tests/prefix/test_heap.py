@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.memory.heap import Heap
+from kvcellar.memory.prefix.node import Ranked
+from kvcellar.memory.prefix.order import Heap
 
 
 @dataclass(eq=False)
-class Thing:
-    value: float = 0.0
-    entry: int = 0
+class Thing(Ranked):
     live: bool = True
 
 

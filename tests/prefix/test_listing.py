@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.memory.prefix.listing import Listed, Walk
-from kvcellar.memory.prefix.node import Node, key_of
+from kvcellar.memory.prefix.node import Node, digest_begun, key_of
 from kvcellar.memory.prefix.tree import Tree
-from kvcellar.memory.prefix.why import name_of, named
+from kvcellar.memory.prefix.why import NAME, name_of
 from tests.prefix.claims import TokenClaims
 
 TEXTS = st.lists(
@@ -35,6 +35,12 @@ def rest(walk: Walk, most: int) -> list[tuple[Listed, Node]]:
     return found
 
 
+def named(namespace: str, tokens: tuple[int, ...]) -> str:
+    digest = digest_begun(namespace)
+    digest.update(key_of(tokens))
+    return digest.digest()[:NAME].hex()
+
+
 def discarded(tree: Tree, node: Node, most: int) -> list[int]:
     """The tokens that went at each node, in one pass."""
     removal, found = tree.discarding([node]), list[int]()
@@ -55,7 +61,7 @@ def test_every_prefix_is_in_one_entry_whatever_the_slices(texts, most) -> None:
         before = paths[entry.namespace, entry.parent]
         assert len(before) == entry.start
         path = before + entry.tokens
-        assert entry.name == name_of(node) == named(entry.namespace, key_of(path[: entry.start + 1]))
+        assert entry.name == name_of(node) == named(entry.namespace, path[: entry.start + 1])
         paths[entry.namespace, entry.name] = path
         seen += [(entry.namespace, path[:n]) for n in range(entry.start + 1, entry.end + 1)]
         assert entry.leaf == (not node.children)

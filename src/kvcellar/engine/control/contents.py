@@ -15,7 +15,7 @@ from kvcellar.engine.control_replies import NamespaceContents, Removed
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.prefix.listing import Listed, Walk
-from kvcellar.memory.prefix.node import TOKEN, Node, key_of, key_to, root_of
+from kvcellar.memory.prefix.node import TOKEN, Node, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefixes import SLICE
 from kvcellar.memory.snapshot import Snapshot, requested
@@ -128,7 +128,9 @@ class Contents:
         tree = self._loop.call(lambda: self._tree)
         nodes = list(self._selected(namespace, entry, key))
         if entry is not None:
-            texts += self._loop.call(lambda: [(requested(root_of(node).namespace), key_to(node)) for node in nodes])
+            texts += self._loop.call(
+                lambda: [(requested(root_of(node).namespace), path_key(node, node.start + 1)) for node in nodes]
+            )
         removed += self._remove_drafts(texts, entry)
         return Removed(self._discard(tree, nodes, "removed by `cache rm`"), removed)
 

@@ -36,8 +36,8 @@ from kvcellar.engine.core.request import Completion, Request, Status
 from kvcellar.errors import BadRequest
 from kvcellar.events import Recall
 from kvcellar.memory.plan import Run
-from kvcellar.memory.prefix.node import TOKEN, Node, ids_of, key_of, root_of, upwards
-from kvcellar.memory.prefix.why import name_of, path_key
+from kvcellar.memory.prefix.node import TOKEN, Node, ids_of, key_of, path_key, root_of, upwards
+from kvcellar.memory.prefix.why import name_of
 from kvcellar.memory.snapshot import requested
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import takewhile
 from typing import NamedTuple
 
-from kvcellar.memory.prefix.node import TOKEN, Node, NodeBlocks, root_of, upwards
+from kvcellar.memory.prefix.node import TOKEN, Node, NodeBlocks, path_key, root_of, upwards
 
 
 class Blocks(NamedTuple):
@@ -95,8 +95,8 @@ class TreeBlocks:
         if node.blocks is None:
             node.blocks = NodeBlocks(array("Q"))
         first = start // self._size * self._size
-        place = Place(self._before(node, len(node.blocks.hashes)), _tokens(node, first, start))
-        new, _ = blocks_of(root_of(node).namespace, place, _tokens(node, start, node.end), self._size)
+        place = Place(self._before(node, len(node.blocks.hashes)), path_key(node, start, first))
+        new, _ = blocks_of(root_of(node).namespace, place, path_key(node, node.end, start), self._size)
         node.blocks.hashes.extend(new.hashes)
 
     def _before(self, node: Node, count: int) -> int | None:
@@ -108,22 +108,10 @@ class TreeBlocks:
     def _from(self, node: Node, start: int) -> Blocks:
         """The blocks that end in the tokens of a node from `start` on."""
         size, first = self._size, self._count(node, start)
-        key = _tokens(node, start // size * size, node.end // size * size)
+        key = path_key(node, node.end // size * size, start // size * size)
         return Blocks(self._before(node, first), _of(node).hashes[first:].tolist(), key)
 
 
 def _of(node: Node) -> NodeBlocks:
     assert node.blocks is not None, "a node was not watched when it was made"
     return node.blocks
-
-
-def _tokens(node: Node, start: int, end: int) -> bytes:
-    """The tokens [start,end) of a node's path, of which few are above the node. Costs these tokens."""
-    parts: list[bytes] = []
-    for one in upwards(node):
-        if start < end:
-            parts.append(one.edge[max(0, start - one.start) * TOKEN : (end - one.start) * TOKEN])
-        if start >= one.start:
-            break
-        end = min(end, one.start)
-    return b"".join(reversed(parts))

@@ -13,7 +13,7 @@ from hashlib import blake2b
 from itertools import chain
 from typing import NamedTuple
 
-from kvcellar.memory.prefix.node import TOKEN, Node, digest_begun
+from kvcellar.memory.prefix.node import TOKEN, Node, digest_begun, path_key
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefix.why import NAME
 from kvcellar.memory.snapshot import adapter_of, requested
@@ -80,7 +80,7 @@ class Walk:
             if (place := next(self._rest[-1], None)) is None:
                 self._rest.pop()
                 continue
-            edge = b"".join(_edges(place.node, place.start))
+            edge = path_key(place.node, place.node.end, place.start)  # empty if it is not in the tree any more
             most, left = most - 1, left - len(edge)
             if edge:
                 found.append((self._listed(place, edge), place.node))
@@ -108,15 +108,3 @@ class Walk:
 def _places(namespace: str, name: str, node: Node, before: "blake2b") -> Iterator[_Place]:
     """Of the children of a node of this name."""
     return (_Place(namespace, name, child, node.end, before) for child in list(node.children.values()))
-
-
-def _edges(node: Node, start: int) -> Iterator[bytes]:
-    """The tokens of a node's path from `start` on; nothing if the node is not in the tree any more."""
-    parts: list[bytes] = []
-    at = node
-    while at.start > start and at.parent is not None:
-        parts.append(at.edge)
-        at = at.parent
-    if at.parent is not None and at.end > start:
-        yield at.edge[(start - at.start) * TOKEN :]
-        yield from reversed(parts)

@@ -63,25 +63,29 @@ class ClaimStore(Protocol):
     def of(self, claim: int) -> ClaimView: ...
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Ranked:
+    """What a heap has in order of `value`; `entry` is the number of its latest entry there."""
+
+    value: float = 0.0
+    entry: int = 0
+
+
 @dataclass(eq=False, slots=True)
-class Kept:
+class Kept(Ranked):
     """A checkpoint of a node: what resuming at `pos` needs beside the cells of the span."""
 
     node: "Node"
     pos: int
     hits: int = 1
-    value: float = 0.0
-    entry: int = 0
     pinned: bool = False  # a pin ends here: it is not evicted
 
 
 @dataclass(eq=False, slots=True)
-class Lease:
-    """When a node expires, as an entry of a heap."""
+class Lease(Ranked):
+    """When a node expires, in seconds of the wall clock, as an entry of a heap."""
 
     node: "Node"
-    value: float  # seconds of the wall clock
-    entry: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +112,7 @@ class NodeBlocks:
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class Node(Ranked):
     """Tokens [start,end) of all sequences below it. A root has a namespace, but no claim and no edge."""
 
     parent: "Node | None"
@@ -118,8 +122,6 @@ class Node:
     checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
     children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
     users: int = 0
-    value: float = 0.0
-    entry: int = 0
     namespace: str = ""
     use: Use | None = None  # the last one; of a root None
     retention: Retention = DEFAULT
@@ -274,22 +276,15 @@ def root_of(node: Node) -> Node:
     return node
 
 
-def digest_of(namespace: str, key: bytes) -> bytes:
-    """What tells the tokens of a key in a namespace from all others."""
-    digest = digest_begun(namespace)
-    digest.update(key)
-    return digest.digest()
-
-
 def path_digest(node: Node, end: int) -> bytes:
-    """`digest_of` the first `end` tokens of a node's path, which end in the node. Costs as `path_state`."""
+    """What tells the first `end` tokens of a node's path, which end in the node, from all others. Costs as
+    `path_state`."""
     return path_state(node, end).digest()
 
 
 def path_state(node: Node, end: int) -> blake2b:
-    """The state of `digest_of` after the first `end` tokens of a node's path, which end in the node or where it begins.
-    Costs the tokens of the node, and those above it that were not hashed
-    before."""
+    """The state of a digest after the first `end` tokens of a node's path, which end in the node or where it begins.
+    Costs the tokens of the node, and those above it that were not hashed before."""
     assert node.parent is not None, "a root has no tokens"
     digest = _hashed(node.parent).copy()
     digest.update(memoryview(node.edge)[: (end - node.start) * TOKEN])
@@ -317,12 +312,15 @@ def digest_begun(namespace: str) -> blake2b:
     return digest
 
 
-def key_to(node: Node) -> bytes:
-    """The tokens before a node, and its first one: all texts that it has tokens of begin so."""
-    parts, above = [node.edge[:TOKEN]], node.parent
-    while above is not None:
-        parts.append(above.edge)
-        above = above.parent
+def path_key(node: Node, end: int, start: int = 0) -> bytes:
+    """The key of the tokens [start,end) of a node's path, which end in the node. Costs these tokens."""
+    parts: list[bytes] = []
+    for one in upwards(node):
+        if start < end:
+            parts.append(one.edge[max(0, start - one.start) * TOKEN : (end - one.start) * TOKEN])
+        if start >= one.start:
+            break
+        end = min(end, one.start)
     return b"".join(reversed(parts))
 
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from kvcellar.events import Recall
-from kvcellar.memory.prefix.node import TOKEN, Node, digest_begun, digest_of, path_digest, path_state
+from kvcellar.memory.prefix.node import TOKEN, Node, digest_begun, ids_of, path_digest, path_state
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.snapshot import requested
 
@@ -182,7 +182,7 @@ def explained(
     salted = salted if salted > found else 0
 
     def record(reason: str, detail: str, entry: str = "", theirs: tuple[int, ...] = ()) -> Recall:
-        ours = _tokens(key[matched * TOKEN : (matched + SHOWN) * TOKEN]) if theirs else ()
+        ours = tuple(ids_of(key[matched * TOKEN : (matched + SHOWN) * TOKEN])) if theirs else ()
         sources = _sources(restored, read)
         return Recall(most, found, restored, sources, read.seconds, reason, detail, entry, ours, theirs, salted)
 
@@ -230,32 +230,13 @@ def _diverging(tree: Tree, namespace: str, key: bytes) -> tuple[str, tuple[int, 
     """The name of the entry that goes on in another way than a key where the tree ends for it, and its next tokens."""
     node, offset = tree.reached(namespace, key)
     if offset * TOKEN < len(node.edge):
-        return name_of(node), _tokens(node.edge[offset * TOKEN : (offset + SHOWN) * TOKEN])
+        return name_of(node), tuple(ids_of(node.edge[offset * TOKEN : (offset + SHOWN) * TOKEN]))
     if not node.children:
         return None
     child = max(islice(node.children.values(), LOOKED_AT), key=lambda child: child.value)
-    return name_of(child), _tokens(child.edge[: SHOWN * TOKEN])
+    return name_of(child), tuple(ids_of(child.edge[: SHOWN * TOKEN]))
 
 
 def name_of(node: Node) -> str:
     """The name of a node: it stays the same while the node grows, is cut and is split (the upper part keeps it)."""
     return path_digest(node, node.start + 1)[:NAME].hex()
-
-
-def named(namespace: str, key: bytes) -> str:
-    """The name of the node whose first token is the last one of a key."""
-    return digest_of(namespace, key)[:NAME].hex()
-
-
-def path_key(node: Node, end: int) -> bytes:
-    """The key of the first `end` tokens of a node's path, which end in the node."""
-    edges: list[bytes] = [node.edge[: (end - node.start) * TOKEN]]
-    above = node
-    while (parent := above.parent) is not None:
-        edges.append(parent.edge)
-        above = parent
-    return b"".join(reversed(edges))
-
-
-def _tokens(edge: bytes) -> tuple[int, ...]:
-    return tuple(memoryview(edge).cast("q"))

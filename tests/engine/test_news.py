@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from kvcellar.memory import index_watcher as news_module
-from kvcellar.memory.index_watcher import AGAIN, PATIENCE, News
+from kvcellar.memory import restore_plan as news_module
 from kvcellar.memory.prefix.stored import Catalogue
+from kvcellar.memory.restore_plan import NEXT_LOOK, PATIENCE, News
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.host import HostTier
 from kvcellar.memory.tiers.tier import Entry
@@ -99,7 +99,7 @@ def test_one_look_serves_all_requests_that_miss_and_the_next_one_is_later(tmp_pa
         assert not news.waits(look)
         assert news.left() == float("inf")
         assert news.ask(lambda: True) is None, "the last one was just now"
-        machine.now = AGAIN
+        machine.now = NEXT_LOOK
         again = news.ask(lambda: True)
         assert again is not look
         machine.end()
@@ -130,7 +130,7 @@ def test_nothing_is_asked_where_no_disk_is_shared(tmp_path, alone) -> None:  # n
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_a_conversation_moves_between_engines_that_run(saved, tmp_path, monkeypatch, name) -> None:  # noqa: F811
     monkeypatch.setattr(news_module, "PATIENCE", 240.0)
-    monkeypatch.setattr(news_module, "AGAIN", 0.0)
+    monkeypatch.setattr(news_module, "NEXT_LOOK", 0.0)
     draw = random.Random(name)
     prompt, restored = tokens(draw, 200), {}
     with opened(saved[name], tmp_path) as one, opened(saved[name], tmp_path) as two, opened(saved[name], None) as cold:

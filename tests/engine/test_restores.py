@@ -11,7 +11,7 @@ from kvcellar.frontend.result import Collector
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.restores import Fetch, Restores
 from kvcellar.memory.store import Store
-from kvcellar.memory.tiers.transfer import Outcome, Transfer
+from kvcellar.memory.tiers.transfers import Outcome, Transfer
 from tests.engine.test_slow_tiers import Clock
 from tests.engine.test_store import GREEDY, always, conversation, opened, saved  # noqa: F401
 from tests.engine.tiered import settled, store_of

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.memory.tiers.admission import Piece, Rate, restored
-from kvcellar.memory.tiers.breaker import Breaker
+from kvcellar.memory.tiers.tier import Breaker
 
 
 def test_a_rate_finds_latency_and_bandwidth_again() -> None:

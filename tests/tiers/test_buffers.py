@@ -14,8 +14,7 @@ from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers import transfers as transfers_module
 from kvcellar.memory.tiers.codec import DIGEST, AesGcm, Replaced
 from kvcellar.memory.tiers.host import HostTier
-from kvcellar.memory.tiers.transfer import Outcome
-from kvcellar.memory.tiers.transfers import KEPT, Buffers, Space, allocated
+from kvcellar.memory.tiers.transfers import KEPT, Buffers, Outcome, Space, allocated
 from tests.tiers.made import made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 from tests.tiers.test_transfers import SOON, Slow, ended, put, transfers

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvcellar.memory.retention import Retention
-from kvcellar.memory.tiers.breaker import Breaker
 from kvcellar.memory.tiers.codec import AesGcm
 from kvcellar.memory.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
 from kvcellar.memory.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
-from kvcellar.memory.tiers.tier import Entry
-from kvcellar.memory.tiers.transfer import Outcome, Transfer
-from kvcellar.memory.tiers.transfers import Transfers
+from kvcellar.memory.tiers.tier import Breaker, Entry
+from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, chains, content, made
 from tests.tiers.redis_server import BINARY, RedisServer

@@ -12,8 +12,7 @@ from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.host import HostTier
 from kvcellar.memory.tiers.tier import Loaded, Take, fresh
-from kvcellar.memory.tiers.transfer import Outcome, Transfer
-from kvcellar.memory.tiers.transfers import Transfers
+from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
 from tests.tiers.made import made
 
 SOON = 120.0  # seconds after which a test fails
@@ -24,9 +23,13 @@ class Slow(HostTier):
 
     def __init__(self, name: str = "disk", cap: int = 1 << 20) -> None:
         super().__init__(cap)
-        self.name, self.go, self.inside, self.down = name, threading.Event(), threading.Semaphore(0), False
+        self.name, self.go, self.inside, self.stopped = name, threading.Event(), threading.Semaphore(0), False
         self.calls: Counter[str] = Counter()
         self.go.set()
+
+    @property
+    def down(self) -> bool:
+        return self.stopped
 
     def _wait(self, call: str) -> None:
         self.calls[call] += 1
@@ -296,15 +299,15 @@ def test_renewals_that_wait_are_one_call_for_each_retention() -> None:
 def test_a_tier_that_is_down_is_skipped_and_used_again_later() -> None:
     host, disk = Slow("host"), Slow("disk")
     with transfers(host, disk) as opened:
-        disk.down = True
+        disk.stopped = True
         stored = put(opened, *made(1))
         assert ended(stored) is Outcome.STORED
         assert stored.tiers == ("host",)
-        host.down = True
+        host.stopped = True
         assert put(opened, *made(2)) is None
         assert ended(opened.fetch(made(1)[0])) is Outcome.MISSED
         assert opened.source(made(1)[0].key) is None
-        host.down = disk.down = False
+        host.stopped = disk.stopped = False
         assert opened.source(made(1)[0].key) == "host", "it was forgotten because a tier was down"
         stored = put(opened, *made(3))
         assert ended(stored) is Outcome.STORED
@@ -398,7 +401,6 @@ def test_each_transfer_is_handed_over_once_when_it_has_ended() -> None:
             assert ended(transfer) is not None
             opened.release(transfer)
     assert Counter(map(id, done)) == Counter(map(id, all_of_them))
-    assert sum(opened.counts.values()) == 60
 
 
 def test_entries_are_renewed_and_removed_in_all_tiers() -> None:

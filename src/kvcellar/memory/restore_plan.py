@@ -1,4 +1,5 @@
-"""restore_plan: which stored snapshots are read back for a prompt, and how long a request waits for them.
+"""restore_plan: which stored snapshots are read back for a prompt, how long a request waits for them, and for a look at
+what other processes have stored.
 
     plan = planner.plan(namespace, key)      # the snapshots in order, and why others are computed again
     planner.patience(plan.parts)             # seconds without progress after which they are computed again, too
@@ -6,7 +7,9 @@
 Planning costs the snapshots of one chain. It reads and changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from kvcellar.memory.prefix.node import TOKEN
@@ -14,12 +17,15 @@ from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.admission import Piece, Rate, restored
+from kvcellar.memory.tiers.disk import DiskTier
 from kvcellar.memory.tiers.transfers import Transfers
 
 LEAST = 64  # tokens: fewer are computed again as fast as they are read
 MEASURED = 32  # new tokens of a step, at least, from which on it measures how fast prompts are computed
 AGAIN = 16  # of so many restores that seem too slow, one is made: else what was measured once would be for ever
 SHORTEST, LONGEST = 5.0, 60.0  # seconds without progress for which a request waits, at least and at most
+NEXT_LOOK = 0.25  # seconds after a look into the index of a shared disk until the next one
+PATIENCE = 0.5  # seconds for which a request waits for a look
 SLACK = 4  # times as long as predicted: a read that takes longer is not expected to end
 
 
@@ -122,3 +128,63 @@ class Planner:
     def reset(self, prefixes: Prefixes) -> None:
         """The tree was made anew."""
         self._prefixes = prefixes
+
+
+@dataclass(eq=False, slots=True)
+class Look:
+    """One look into the index."""
+
+    began: float
+    ended: bool = False
+
+
+class News:
+    """What other processes have stored in a directory that this one shares with them.
+
+        look = news.ask(misses)     # a request has arrived
+        news.waits(look)            # whether it should wait: what is found is known when this is False
+
+    Looking costs one small read of the index where no other process has changed it, by a thread of the disk's lane, and
+    is done at most once in `NEXT_LOOK` seconds. At most one look is under way; a disk that hangs delays requests by
+    `PATIENCE` seconds in all. All but the look itself runs on the engine's thread.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        *,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`post` runs a call on the engine's thread."""
+        self._transfers, self._post, self._clock = transfers, post, clock
+        tiers = enumerate(transfers.tiers)
+        self._number, self._disk = next(((at, tier) for at, tier in tiers if isinstance(tier, DiskTier)), (0, None))
+        self._look: Look | None = None
+
+    def ask(self, misses: Callable[[], bool]) -> Look | None:
+        """A look that has not ended, if a request misses tokens. None where the disk is not shared, cannot be used, or
+        was looked at just now."""
+        disk, last = self._disk, self._look
+        if disk is None or not disk.shared or self._transfers.down(self._number) or not misses():
+            return None
+        if last is not None and (not last.ended or self._clock() < last.began + NEXT_LOOK):
+            return None if last.ended else last
+        look = self._look = Look(self._clock())
+        self._transfers.run(self._number, lambda: self._found(look, disk))
+        return look
+
+    def waits(self, look: Look) -> bool:
+        """Whether a request should wait for it."""
+        return not look.ended and self._clock() < look.began + PATIENCE
+
+    def left(self) -> float:
+        """Seconds for which requests wait for a look at most; infinite: none does now."""
+        if self._look is None or not self.waits(self._look):
+            return inf
+        return self._look.began + PATIENCE - self._clock()
+
+    def _found(self, look: Look, disk: DiskTier) -> None:
+        """On a thread of the lane."""
+        disk.news()
+        self._post(lambda: setattr(look, "ended", True))

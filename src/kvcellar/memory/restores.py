@@ -27,19 +27,16 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import CacheFull, KvcellarError
-from kvcellar.memory.index_watcher import Look, News
-from kvcellar.memory.kv.readout import Record
-from kvcellar.memory.kv.record import from_bytes
+from kvcellar.memory.kv.record import Record, from_bytes
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.prefix.node import TOKEN, Node
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefixes import Prefixes
-from kvcellar.memory.restore_plan import Part, Planner
+from kvcellar.memory.restore_plan import Look, News, Part, Planner
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.tier import Chunk, Loaded
-from kvcellar.memory.tiers.transfer import Transfer
-from kvcellar.memory.tiers.transfers import Transfers
+from kvcellar.memory.tiers.transfers import Transfer, Transfers
 
 
 class ChunkTensor:

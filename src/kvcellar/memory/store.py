@@ -27,7 +27,6 @@ from functools import partial
 from torch import Tensor
 
 from kvcellar.errors import EngineClosed
-from kvcellar.memory.index_watcher import News
 from kvcellar.memory.kv.readout import Reading
 from kvcellar.memory.kv.record import to_bytes
 from kvcellar.memory.memory import Memory
@@ -35,15 +34,14 @@ from kvcellar.memory.prefix.node import TOKEN, Node
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefix.why import Sightings
 from kvcellar.memory.prefixes import Prefixes
-from kvcellar.memory.restore_plan import LEAST
+from kvcellar.memory.restore_plan import LEAST, News
 from kvcellar.memory.restores import Evict, Restores
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import Snapshot, key_after
 from kvcellar.memory.spans import Span
 from kvcellar.memory.tiers.disk import DiskTier
 from kvcellar.memory.tiers.tier import Tier
-from kvcellar.memory.tiers.transfer import Outcome, Transfer
-from kvcellar.memory.tiers.transfers import Transfers
+from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -112,10 +110,10 @@ class Store:
         evict: Evict,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`secret`: keys cannot be computed from tokens without it; `catalogue`: the tiers report there what they
-        have."""
+        """`identity` is that of the snapshots that this memory can read; `secret`: keys cannot be computed from tokens
+        without it; `catalogue`: the tiers report there what they have."""
         self._memory, self._prefixes, self.catalogue = memory, prefixes, catalogue
-        self._identity, self._secret, self._post, self._clock = identity, secret, post, clock
+        self.identity, self._secret, self._post, self._clock = identity, secret, post, clock
         self._wanted: deque[_Writing] = deque()
         self._open: _Open | None = None
         self._segment = SEGMENT
@@ -157,7 +155,7 @@ class Store:
         self._note_lost()
         for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
             self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
-        self._prefixes.know_others(self._others, self._identity.hex())
+        self._prefixes.know_others(self._others, self.identity.hex())
         self.transfers.prepare(max((snapshot.size for snapshot in self.catalogue), default=0))
 
     def _note_lost(self) -> None:
@@ -224,12 +222,16 @@ class Store:
                 self._wanted.popleft()
                 continue
             node, span = found
-            key = self._key(writing, span)
+            tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
+            key = key_after(
+                writing.parent, identity=self.identity, namespace=writing.namespace, tokens=tokens, secret=self._secret
+            )
             if key in self._on_way or key in self.catalogue:  # another completion had the same tokens
                 writing.at, writing.parent = span.end, key
                 continue
             reading = self._memory.claims.reading(node.claim, span)
-            snapshot = self._snapshot(writing, span, key, reading)
+            record, sizes = to_bytes(reading.record), reading.sizes()
+            snapshot = Snapshot(key, writing.parent, writing.namespace, span, tokens, record, sizes)
             transfer = self.transfers.reserve(snapshot) if snapshot.size <= self.transfers.largest else None
             if transfer is not None:
                 self._open, self._least = _Open(writing, transfer, reading, iter(reading)), 1
@@ -240,10 +242,6 @@ class Store:
                 return False
             self._too_large(snapshot)
         return False
-
-    def _snapshot(self, writing: _Writing, span: Span, key: bytes, reading: Reading) -> Snapshot:
-        tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
-        return Snapshot(key, writing.parent, writing.namespace, span, tokens, to_bytes(reading.record), reading.sizes())
 
     def _too_large(self, snapshot: Snapshot) -> None:
         """Make shorter ones, or none of this sequence."""
@@ -271,12 +269,6 @@ class Store:
         if claim.whole(writing.at) != writing.at or (upto := claim.whole(upto)) <= writing.at:
             return None
         return node, Span(writing.at, upto)
-
-    def _key(self, writing: _Writing, span: Span) -> bytes:
-        tokens = writing.key[span.start * TOKEN : span.end * TOKEN]
-        return key_after(
-            writing.parent, identity=self._identity, namespace=writing.namespace, tokens=tokens, secret=self._secret
-        )
 
     def _finish(self, opened: _Open) -> None:
         """All of the snapshot was read out: let it be written."""
@@ -323,7 +315,7 @@ class Store:
         self._wanted.clear()
         self._stop_reading()
         self._prefixes = prefixes
-        prefixes.know_others(self._others, self._identity.hex())
+        prefixes.know_others(self._others, self.identity.hex())
 
     def flush(self) -> float | None:
         """At the end: read a part of what is left out of memory. Returns the seconds until there is more; None if
@@ -356,11 +348,6 @@ class Store:
             return
 
     # -- for an operator ----------------------------------------------------------------------------------------
-
-    @property
-    def identity(self) -> bytes:
-        """Of the snapshots that this memory can read."""
-        return self._identity
 
     @property
     def disk(self) -> DiskTier | None:

@@ -25,7 +25,6 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
@@ -38,7 +37,6 @@ from kvcellar.errors import KvcellarError
 from kvcellar.files import Files
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
 from kvcellar.memory.snapshot import Snapshot
-from kvcellar.memory.tiers.breaker import Breaker
 from kvcellar.memory.tiers.codec import (
     Cipher,
     Damaged,
@@ -56,8 +54,8 @@ from kvcellar.memory.tiers.codec import (
     write,
 )
 from kvcellar.memory.tiers.folder import DATA, QUARANTINE, TEMPORARY, Folder
-from kvcellar.memory.tiers.index import DAMAGED, Index, IndexDamaged, IndexedTier, Row, TooLittle, growth
-from kvcellar.memory.tiers.tier import Chunk, Entry, Loaded, Take, Why, fresh
+from kvcellar.memory.tiers.index import DAMAGED, Index, IndexDamaged, Row, TooLittle, Why, growth, parents_first
+from kvcellar.memory.tiers.tier import Breaker, Chunk, Entry, Loaded, Take, Tier, fresh
 from kvcellar.places import NoPlace
 
 T = TypeVar("T")
@@ -71,11 +69,10 @@ class StoreUnusable(KvcellarError):
     """The directory cannot be a store. The message has the reason."""
 
 
-class DiskTier(IndexedTier):
+class DiskTier(Tier):
     """The snapshots of one identity in a directory that may have others. `shared`: other processes may use it now."""
 
     name = "disk"
-    copies = 0
 
     def __init__(
         self,
@@ -91,12 +88,11 @@ class DiskTier(IndexedTier):
     ) -> None:
         """The store may have `max_bytes`, and no more than this share of what is free on the disk and its own files;
         `quota` is for the entries of one owner. Raises `StoreUnusable`."""
-        super().__init__()
+        super().__init__(Breaker(after=3))
         self._identity, self._max, self._share, self._quota = identity, max_bytes, share_of_free, quota
         self.directory, self.cipher, self._files, self._clock = directory, cipher or Plain(), files or Files(), clock
         self._process, self._numbers = secrets.token_hex(8), count()
         self._folder = Folder(self._files, directory, self._process)
-        self._breaker = Breaker(after=3)
         self._known: dict[bytes, Row] = {}  # each change is one operation of the dict: any thread may make it
         self._last = 0  # id of the last entry that was looked at
         with ExitStack() as opened:
@@ -110,14 +106,6 @@ class DiskTier(IndexedTier):
             except (OSError, sqlite3.Error, NoPlace, IndexDamaged, TooLittle) as error:
                 raise StoreUnusable(f"{directory} cannot be a store: {error}") from error
             self._opened = opened.pop_all()
-
-    @property
-    def cap(self) -> int:
-        return self._index.cap
-
-    @property
-    def down(self) -> bool:
-        return self._breaker.down
 
     # -- entries ------------------------------------------------------------------------------------------------
 
@@ -327,7 +315,7 @@ class DiskTier(IndexedTier):
             except (OSError, Damaged, Foreign) as error:
                 self._failed(f"reading {name}", error)
                 self._folder.unlink(DATA, name)
-        index.adopt(_parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
+        index.adopt(parents_first(found), lambda row: self._folder.unlink(DATA, row.name))
 
     def _recover(self) -> None:
         """Delete what processes that have ended left unfinished, and entries whose files are gone."""
@@ -405,15 +393,3 @@ def _row_of_file(name: str, reader: Reader) -> Row:
     return Row(
         header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
     )
-
-
-def _parents_first(rows: Iterable[Row]) -> list[Row]:
-    """Each row after the one that it continues."""
-    found = list(rows)
-    keys, after = {row.key for row in found}, defaultdict[bytes, list[Row]](list)
-    order: list[Row] = []
-    for row in found:
-        (after[row.parent] if row.parent in keys else order).append(row)
-    for row in order:  # which grows while it is read
-        order += after.pop(row.key, [])
-    return order

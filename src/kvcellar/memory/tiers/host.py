@@ -6,13 +6,13 @@ from itertools import count
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import Snapshot
-from kvcellar.memory.tiers.index import Index, IndexedTier, Row
-from kvcellar.memory.tiers.tier import Chunk, Entry, Loaded, Take, checked, fresh
+from kvcellar.memory.tiers.index import Index, Row
+from kvcellar.memory.tiers.tier import Breaker, Chunk, Entry, Loaded, Take, Tier, checked, fresh
 
 OVERHEAD = 1024  # bytes that an entry takes beside its content, at most
 
 
-class HostTier(IndexedTier):
+class HostTier(Tier):
     """Snapshots in memory. Its bytes are reserved before an entry's chunks are read.
 
     Chunks that `get` has returned are freed when the entry is gone and the caller has dropped them: until then they
@@ -20,8 +20,6 @@ class HostTier(IndexedTier):
     """
 
     name = "host"
-    copies = 0
-    down = False
 
     def __init__(
         self,
@@ -31,8 +29,7 @@ class HostTier(IndexedTier):
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all."""
-        super().__init__()
-        self.cap = cap
+        super().__init__(Breaker())  # memory does not fail
         self._index = Index(None, cap, self, quota=quota, clock=clock)
         self._content: dict[str, tuple[Snapshot, tuple[bytes, ...]]] = {}  # each change is one operation of the dict
         self._numbers = count()

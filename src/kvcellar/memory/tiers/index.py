@@ -20,17 +20,19 @@ import sqlite3
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvcellar.memory.policy import value
 from kvcellar.memory.retention import Retention, stronger
 from kvcellar.memory.snapshot import Snapshot
-from kvcellar.memory.tiers.tier import Catalogue, Uncatalogued, Why
+
+if TYPE_CHECKING:
+    from kvcellar.memory.tiers.tier import Tier
 
 VERSION = 4
 PAGE = 1024
@@ -80,6 +82,7 @@ COLUMNS = (
 )
 LEAVES = "SELECT key, size, value FROM entries WHERE pinned=0 AND children=0 {} ORDER BY value LIMIT 64"
 Do = Callable[..., sqlite3.Cursor]
+Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
 
 _BUSY = (
     sqlite3.SQLITE_BUSY,
@@ -147,6 +150,18 @@ class Dropped(NamedTuple):
     key: bytes | None = None
 
 
+def parents_first(rows: Iterable[Row]) -> list[Row]:
+    """Each row after the one that it continues, if that is there."""
+    found = list(rows)
+    keys, after = {row.key for row in found}, defaultdict[bytes, list[Row]](list)
+    order: list[Row] = []
+    for row in found:
+        (after[row.parent] if row.parent in keys else order).append(row)
+    for row in order:  # which grows while it is read
+        order += after.pop(row.key, [])
+    return order
+
+
 def growth(meta: int) -> int:
     """Bytes that an entry with a description of so many adds to the file of an index and its journal, at most."""
     return _taken(meta // (PAGE - 16) + 8)
@@ -156,43 +171,6 @@ def _taken(pages: int) -> int:
     return 2 * pages * (PAGE + 8)
 
 
-class IndexedTier:
-    """What tiers do alike, wherever their contents are."""
-
-    name: str
-    _index: "Index"
-
-    def __init__(self) -> None:
-        self.catalogue: Catalogue = Uncatalogued()
-        self.failures = Counter[str]()
-
-    def delete(self, names: list[str]) -> Iterable[str]:
-        """Delete contents; returns the names of those that are gone."""
-        raise NotImplementedError
-
-    def made(self, snapshot: Snapshot, retention: Retention) -> None:
-        """There is an entry that was not there before."""
-        self.catalogue.stored(self.name, snapshot, retention)
-
-    def gone(self, key: bytes, why: Why) -> None:
-        """There is an entry no longer."""
-        self.catalogue.removed(self.name, key, why)
-
-    def size(self) -> int:
-        """Of all contents, and the index in a file, at most."""
-        return self._index.size()
-
-    def contains(self, key: bytes) -> bool:
-        return self._index.find(key) is not None
-
-    def used(self, keys: Iterable[bytes]) -> None:
-        self._index.used(keys)
-
-    def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        """For this process, where a store elsewhere has the contents: others know how they were kept when stored."""
-        self._index.renew(keys, retention)
-
-
 class Index:
     """The index of one tier, in the file `path`, which is created if it is not there; None: in memory."""
 
@@ -200,7 +178,7 @@ class Index:
         self,
         path: Path | None,
         cap: int,
-        tier: IndexedTier,
+        tier: "Tier",
         *,
         process: str = "",
         quota: int | None = None,

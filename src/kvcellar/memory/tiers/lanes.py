@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvcellar.memory.retention import Retention, stronger
-from kvcellar.memory.tiers.breaker import Breaker
-from kvcellar.memory.tiers.tier import Tier
+from kvcellar.memory.tiers.tier import Breaker, Tier
 
 TOGETHER = 64  # notes that are done before jobs
 IN_A_ROW = 8  # readings that are done before another job that waits
@@ -37,7 +36,7 @@ class Lane:
         self._renewed: dict[bytes, Retention] = {}  # entries that are kept longer
         self._started: dict[int, float] = {}  # when each thread that has a job began it
         self.moved = clock()  # when the last job was begun
-        self.breaker = Breaker(after=1, clock=clock)  # of reads that took too long
+        self.breaker = Breaker(clock=clock)  # of reads that took too long
         self._stopping = False
 
     def push(self, job: Job, *, reads: bool = False) -> None:

@@ -21,7 +21,6 @@ from typing import NamedTuple, TypeVar
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import KEY, Snapshot
-from kvcellar.memory.tiers.breaker import Breaker
 from kvcellar.memory.tiers.codec import (
     DIGEST,
     Cipher,
@@ -40,9 +39,9 @@ from kvcellar.memory.tiers.codec import (
     read_header,
     sealed_meta,
 )
-from kvcellar.memory.tiers.index import Index, IndexedTier, Row
+from kvcellar.memory.tiers.index import Index, Row, Why
 from kvcellar.memory.tiers.objects import Objects, RemoteFailed
-from kvcellar.memory.tiers.tier import Chunk, Entry, Loaded, Take, Why, fresh
+from kvcellar.memory.tiers.tier import Breaker, Chunk, Entry, Loaded, Take, Tier, fresh
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.memory.tiers")
@@ -67,7 +66,7 @@ class _Object(NamedTuple):
     seal: bytes = b""
 
 
-class RemoteTier(IndexedTier):
+class RemoteTier(Tier):
     """The snapshots of one identity in a store elsewhere."""
 
     name = "remote"
@@ -85,19 +84,13 @@ class RemoteTier(IndexedTier):
         breaker: Breaker | None = None,
     ) -> None:
         """`quota`: bytes for the entries of one owner; None: as many as for all. Calls nothing yet."""
-        super().__init__()
-        self.cap = cap
+        super().__init__(breaker or Breaker())
         self._objects, self._identity, self._cipher, self._clock = objects, identity, cipher or Plain(), clock
         self._index = Index(None, cap, self, quota=quota, clock=clock)
         self._snapshots: dict[str, Snapshot] = {}  # by name: that of the object, and a number
         self._numbers = count()
         self._listed = False
         self._undeleted: set[str] = set()  # what could not be deleted yet: its bytes are counted
-        self._breaker = breaker or Breaker(after=1)
-
-    @property
-    def down(self) -> bool:
-        return self._breaker.down
 
     # -- entries ------------------------------------------------------------------------------------------------
 

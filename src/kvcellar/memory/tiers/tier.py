@@ -1,19 +1,21 @@
-"""tier: the interface of every place that stores snapshots outside of the device.
+"""tier: what every place is that stores snapshots outside of the device.
 
 A tier never raises for what its medium does. An operation that fails returns False or None, counts the kind of failure
 in `failures`, and logs one line. What is returned was verified.
 """
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.tiers.index import Index, Why
 
 Chunk = bytes | memoryview
 Take = Callable[[int], memoryview]  # returns memory of so many bytes, to be written; raises `Replaced` for too many
-Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
 
 
 def fresh(size: int) -> memoryview:
@@ -62,40 +64,59 @@ class Loaded(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-class Tier(Protocol):
-    """A store of the snapshots of one identity. All methods may be called from any thread."""
+class Breaker:
+    """Counts failures in a row. `down` from the last of `after` on for `wait` seconds, doubled each time it fails again
+    without a success in between, up to `longest`."""
 
-    catalogue: Catalogue  # what the tier reports to; those who use it set it
+    def __init__(
+        self, *, after: int = 1, wait: float = 1.0, longest: float = 60.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._after, self._first, self._longest, self._clock = after, wait, longest, clock
+        self._lock = threading.Lock()
+        self._in_row, self._wait, self._until = 0, wait, -float("inf")
 
     @property
-    def name(self) -> str:
-        """ "host", "disk" or "remote"."""
-        ...
+    def down(self) -> bool:
+        return self._clock() < self._until
+
+    def failed(self) -> None:
+        with self._lock:
+            self._in_row += 1
+            if self._in_row >= self._after and not self.down:
+                self._until = self._clock() + self._wait
+                self._wait = min(2 * self._wait, self._longest)
+
+    def succeeded(self) -> None:
+        with self._lock:
+            self._in_row, self._wait = 0, self._first
+
+
+class Tier:
+    """A store of the snapshots of one identity. All methods may be called from any thread."""
+
+    name: str  # "host", "disk" or "remote"
+    copies = 0  # how often the bytes of an entry are in memory during `put` or `get`, beside its chunks
+    _index: Index
+
+    def __init__(self, breaker: Breaker) -> None:
+        self.catalogue: Catalogue = Uncatalogued()  # what the tier reports to; those who use it set it
+        self.failures = Counter[str]()  # operations that failed, by kind
+        self._breaker = breaker
 
     @property
     def cap(self) -> int:
         """Bytes that the tier never exceeds."""
-        ...
-
-    @property
-    def copies(self) -> int:
-        """How often the bytes of an entry are in memory during `put` or `get`, beside its chunks."""
-        ...
-
-    @property
-    def failures(self) -> Counter[str]:
-        """Operations that failed, by kind."""
-        ...
+        return self._index.cap
 
     @property
     def down(self) -> bool:
         """Whether the last operations failed for a reason that is not the entry's. To be tried again later: it becomes
         False by itself."""
-        ...
+        return self._breaker.down
 
     def size(self) -> int:
-        """Bytes used now, as far as they are counted against `cap`."""
-        ...
+        """Of all contents, and the index in a file, at most: bytes that are counted against `cap`."""
+        return self._index.size()
 
     def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         """Store an entry; False if that is not possible. May evict others.
@@ -103,35 +124,50 @@ class Tier(Protocol):
         Where the key is stored already, `chunks` are not read, and the stronger retention applies. Raises `ValueError`
         for chunks of other sizes than the snapshot's.
         """
-        ...
+        raise NotImplementedError
 
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         """None on a miss. `take` is called for the memory of each chunk that has to be read, in order."""
-        ...
+        raise NotImplementedError
 
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry, as far as is known without reading it."""
-        ...
+        return self._index.find(key) is not None
 
     def entries(self) -> list[Entry]:
         """All that this identity and cipher can read, in any order. They are reported, too."""
-        ...
+        raise NotImplementedError
 
     def used(self, keys: Iterable[bytes]) -> None:
         """These entries were restored: their values rise."""
-        ...
+        self._index.used(keys)
 
     def renew(self, keys: Iterable[bytes], retention: Retention) -> None:
-        """Keep these entries at least as long as `retention` says."""
-        ...
+        """Keep these entries at least as long as `retention` says. Where a store elsewhere has the contents, others
+        know how they were kept when stored."""
+        self._index.renew(keys, retention)
 
     def remove(self, keys: Iterable[bytes]) -> None:
         """Delete entries, pinned ones too."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
         """May be called again."""
-        ...
+        raise NotImplementedError
+
+    # -- for the index ------------------------------------------------------------------------------------------
+
+    def delete(self, names: list[str]) -> Iterable[str]:
+        """Delete contents; returns the names of those that are gone."""
+        raise NotImplementedError
+
+    def made(self, snapshot: Snapshot, retention: Retention) -> None:
+        """There is an entry that was not there before."""
+        self.catalogue.stored(self.name, snapshot, retention)
+
+    def gone(self, key: bytes, why: Why) -> None:
+        """There is an entry no longer."""
+        self.catalogue.removed(self.name, key, why)
 
 
 def checked(snapshot: Snapshot, chunks: Iterable[Chunk]) -> Iterator[Chunk]:

@@ -38,6 +38,7 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from functools import partial
 
 from kvcellar.memory.retention import DEFAULT, Retention
@@ -46,7 +47,40 @@ from kvcellar.memory.tiers.admission import Rate
 from kvcellar.memory.tiers.codec import Replaced
 from kvcellar.memory.tiers.lanes import Lane
 from kvcellar.memory.tiers.tier import Catalogue, Loaded, Tier, Uncatalogued
-from kvcellar.memory.tiers.transfer import Outcome, Transfer
+
+log = logging.getLogger("kvcellar.memory.tiers")
+
+KEPT = 2  # the part of the staging memory that idle buffers may have
+
+
+class Outcome(Enum):
+    STORED = "in at least one tier"
+    FETCHED = "its chunks are in memory until they are released"
+    MISSED = "not in any tier that can be read now"
+    REFUSED = "no tier has stored it"
+    CANCELLED = "by the caller, or when the time for closing was over"
+    FAILED = "an error that no tier should raise"
+
+
+class Transfer:
+    """One snapshot on its way to or from the tiers. The results are valid when `outcome` is set.
+
+    `tiers` are the names of those that it was stored in, or of the one that it came from.
+    """
+
+    def __init__(self, snapshot: Snapshot, need: int, *, stores: bool) -> None:
+        self.snapshot, self.need, self.stores = snapshot, need, stores  # `need`: bytes of memory on its way
+        self.outcome: Outcome | None = None
+        self.loaded: Loaded | None = None
+        self.tiers: tuple[str, ...] = ()
+        self.ended = threading.Event()
+        self.cancelled = self.running = self.overdue = False
+        self.lane: Lane | None = None  # where its present job runs, or waits for a thread
+        self.since = 0.0  # when that began
+        self.promotions = 0  # into the tiers above the one that it came from
+        self.buffer: mmap.mmap | None = None  # what was fetched, with `extra` bytes more than `need`
+        self.extra = 0
+        self.holders = 1  # of its bytes: the transfer, then the owner of what was fetched; and each promotion
 
 
 def allocated(size: int) -> mmap.mmap:
@@ -104,12 +138,6 @@ class Space:
         return part
 
 
-log = logging.getLogger("kvcellar.memory.tiers")
-
-
-KEPT = 2  # the part of the staging memory that idle buffers may have
-
-
 class _Cancelled(Exception):
     """The transfer was cancelled while its chunks were read."""
 
@@ -136,7 +164,6 @@ class Transfers:
         `freed` is called, like `completed`, when a promotion has freed memory."""
         self.tiers, self.staging = tuple(tiers), staging
         self.reads = {tier.name: Rate() for tier in tiers}  # of what was fetched
-        self.counts: Counter[Outcome] = Counter()
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by the name of a tier and "read" or "written"
         self._catalogue = catalogue if catalogue is not None else Uncatalogued()
         for tier in tiers:
@@ -348,7 +375,6 @@ class Transfers:
             if transfer.cancelled:
                 outcome, loaded = Outcome.CANCELLED, None
             transfer.outcome, transfer.loaded = outcome, loaded
-            self.counts[outcome] += 1
             if loaded is None:
                 self._drop(transfer)
             self._settle(transfer)
@@ -370,16 +396,14 @@ class Transfers:
     # -- steps: each is done in the lane of a tier, and returns the next ------------------------------------------
 
     def _store_below(self, transfer: Transfer, loaded: Loaded, first: int) -> Step | None:
-        if (number := self._usable_from(first)) is not None:
-            return self._lanes[number], lambda: self._store(transfer, loaded, number)
+        if usable := self._usable(range(first, len(self.tiers))):
+            return self._lanes[usable[0]], lambda: self._store(transfer, loaded, usable[0])
         self._end(transfer, Outcome.STORED if transfer.tiers else Outcome.REFUSED)
         return None
 
     def _store(self, transfer: Transfer, loaded: Loaded, number: int) -> Step | None:
-        began = self._clock()
         if self._put(number, loaded):
             transfer.tiers += (self.tiers[number].name,)
-        transfer.seconds += self._clock() - began
         return self._store_below(transfer, loaded, number + 1)
 
     def _put(self, number: int, loaded: Loaded) -> bool:
@@ -409,7 +433,6 @@ class Transfers:
 
         loaded = tier.get(transfer.snapshot.key, take)
         seconds = self._clock() - began
-        transfer.seconds += seconds
         if not transfer.overdue:
             self._lanes[number].breaker.succeeded()
         if loaded is None:
@@ -438,10 +461,6 @@ class Transfers:
                 self._settle(transfer)
                 if not transfer.holders:  # a fetch may wait for these bytes
                     self._events.push(self._freed)
-
-    def _usable_from(self, first: int) -> int | None:
-        """The first usable tier from `first` on."""
-        return next(iter(self._usable(range(first, len(self.tiers)))), None)
 
     def _usable(self, numbers: Iterable[int]) -> list[int]:
         """Those of the tiers that are neither down nor hang."""

@@ -36,7 +36,7 @@ from kvcellar.memory.tiers.codec import (
     read_header,
 )
 from kvcellar.memory.tiers.disk import DiskTier
-from kvcellar.memory.tiers.index import Row
+from kvcellar.memory.tiers.index import Row, parents_first
 from kvcellar.memory.tiers.tier import Tier
 
 FORMAT = 1
@@ -75,14 +75,7 @@ class Stored:
 
 def entries(disk: DiskTier) -> list[Stored]:
     """Each after the one that it continues, if that is there."""
-    rows = {row.key: row for row in disk.rows()}
-    after: dict[bytes | None, list[Row]] = {}
-    for row in rows.values():
-        after.setdefault(row.parent if row.parent in rows else None, []).append(row)
-    order = after.pop(None, [])
-    for row in order:  # which grows while it is read
-        order += after.pop(row.key, [])
-    return [Stored(row, disk.described(row)) for row in order]
+    return [Stored(row, disk.described(row)) for row in parents_first(disk.rows())]
 
 
 def paths(stored: Iterable[Stored]) -> dict[bytes, bytes]:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.memory.policy import Candidate, first_to_go, trim
+from kvcellar.memory.cells.rows import Rows
+from kvcellar.memory.policy import Candidate, first_to_go
 
 CANDIDATES = st.builds(
     Candidate, st.just(0), st.integers(0, 500), st.integers(1, 9), st.integers(0, 50), st.just(0)
@@ -46,33 +47,35 @@ def test_there_must_be_something_to_choose_from() -> None:
         first_to_go([])
 
 
-class Shelf:
+class Shelf(Rows):
     """Rows, of which some are kept; the others are free, but for those in use."""
 
     def __init__(self, kept: list[Candidate], rows: int, used: int) -> None:
-        self._kept, self._rows, self._used = {one.key: one for one in kept}, rows, used
+        super().__init__(rows)
+        self._there, self._used = {one.key: one for one in kept}, used
         self.gone: list[int] = []
 
     @property
     def kept(self) -> int:
-        return len(self._kept)
+        return len(self._there)
 
     @property
     def free(self) -> int:
-        return self._rows - self._used - len(self._kept)
+        assert self.capacity is not None
+        return self.capacity - self._used - len(self._there)
 
     def candidates(self) -> list[Candidate]:
-        return list(self._kept.values())
+        return list(self._there.values())
 
-    def evict(self, key: int) -> None:
-        del self._kept[key]
-        self.gone.append(key)
+    def evict(self, row: int) -> None:
+        del self._there[row]
+        self.gone.append(row)
 
 
 @given(LISTS, st.integers(0, 30), st.integers(0, 12), st.integers(0, 10))
 def test_no_more_is_evicted_than_the_limits_ask_for(found, most, spare, free) -> None:
     shelf = Shelf(found, rows=len(found) + 3 + free, used=3)
-    trim(shelf, most=most, spare=spare)
+    shelf.trim(most=most, spare=spare)
     wanted = max(0, min(len(found) - most, spare - free))
     assert len(shelf.gone) == wanted
     assert shelf.gone == [one.key for one in sorted(found, key=lambda one: (one.loss, one.number))[:wanted]]

@@ -8,7 +8,6 @@ from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.memory.cells import rows as counted
 from kvcellar.memory.cells.rows import NAME, SequenceStates, StepRows
 from kvcellar.memory.plan import Batch, Feed, StateSegment
-from kvcellar.memory.policy import trim
 from kvcellar.memory.spans import Span
 from tests.cache.test_cost import lines
 
@@ -23,8 +22,8 @@ class Rows(counted.Rows):
         self.states: dict[int, SequenceStates] = {}
         self.step = StepRows(self)
 
-    def trim(self) -> None:
-        trim(self, most=self._most, spare=self._spare)
+    def tidy(self) -> None:
+        self.trim(most=self._most, spare=self._spare)
 
     def of(self, seq: int) -> SequenceStates:
         return self.states.setdefault(seq, SequenceStates(self))
@@ -45,22 +44,22 @@ class Rows(counted.Rows):
                 if feed.keep_state and kept == len(feed.pos):
                     self.of(feed.seq).keep()
         self.step.end()
-        self.trim()
+        self.tidy()
 
     def fork(self, src: int, dst: int, kept: int) -> None:
         before = self.states.pop(dst, None)
         self.states[dst] = self.of(src).fork(kept)
         if before is not None:
             before.close()
-        self.trim()
+        self.tidy()
 
     def cut(self, seq: int, kept: int) -> None:
         self.of(seq).cut(kept)
-        self.trim()
+        self.tidy()
 
     def drop(self, seq: int) -> None:
         self.states.pop(seq).close()
-        self.trim()
+        self.tidy()
 
 
 def checked(rows: Rows) -> None:

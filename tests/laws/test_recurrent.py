@@ -23,7 +23,6 @@ from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Input
 from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed, Plan, StateSegment
-from kvcellar.memory.policy import trim
 from kvcellar.memory.shapes import Plane
 from kvcellar.memory.spans import Span
 from tests.laws.dumb import Kind, causal, chunked, sliding
@@ -206,7 +205,7 @@ class Timeline(RuleBasedStateMachine):
 
     def _trim(self) -> None:
         """As an engine does between two operations."""
-        trim(self.memory.rows, most=self.dumb.checkpoints, spare=self.dumb.spare)
+        self.memory.rows.trim(most=self.dumb.checkpoints, spare=self.dumb.spare)
         self.dumb.thin()
 
     # -- a step -----------------------------------------------------------------------------------------------------

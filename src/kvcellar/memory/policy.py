@@ -6,7 +6,6 @@ between steps. No torch.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +31,9 @@ class Candidate:
         return self.saves * self.stands_for / (1 + self.age)
 
 
-class Trimmed(Protocol):
-    """What offers candidates: the state rows of a memory."""
-
-    @property
-    def kept(self) -> int:
-        """How many could go."""
-        ...
-
-    @property
-    def free(self) -> int | None: ...
-
-    def candidates(self) -> Iterable[Candidate]: ...
-
-    def evict(self, key: int, /) -> None: ...
-
-
 def first_to_go(candidates: Iterable[Candidate]) -> Candidate:
     """The one of least loss; of equal ones the oldest. Raises `ValueError` if there is none."""
     return min(candidates, key=lambda one: (one.loss, one.number))
-
-
-def trim(rows: Trimmed, *, most: int, spare: int) -> None:
-    """Evict what is kept only to go back to, until no more than `most` are, or `spare` others are free."""
-    while rows.kept > most and (rows.free or 0) < spare:
-        rows.evict(first_to_go(rows.candidates()).key)
 
 
 def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 0) -> float:

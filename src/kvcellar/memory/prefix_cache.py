@@ -15,7 +15,6 @@ from math import inf
 
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Feed
-from kvcellar.memory.policy import trim
 from kvcellar.memory.prefix.node import TOKEN, Watch, common
 from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefixes import NEAR, USUAL, Prefix, Prefixes, Shares
@@ -138,7 +137,7 @@ class PrefixCache:
     def free_rows(self, need: int, evict: Callable[[], bool]) -> bool:
         """Call `evict` until so many state rows are free. False if it returns False before."""
         rows = self.memory.rows
-        trim(rows, most=0, spare=need)
+        rows.trim(most=0, spare=need)
         while (rows.free or 0) < need:
             if not evict():
                 return False

@@ -19,7 +19,6 @@ from kvcellar.engine.models.input_limits import random_tokens
 from kvcellar.engine.models.seam import ATTENTION
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
-from kvcellar.memory.policy import trim
 from kvcellar.memory.spans import Span
 
 SHORT = 96  # default length of a text in tokens: more than the block size of most recurrent layers
@@ -147,7 +146,7 @@ class Harness:
         for seq, ids in pieces:
             end = len(self.texts.get(seq, ()))
             feeds.append(Feed(seq, Span(end, end + len(ids)), keep_state=keep_state, revertible=revertible))
-        trim(self.memory.rows, most=3 * SEQUENCES, spare=6 * SEQUENCES)
+        self.memory.rows.trim(most=3 * SEQUENCES, spare=6 * SEQUENCES)
         return self.memory.begin(Batch(tuple(feeds)))
 
     def step(self, pieces: Sequence[Piece], *, keep_state: bool = False, revertible: bool = False) -> None:

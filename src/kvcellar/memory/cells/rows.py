@@ -9,7 +9,7 @@ Always true:
   * every other row is free or referenced: as the state of sequences, as their checkpoint, or by holds (of the open
     step, of claims, of what is being read out).
 
-Nothing here decides what is kept: rows are only counted, and `policy` ranks what could be evicted.
+Nothing here decides what is kept: `policy` ranks what could be evicted, and the owner calls `trim`.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from itertools import count
 
 from kvcellar.errors import BadRequest, CacheFull, shown
 from kvcellar.memory.plan import Batch, StateSegment
-from kvcellar.memory.policy import Candidate
+from kvcellar.memory.policy import Candidate, first_to_go
 
 NAME = "recurrent"  # the name of the rows in messages and reports
 
@@ -141,6 +141,12 @@ class Rows:
         """These rows, for the policy to rank. Costs the rows that are kept."""
         found = ((row, self._rows[row]) for row in self._kept)
         return [Candidate(row, one.saves, one.stands_for, self._uses - one.used, one.number) for row, one in found]
+
+    def trim(self, *, most: int, spare: int) -> None:
+        """Evict what is referenced as a checkpoint only, the one of least loss first, until no more than `most` are, or
+        `spare` others are free."""
+        while self.kept > most and (self.free or 0) < spare:
+            self.evict(first_to_go(self.candidates()).key)
 
     def evict(self, row: int) -> None:
         """Free a row that is referenced as a checkpoint only. Sequences resume from the checkpoint before it then."""

@@ -11,40 +11,24 @@ Always true:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from itertools import groupby
-
-from torch import Tensor
+from typing import NamedTuple
 
 from kvcellar.errors import CacheFull
 from kvcellar.memory.cells.tables import Part, Table
 from kvcellar.memory.kv.group import PIECE
-from kvcellar.memory.kv.history import StoredPlane, indices
+from kvcellar.memory.kv.history import indices
 from kvcellar.memory.kv.storage import GroupStore, pieces
 from kvcellar.memory.plan import Run
 from kvcellar.memory.spans import Span
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
+class _Way(NamedTuple):
     """Whether a part of a table is rotated in place or into other cells."""
 
     part: Part
     in_place: bool
-
-
-class _Kept:
-    """Copies of overwritten cells, for undo."""
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[StoredPlane, Tensor, list[Tensor]]] = []
-
-    def keep(self, plane: StoredPlane, cells: Tensor) -> None:
-        self._kept.append((plane, cells, plane.content(cells)))
-
-    def restore(self) -> None:
-        for plane, cells, content in self._kept:
-            plane.restore(cells, content)
 
 
 def shifted(stores: Sequence[GroupStore], tables: Sequence[Table], gone: Span, room: int | None) -> list[list[Run]]:
@@ -55,22 +39,16 @@ def shifted(stores: Sequence[GroupStore], tables: Sequence[Table], gone: Span, r
     """
     ways: list[list[_Way]] = []
     for store, table in zip(stores, tables, strict=True):
-        parts = table.parts_since(max(gone.end, table.first))
-        ways.append(_ways(store, parts, room))
+        ways.append(_ways(store, table.parts_since(max(gone.end, table.first)), room))
         if room is not None:
-            room -= _undo_bytes(store, ways[-1])
+            room -= store.undo * sum(way.part.n for way in ways[-1] if way.in_place)
     taken: list[list[Run]] = [[] for _ in stores]
-    kept = _Kept()
-    try:
+    with ExitStack() as undo:
+        for store, runs in zip(stores, taken, strict=True):
+            undo.callback(store.cells.drop, runs)
         for store, table, of_group, runs in zip(stores, tables, ways, taken, strict=True):
-            _shift(store, table, of_group, runs, -len(gone), kept)
-    except BaseException:
-        try:
-            kept.restore()
-        finally:
-            for store, runs in zip(stores, taken, strict=True):
-                store.cells.drop(runs)
-        raise
+            _shift(store, table, of_group, runs, -len(gone), undo)
+        undo.pop_all()
     return taken
 
 
@@ -94,12 +72,9 @@ def _ways(store: GroupStore, parts: Sequence[Part], room: int | None) -> list[_W
     return ways[::-1]
 
 
-def _undo_bytes(store: GroupStore, ways: Sequence[_Way]) -> int:
-    return store.undo * sum(way.part.n for way in ways if way.in_place)
-
-
-def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, kept: _Kept) -> None:
-    """Shift one group. Appends held cells to `taken` at once and in order, so the caller can drop them on an error."""
+def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Run], by: int, undo: ExitStack) -> None:
+    """Shift one group. Appends held cells to `taken` at once and in order, so the caller can drop them on an error.
+    `undo` gets what writes back the cells that were rotated in place."""
     sources: list[Run] = []
     targets: list[Run] = []
     turned: list[Run] = []
@@ -119,5 +94,6 @@ def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Ru
         cells = indices(some, store.device)
         for layer in store.group.layers:
             for name, rotation in store.group.rotations.get(layer, {}).items():
-                kept.keep(store.pool.planes(layer)[name], cells)
+                plane = store.pool.planes(layer)[name]
+                undo.callback(plane.restore, cells, plane.content(cells))
                 store.pool.rotate(layer, name, cells, rotation, by)

@@ -10,7 +10,7 @@ Always true:
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,22 +26,12 @@ from kvcellar.memory.shapes import Recurrent
 At = Callable[[Sequence[int], Sequence[int]], Mapping[str, Tensor]]
 
 
-@dataclass(slots=True)
-class _Put:
+class _Put(NamedTuple):
     """One `write` of a layer in the open step. `at` computes the state after fewer tokens; None: not supported."""
 
     layer: int
     segments: Sequence[StateSegment]
     at: At | None
-
-
-@dataclass(slots=True)
-class _Write:
-    """Values [n,*shape] to be copied to the n rows [n] of a plane."""
-
-    plane: Tensor
-    rows: Tensor
-    values: Tensor
 
 
 class States:
@@ -75,15 +65,12 @@ class States:
     def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
         """By plane, copies [B,*shape] of a layer's state before the open step."""
         self._check_open("read")
-        return self._read(layer, segments)
+        planes, index = self._of(layer), self._index(tuple(segment.read for segment in segments))
+        return {name: plane.index_select(0, index) for name, plane in planes.items()}
 
     def _check_open(self, what: str) -> None:
         if not self.step_rows.open:
             raise WrongStage(f"states.{what}() needs an open step: begin() one first")
-
-    def _read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
-        planes, index = self._of(layer), self._index(tuple(segment.read for segment in segments))
-        return {name: plane.index_select(0, index) for name, plane in planes.items()}
 
     def write(
         self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None
@@ -95,11 +82,11 @@ class States:
         """
         self._check_open("write")
         rows = [segment.write for segment in segments]
-        writes = list(self._prepared(layer, rows, planes))
+        copies = self._copies(layer, rows, planes)
         written = self._written[layer]
         written.difference_update(rows)  # not valid until all planes are written
-        for write in writes:
-            write.plane.index_copy_(0, write.rows, write.values)
+        for plane, index, values in copies:
+            plane.index_copy_(0, index, values)
         written.update(rows)
         self._puts.append(_Put(layer, segments, at))
 
@@ -148,7 +135,8 @@ class States:
         }
         for layer, seqs, planes in self._parts(partly) if partly else ():
             self._torn.update(partly)
-            self._put_back(layer, [self.step_rows.new(seq) for seq in seqs], planes)
+            for plane, index, values in self._copies(layer, [self.step_rows.new(seq) for seq in seqs], planes):
+                plane.index_copy_(0, index, values)
         self._settle_between(batch, counts)
 
     def _settle_between(self, batch: Batch, counts: Sequence[int]) -> None:
@@ -159,11 +147,9 @@ class States:
         for number in range(max(map(len, places.values()), default=0)):
             at = {seq: found[number] for seq, found in places.items() if number < len(found)}
             for layer, seqs, planes in self._parts({seq: pos - starts[seq] for seq, pos in at.items()}):
-                self._put_back(layer, [self.step_rows.between(seq, at[seq]) for seq in seqs], planes)
-
-    def _put_back(self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]) -> None:
-        for write in self._prepared(layer, rows, planes):
-            write.plane.index_copy_(0, write.rows, write.values)
+                rows = [self.step_rows.between(seq, at[seq]) for seq in seqs]
+                for plane, index, values in self._copies(layer, rows, planes):
+                    plane.index_copy_(0, index, values)
 
     def _parts(self, partly: Mapping[int, int]) -> Iterator[tuple[int, list[int], Mapping[str, Tensor]]]:
         """Per layer: sequences, and their planes [b,*shape] after `partly[seq]` tokens. Layers are computed one after
@@ -213,8 +199,12 @@ class States:
             )
         return planes
 
-    def _prepared(self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]) -> Iterator[_Write]:
-        """The copies that store planes [n,*shape] in n rows. Row 0 (null) is skipped."""
+    def _copies(
+        self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What stores planes [n,*shape] in n rows: planes, their rows [m] and the values [m,*shape] for these. Row 0
+        (null) is skipped."""
+        copies: list[tuple[Tensor, Tensor, Tensor]] = []
         stored = self._of(layer)
         if planes.keys() != stored.keys():
             raise BadRequest(f"layer {layer} has state planes {sorted(stored)}, not {sorted(planes)}")
@@ -228,7 +218,8 @@ class States:
                 values = values.detach().to(plane.dtype)
                 if len(kept) < len(rows):
                     values = values.index_select(0, self._index(kept))
-                yield _Write(plane, self._index(tuple(rows[i] for i in kept)), values)
+                copies.append((plane, self._index(tuple(rows[i] for i in kept)), values))
+        return copies
 
     def check(self) -> None:
         """Assert the invariants of the planes."""

@@ -15,8 +15,8 @@ from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.cells.layouts import Causal
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import AttentionSpec, Plane, Scoring, StoredAs

@@ -22,7 +22,7 @@ from kvcellar.engine.models.load import load
 from kvcellar.kernels import layers, packed
 from kvcellar.memory.attention.cpu import Cpu
 from kvcellar.memory.attention.sdpa import Sdpa
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import AttentionSpec
 from kvcellar.memory.spans import Span

@@ -22,7 +22,7 @@ from kvcellar.bench.network import SMALL, TINY, Size
 from kvcellar.collector import settled
 from kvcellar.engine.core.compaction import Compaction
 from kvcellar.memory.attention.choose import named
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import AttentionSpec, Scoring

@@ -31,7 +31,7 @@ from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.packed import LINEARS, pack
 from kvcellar.memory.attention.choose import backends
-from kvcellar.memory.contracts import Backend, GroupStep, History, StepTables
+from kvcellar.memory.kv.history import Backend, GroupStep, LayerHistory, StepTables
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, GroupPlan
 from kvcellar.memory.shapes import Arrangement, AttentionSpec, Scoring
@@ -105,11 +105,11 @@ class Clocked:
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Any:
         return self._backend.prepare(plan, tables)
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         with self._clock.running("attention"):
             return self._backend.attend(q, history, scoring)
 
-    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend_latent(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         with self._clock.running("attention"):
             return self._backend.attend_latent(q, history, scoring)
 

@@ -21,9 +21,8 @@ from kvcellar.memory.attention.cpu import CHUNK, Cpu
 from kvcellar.memory.attention.reference import Reference, attend_dense
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal, Chunked, Input, Sliding
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import Group
-from kvcellar.memory.kv.history import StepTables
+from kvcellar.memory.kv.history import Backend, StepTables
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, GroupPlan, Run, Segment
@@ -94,17 +93,19 @@ def test_small_and_huge_scores(size, softcap) -> None:
 @compiles
 @pytest.mark.parametrize("way", ["auto", "bfloat16", "k=bfloat16", "v=bfloat16", "float32"])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-@pytest.mark.parametrize("plain", [False, True], ids=["agreed", "plain"])
-def test_any_dtypes_of_storage_and_queries(plain, dtype, way) -> None:
+@pytest.mark.parametrize("arrangement", ["head", "token"])
+def test_any_dtypes_of_storage_and_queries(arrangement, dtype, way) -> None:
     """Planes by head and by token, queries wider or narrower than keys, values of another type than keys."""
     stored = StoredAs.parse(way)
     planes = (Plane("k", 2, 40, stored.k), Plane("v", 2, 24, stored.v))
+    backend = Cpu()
+    backend.arrangement = arrangement
     kept = Memory(
-        [Group("g", Sliding(30), planes, (0,), plain=plain)],
+        [Group("g", Sliding(30), planes, (0,))],
         cells={"g": 99},
         dtype=torch.bfloat16 if dtype is torch.bfloat16 else torch.float32,
         device="cpu",
-        backend=Cpu(),
+        backend=backend,
     )
     for feeds in ({0: 9, 1: 20}, {1: 1, 0: 2}, {0: 1, 1: 16}):
         q = stepped(kept, feeds).to(dtype)

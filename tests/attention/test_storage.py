@@ -62,10 +62,10 @@ def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def memory(backend: Sdpa | Reference, layout: Layout, way: str, *, plain: bool = False) -> Memory:
+def memory(backend: Sdpa | Reference, layout: Layout, way: str) -> Memory:
     stored = StoredAs.parse(way)
     planes = (Plane("k", KV_HEADS, SIZE, stored.k), Plane("v", KV_HEADS, VALUE_SIZE, stored.v))
-    group = Group("g", layout, planes, (0,), plain=plain)
+    group = Group("g", layout, planes, (0,))
     return Memory([group], cells={"g": 3 * TOKENS}, dtype=torch.float32, device="cpu", backend=backend)
 
 
@@ -93,7 +93,7 @@ def test_no_arrangement_and_no_chunk_changes_what_is_seen(way, layout):
     served = () if Cpu().refuse(ASK) or "float16" in way else (Cpu, Cpu)
     for number, backend in enumerate((*served, *BACKENDS)):
         cuts = [[], [1, 2, 40], [TOKENS - 1]][number % 3]
-        got = attended(memory(backend(), layout, way, plain=backend is Sdpa), cuts, scoring)
+        got = attended(memory(backend(), layout, way), cuts, scoring)
         torch.testing.assert_close(got, judge, atol=1e-5, rtol=1e-5)
 
 

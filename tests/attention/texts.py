@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed

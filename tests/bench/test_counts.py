@@ -5,7 +5,7 @@ import pytest
 from benchmarks.counts import SEQUENCES, SPEC, counts
 from kvcellar.memory.attention.cpu import Cpu
 from kvcellar.memory.attention.sdpa import Sdpa
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 
 MOST = 8
 

@@ -7,7 +7,7 @@ import torch
 
 from kvcellar.memory.attention.reference import attend_dense
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed, Plan

@@ -5,10 +5,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from kvcellar.errors import CapacityTooSmall
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal, Sliding
 from kvcellar.memory.kv.group import Group
@@ -16,6 +18,8 @@ from kvcellar.memory.kv.pool import Pool
 from kvcellar.memory.kv.states import States
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.shapes import Arrangement, Kind, Plane, Recurrent, StatePlane, Storage
+from tests.cache.tagged import Tagged
+from tests.laws.watch import nothing_changes
 
 GROUPS = [
     Group("full", Causal(), (Plane("k", 2, 24), Plane("v", 2, 40)), (0, 3, 5)),
@@ -68,9 +72,19 @@ def test_a_memory_takes_nothing_beside_what_it_says(groups: list[Group]) -> None
     new = {where: size for where, size in after.items() if where not in before}
     assert sum(new.values()) == memory.storage.bytes
     assert memory.storage.bytes == sum(group.bytes(CELLS[group.name], 4, Sdpa()) for group in groups)
-    memory.storage.resize("full", 50)
-    after = storages()
-    assert sum(size for where, size in after.items() if where not in before) == memory.storage.bytes
+
+
+def test_a_cap_that_the_planes_do_not_fit_is_refused_before_they_are_made() -> None:
+    fits = Tagged(Sdpa(), 30, names=["full"]).memory.storage
+    need = fits.bytes + fits.staging
+    Tagged(Sdpa(), 30, names=["full"], max_bytes=need)
+    with mock.patch.object(torch, "empty", side_effect=AssertionError):
+        with pytest.raises(CapacityTooSmall, match=f"{need} bytes would be needed: {fits.bytes} for planes"):
+            Tagged(Sdpa(), 30, names=["full"], max_bytes=need - 1)
+    tagged = Tagged(Sdpa(), 30, names=["full"], max_bytes=need + 7)
+    with nothing_changes(tagged.memory), pytest.raises(CapacityTooSmall, match="step_tokens"):
+        tagged.memory.storage.leave_room(8)
+    tagged.memory.storage.leave_room(7)
 
 
 def test_scales_are_counted() -> None:
@@ -123,10 +137,8 @@ def undefined_is_nan() -> Iterator[None]:
 @pytest.mark.parametrize("arrangement", ["token", "head", "transposed"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "fp8", "int8", "int4"])
 def test_only_the_null_place_is_defined_when_planes_are_made(arrangement: Arrangement, kind: Kind) -> None:
-    plane = Plane("k", 2, 64, Storage(kind))
-    how = {"dtype": torch.float32, "device": torch.device("cpu"), "arrangement": arrangement}
-    pool = Pool((plane,), (0,), cells=5, **how)
-    pool.resize(0, 9)
+    group = Group("full", Causal(), (Plane("k", 2, 64, Storage(kind)),), (0,))
+    pool = Pool(group, Wishes(arrangement, 1), cells=9, dtype=torch.float32, device=torch.device("cpu"))
     assert torch.equal(pool.planes(0)["k"].values(torch.tensor([0])), torch.zeros(1, 2, 64))
     assert pool.planes(0)["k"].values(torch.tensor([9])).ne(0).all()
 

@@ -14,14 +14,14 @@ from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, UnknownSequ
 from kvcellar.memory.attention.reference import Reference, attend_dense
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal, Input, Sliding
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv import inputs
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Plane, Rotation, Scoring, StoredAs
 from kvcellar.memory.spans import Span
 from tests.laws import identity
-from tests.laws.watch import nothing_changes
+from tests.laws.watch import highest, nothing_changes
 
 SIZES = {0: (2, 16, 16), 1: (2, 16, 16), 2: (2, 16, 16), 10: (2, 16, 16), 11: (2, 16, 16), 12: (1, 32, 64)}
 TEXT, INPUT = (0, 1, 2), (10, 11, 12)
@@ -266,7 +266,7 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     assert not mem.inputs.share(1, "dog")
 
 
-def test_inputs_move_together_and_the_group_can_shrink_and_grow():
+def test_inputs_move_together():
     mem = memory()
     for seq, n in enumerate((7, 9, 5, 6)):
         mem.inputs.write(seq, n, of(seq, n), digest=str(seq))
@@ -275,11 +275,7 @@ def test_inputs_move_together_and_the_group_can_shrink_and_grow():
     mem.drop(2)
     while mem.storage.compact(3):
         mem.check()
-    mem.storage.resize("cross", 15)
-    mem.storage.resize("wide", 15)
-    assert mem.free() | {"full": 0, "window": 0} == {"full": 0, "window": 0, "cross": 0, "wide": 0}
-    mem.storage.resize("cross", 30)
-    mem.check()
+    assert [highest(store.cells) for store in mem._stores.all if store.group.of_input] == [15, 15]
     step(mem, {1: 1, 3: 2, 5: 1}, commit=False)
     for layer in INPUT:
         assert seen(mem, layer) == [set(_tokens(1, 9)), *[set(_tokens(3, 6))] * 2, set(_tokens(1, 9))]

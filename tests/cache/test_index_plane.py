@@ -16,8 +16,8 @@ from kvcellar.errors import BadRequest, WrongStage
 from kvcellar.memory.attention.reference import Reference
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Plane, Storage
@@ -33,7 +33,6 @@ MOVES = st.one_of(
     st.tuples(st.just("cut"), SEQS, st.integers(0, 20)),
     st.tuples(st.just("drop"), SEQS),
     st.tuples(st.just("compact"), st.integers(1, 20)),
-    st.tuples(st.just("resize"), st.integers(30, 60)),
 )
 
 
@@ -74,8 +73,6 @@ class Texts:
             self.step(what[0], what[1], index_first=bool(what[2]))
         elif name == "compact":
             self.memory.storage.compact(what[0])
-        elif name == "resize" and what[0] >= self.memory._stores.all[0].cells.highest:
-            self.memory.storage.resize("indexed", what[0])
         elif name == "fork" and what[0] in self.tokens and what[0] != what[1]:
             self.tokens[what[1]] = self.tokens[what[0]][: self.memory.fork(*what)]
         elif name == "cut" and what[0] in self.tokens and what[1] < len(self.tokens[what[0]]):

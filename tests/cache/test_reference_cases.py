@@ -12,10 +12,10 @@ from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Plane
 from kvcellar.memory.spans import Span
-from tests.cache.tagged import PLANES, Tagged
+from tests.cache.tagged import Tagged
 from tests.laws.dumb import causal, member, shifting
 from tests.laws.player import Player
-from tests.laws.watch import Wishes
+from tests.laws.watch import Wishes, highest
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_cache_with_holes_is_filled_from_the_front_and_every_token_is_where_it
     while moved := tagged.memory.storage.compact(budget):
         assert moved <= budget
         tagged.check()
-    assert (tagged.memory._stores.all[0].cells.highest, tagged.runs(0)) == (8, 2)
+    assert (highest(tagged.memory._stores.all[0].cells), tagged.runs(0)) == (8, 2)
     tagged.step({7: 8})
     assert len(tagged.memory._sequences.known(7)[0].runs) == 1, "what is free is one run"
     tagged.check()
@@ -77,13 +77,6 @@ def test_the_middle_of_one_sequence_can_be_removed_when_no_cell_is_free(gone: Sp
     player.check()
     player.step(player.batch({0: len(gone)}))
     player.check()
-
-
-def test_a_plain_group_has_no_padding_and_no_arrangement_whatever_the_backend_asks_for() -> None:
-    group = Group("plain", Causal(), PLANES, (0,), plain=True)
-    memory = Memory([group], cells={"plain": 5}, dtype=torch.float32, device="cpu", backend=Wishes("transposed", 256))
-    stored = memory._stores.all[0].pool.planes(0)["k"]
-    assert (stored.arrangement, tuple(stored.codes.shape)) == ("token", (6, 2, 4))
 
 
 NO_LAYERS = Group("none", Causal(), (Plane("k", 1, 4), Plane("v", 1, 4)), (), no_shift=None)

@@ -9,9 +9,8 @@ from benchmarks.zeros import put_zeros
 from kvcellar.memory.attention.buckets import PADDED
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.cells.layouts import Causal
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import Group
-from kvcellar.memory.kv.history import SMALLEST, StepTables
+from kvcellar.memory.kv.history import SMALLEST, Backend, StepTables
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Plane

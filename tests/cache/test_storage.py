@@ -19,6 +19,7 @@ from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
 from kvcellar.memory.spans import Span
+from tests.laws import watch
 
 CPU = torch.device("cpu")
 ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)
@@ -185,9 +186,8 @@ def pool(
     storage: Storage, arrangement: Arrangement = "token", *, cells: int = 20, size: int = 80, padding: int = 1
 ) -> Pool:
     planes = (Plane("k", 3, size, storage), Plane("v", 2, 24, Storage(storage.kind)))
-    return Pool(
-        planes, (4, 6), cells=cells, dtype=torch.float32, device=CPU, arrangement=arrangement, padding=padding
-    )  # fmt: skip
+    backend = watch.Wishes(arrangement, padding)
+    return Pool(Group("g", Causal(), planes, (4, 6)), backend, cells=cells, dtype=torch.float32, device=CPU)
 
 
 def index(*cells: int) -> Tensor:
@@ -241,11 +241,10 @@ def test_shapes_are_what_was_agreed():
 
 
 def test_arrangements_are_agreed_for_each_plane():
-    planes = (Plane("k", 2, 8), Plane("v", 2, 4))
-    wanted: dict[str, Arrangement] = {"k": "head", "v": "transposed"}
-    kept = Pool(planes, (0,), cells=4, dtype=torch.float32, device=CPU, arrangement=wanted)
-    assert tuple(kept.planes(0)["k"].codes.shape) == (2, 5, 8)
-    assert tuple(kept.planes(0)["v"].codes.shape) == (2, 4, 5)
+    group = Group("g", Causal(), (Plane("k", 2, 8), Plane("v", 2, 4), Plane("index", 1, 6)), (0,))
+    kept = Pool(group, Wishes(), cells=4, dtype=torch.float32, device=CPU)
+    shapes = {"k": (2, 16, 8), "v": (2, 4, 16), "index": (16, 1, 6)}
+    assert {name: tuple(plane.codes.shape) for name, plane in kept.planes(0).items()} == shapes
 
 
 def test_what_is_plain_and_lies_in_a_run_is_read_without_a_copy():
@@ -342,9 +341,9 @@ class Narrow(Reference):
     kinds = frozenset[Kind]({"float32"})
 
 
-def memory(stored: StoredAs, backend: Reference | None = None, *, plain: bool = False) -> Memory:
+def memory(stored: StoredAs, backend: Reference | None = None) -> Memory:
     planes = (Plane("k", 2, 24, stored.k), Plane("v", 2, 16, stored.v))
-    group = Group("causal", Causal(), planes, (0, 1), plain=plain)
+    group = Group("causal", Causal(), planes, (0, 1))
     return Memory([group], cells={"causal": 90}, dtype=torch.float32, device="cpu", backend=backend or Wishes())
 
 
@@ -364,25 +363,12 @@ def looked_at(kept: Memory, seq: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("text", ["auto", "bfloat16", "fp8", "int8+hadamard", "k=int4+hadamard,v=int4"])
-@pytest.mark.parametrize("plain", [False, True])
-def test_bytes_of_a_memory_are_places_times_bytes_per_cell_and_one_rotation(text, plain):
-    kept = memory(StoredAs.parse(text), plain=plain)
-    places = 91 if plain else 96
+def test_bytes_of_a_memory_are_places_times_bytes_per_cell_and_one_rotation(text):
+    kept = memory(StoredAs.parse(text))
+    places = 96
     rotation = 24 * 24 * 4 * ("hadamard" in text)
     assert kept.storage.bytes == places * kept.storage.groups[0].bytes_per_cell(4) + rotation
     assert kept.storage.bytes == kept.storage.groups[0].bytes(90, 4, Wishes())
-
-
-def test_a_plain_group_is_token_major_without_padding_whatever_the_backend_wants():
-    kept = memory(StoredAs(), plain=True)
-    kept.begin(Batch((Feed(0, Span(0, 1)),)))
-    history = kept.get(0)
-    assert [tuple(history.planes[name].codes.shape) for name in ("k", "v")] == [(91, 2, 24), (91, 2, 16)]
-    kept.abandon()
-    kept = memory(StoredAs())
-    kept.begin(Batch((Feed(0, Span(0, 1)),)))
-    history = kept.get(0)
-    assert [tuple(history.planes[name].codes.shape) for name in ("k", "v")] == [(2, 96, 24), (2, 16, 96)]
 
 
 @pytest.mark.parametrize("text", ["auto", "float16", "fp8", "int8+hadamard", "k=int4+hadamard,v=int8"])

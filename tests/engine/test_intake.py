@@ -201,7 +201,7 @@ def test_no_public_function_raises_what_is_not_ours(embedded, value, other) -> N
 @given(SOMETHING, SOMETHING)
 def test_a_span_and_a_batch_are_refused_or_of_plain_numbers(start, end) -> None:
     for make in (
-        lambda: Span(start, end), lambda: Batch.of([start], [end]), lambda: Batch(start),
+        lambda: Span(start, end), lambda: Batch(start),
         lambda: Batch((start, end)), lambda: Batch((Feed(start, Span(0, 1)),)), lambda: Batch((Feed(0, end),)),
     ):  # fmt: skip
         made = tried(make)
@@ -219,11 +219,6 @@ def test_a_value_is_shown_in_few_words_whatever_it_is() -> None:
 def test_a_prompt_that_is_too_long_is_refused_before_it_is_copied(recurrent) -> None:
     with pytest.raises(PromptTooLong):
         recurrent.generate(range(10**15))
-
-
-def test_a_batch_of_nothing_is_no_batch() -> None:
-    with pytest.raises(BadRequest, match="at least one new token"):
-        Batch.of([], [])
 
 
 def test_an_option_of_a_request_that_there_is_not_is_refused_by_name(recurrent) -> None:

@@ -21,7 +21,7 @@ from kvcellar.memory.attention import buckets
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.attention.reference import Reference
 from kvcellar.memory.attention.sdpa import Sdpa
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
 from kvcellar.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ from kvcellar.kernels.uploads import upload, uploaded
 from kvcellar.memory.attention.choose import backends
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.attention.triton import Triton
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
 from kvcellar.sampling_params import SamplingParams

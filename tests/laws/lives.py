@@ -15,7 +15,7 @@ from kvcellar.memory.spans import Span
 from tests.laws.breaking import ERRORS, Fault
 from tests.laws.dumb import Member
 from tests.laws.player import End, Player
-from tests.laws.watch import Wishes
+from tests.laws.watch import Wishes, highest
 
 SEQS, LIMITS = 7, {6: 9}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,7 +24,7 @@ OPERATIONS = {  # and how often, compared with the others
     "remove_the_end": 2, "remove_from_the_middle": 5, "drop": 1, "clear": 0.2, "ask": 1, "write_input": 3,
     "share_input": 3, "read_inputs": 1, "claim": 3, "assemble": 3, "split": 1, "join": 1.5, "drop_claim": 1,
     "drop_checkpoint": 1, "ask_claim": 0.5, "copy_claim": 2, "damaged_copy": 0.3,
-    "compact": 2, "compact_all_and_shrink": 0.5, "resize": 2, "leave_room": 1,
+    "compact": 2, "compact_all": 0.5, "leave_room": 1,
 }  # fmt: skip
 OF_INPUTS = {"write_input", "share_input", "read_inputs"}
 
@@ -256,22 +256,15 @@ class Life:
     def compact(self) -> None:
         self.player.compact(self.draw.randint(1, 30))
 
-    def compact_all_and_shrink(self) -> None:
+    def compact_all(self) -> None:
         budget = self.draw.randint(3, 30)
         for _ in range(1000):
             if not self.player.compact(budget):
                 break
         else:
             raise AssertionError("compaction never ends")
-        index = self.draw.randrange(len(self.player.members))
-        cells = self.player.memory._stores.all[index].cells
-        assert cells.highest == cells.used or not cells.free, "a hole is left"
-        self.player.resize(index, max(8, cells.highest))
-
-    def resize(self) -> None:
-        index = self.draw.randrange(len(self.player.members))
-        more = self.player.memory.storage.capacity()[self.player.members[index].group.name] + self.draw.randint(-20, 30)
-        self.player.resize(index, max(8, more))
+        for store in self.player.memory._stores.all:
+            assert highest(store.cells) == store.cells.used or not store.cells.free, "a hole is left"
 
     def leave_room(self) -> None:
         self.player.leave_room(self.draw.randint(0, 20_000))

@@ -459,24 +459,6 @@ class Player:
         self.done["moved"] += bool(moved)
         return moved
 
-    def resize(self, index: int, cells: int) -> None:
-        """Refused where a cell that would go is in use, and where it would not fit the cap."""
-        memory, name = self.memory, self.members[index].group.name
-        highest, act = memory._stores.all[index].cells.highest, partial(memory.storage.resize, name, cells)
-        before, refused = everything(memory), ""
-        try:
-            self._do("resize", act)
-        except CapacityTooSmall as error:
-            refused = str(error)
-            self.done["CapacityTooSmall"] += 1
-        if refused:
-            assert everything(memory) == before
-            allowed = f"{memory.storage.max_bytes} are allowed"
-            assert (allowed if cells >= highest else f"shrink to {highest} cells") in refused
-        else:
-            assert cells >= highest
-            assert memory.storage.capacity()[name] == cells
-
     def leave_room(self, scratch: int) -> None:
         storage = self.memory.storage
         if storage.spare is not None and scratch > storage.spare:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kvcellar.memory.kv.history import LayerHistory
-from kvcellar.memory.kv.readout import Record
+from kvcellar.memory.kv.record import Record
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.shapes import Scoring, StoredAs
 from kvcellar.memory.spans import Span
@@ -131,9 +131,6 @@ AT_REST: dict[str, Operation] = {
     "split": lambda p: partial(p.memory.claims.split, claims(p)[1], 7),
     "read_input": lambda p: partial(p.memory.inputs.read, 8, "v", [0, 2]),
     "compact": lambda p: partial(p.memory.storage.compact, 9),
-    "grow": lambda p: partial(p.memory.storage.resize, "full", 60),
-    "grow inputs": lambda p: partial(p.memory.storage.resize, "cross", 30),
-    "shrink": lambda p: partial(p.memory.storage.resize, "memory", p.memory._stores.all[1].cells.highest),
 }
 WHERE_CELLS_ARE_SCARCE: dict[str, Operation] = {
     "some turned in place": lambda p: partial(p.memory.remove, 0, Span(4, 5)),

@@ -41,7 +41,7 @@ STORED = ("fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=fp8", "k=fp
 
 ALWAYS = {"begin", "put", "attend", "commit", "accept", "abandon", "reserve", "fork", "remove", "drop", "clear"}
 ALWAYS |= {"claim", "assemble", "split", "join", "drop_claim", "drop_checkpoint", "copy"}
-ALWAYS |= {"compact", "moved", "resize", "leave_room", "broken", "BadRequest", "CacheFull", "CapacityTooSmall"}
+ALWAYS |= {"compact", "moved", "leave_room", "broken", "BadRequest", "CacheFull", "CapacityTooSmall"}
 INPUTS = {"write_input", "share_input", "read_input"}
 
 

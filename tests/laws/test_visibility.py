@@ -15,7 +15,7 @@ from tests.laws.lives import LIMITS, Life
 from tests.laws.player import Player
 
 BEFORE = ["some_tokens", "one_prompt", "one_prompt", "one_token_each", "fork", "fork_to_many", "remove_the_end"]
-BEFORE += ["remove_from_the_middle", "remove_from_the_middle", "compact", "resize", "write_input", "share_input"]
+BEFORE += ["remove_from_the_middle", "remove_from_the_middle", "compact", "write_input", "share_input"]
 
 
 def sees(layout: Layout, q: int, k: int, ahead: Sequence[Span] = ()) -> bool:

@@ -25,6 +25,12 @@ class Wishes(Sdpa):
         self.arrangement, self.padding = arrangement, padding
 
 
+def highest(cells: Cells) -> int:
+    """The highest cell that is held; 0 if none is."""
+    free = cells.free_runs()
+    return free[-1].cell - 1 if free and free[-1].end == cells.capacity + 1 else cells.capacity
+
+
 def pieces(cells: Cells) -> list[tuple[int, int, int]]:
     """(start, end, holders) of every piece, in order."""
     found: list[tuple[int, int, int]] = []

@@ -21,7 +21,7 @@ from kvcellar.errors import NotSupported
 from kvcellar.memory.attention.choose import backends
 from kvcellar.memory.attention.reference import Reference
 from kvcellar.memory.attention.sdpa import Sdpa
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import StoredAs
@@ -134,8 +134,6 @@ class Scenario:
         memory.drop(1)
         while memory.storage.compact(7):
             pass
-        for group in memory.storage.groups:
-            memory.storage.resize(group.name, 80)
         if self.guest.mode == "flat":
             plan = memory.begin(Batch((Feed(0, Span(20, 23)), Feed(8, Span(7, 9)))), reserve=True)
             self.guest.forward(memory, plan, self.here([5] * 5), self.here([4]))

@@ -60,26 +60,8 @@ def test_replayed_steps_have_the_logits_of_the_modules(name: str) -> None:
     assert 3 <= graphs.captured <= 4 < guest.recording.steps
 
 
-def test_cells_that_move_are_captured_again() -> None:
-    guest = guest_of("llama")
-    graphs = replayed(guest)
-    one, other = Steps(guest), Steps(guest_of("llama"))
-    for steps in (one, other):
-        steps.step([(0, 9)])
-        for _ in range(3):
-            steps.step([(0, 1)])
-        for group in steps.memory.storage.groups:
-            steps.memory.storage.resize(group.name, 200)
-        for _ in range(4):
-            steps.step([(0, 1)])
-    for a, b in zip(one.logits, other.logits, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert graphs.captured == 2
-    one.memory.check()
-
-
 def test_planes_at_addresses_of_others_are_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device reuses memory: what was freed may have held planes of another size, or of another memory."""
+    """A device reuses memory: what was freed may have held planes of another memory."""
     guest = guest_of("llama")
     graphs = replayed(guest)
     ours, theirs = ([Steps(one), Steps(one)] for one in (guest, guest_of("llama")))
@@ -89,14 +71,10 @@ def test_planes_at_addresses_of_others_are_captured_again(monkeypatch: pytest.Mo
             steps.step([(0, 9)])
             for _ in range(3):
                 steps.step([(0, 1)])
-            for group in steps.memory.storage.groups:
-                steps.memory.storage.resize(group.name, 200)
-            for _ in range(3):
-                steps.step([(0, 1)])
     for one, other in zip(ours, theirs, strict=True):
         for a, b in zip(one.logits, other.logits, strict=True):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
-    assert graphs.captured == 4
+    assert graphs.captured == 2
     assert graphs.seconds > 0
 
 

@@ -181,20 +181,3 @@ def test_experts_with_codes_run_recorded(kernel: StepKernel, tmp_path: Path) -> 
     guest.recording = Recording(captured, NativeExecutor(captured.program, guest.model, kernel))
     assert all(torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True))
     assert guest.recording.steps == len(theirs)
-
-
-def test_a_resized_memory_is_bound_anew(kernel: StepKernel) -> None:
-    guest = build_guest(ARCHS["llama"].build(), backends())
-    captured = capture(guest)
-    executor = NativeExecutor(captured.program, guest.model, kernel)
-    memory = guest.memory({group.name: 40 for group in guest.shape.groups})
-    results: list[torch.Tensor] = []
-    for start in range(0, 8, 2):
-        for recording in (None, Recording(captured, executor)):
-            guest.recording = recording
-            plan = memory.begin(Batch((Feed(0, Span(start, start + 2)),)))
-            results.append(guest.forward(memory, plan, [start + 1, start + 2], [0, 1]).clone())
-            memory.abandon() if recording is None else memory.commit()
-        for group in guest.shape.groups:
-            memory.storage.resize(group.name, 48 + 8 * start)
-    assert all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True))

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import BadRequest, NotSupported, WrongStage, shown
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.claim import Claim
 from kvcellar.memory.kv.claims import Claims
 from kvcellar.memory.kv.group import Group, check_groups
-from kvcellar.memory.kv.history import LayerHistory
+from kvcellar.memory.kv.history import Backend, LayerHistory
 from kvcellar.memory.kv.inputs import Inputs
 from kvcellar.memory.kv.readout import shape_of
 from kvcellar.memory.kv.sequences import Sequences
@@ -45,7 +44,7 @@ class Memory:
     and `recurrent` every layer that keeps a state.
 
     `cells` is the number of cells of each group, by name. Of `rows` state rows each sequence has one, and allocates
-    another in each step; the owner evicts those that are only checkpoints (`policy.trim`). `backend` serves all groups,
+    another in each step; the owner evicts those that are only checkpoints (`rows.trim`). `backend` serves all groups,
     or is given by group name. `limits`: the most tokens of a sequence, for all or by sequence (others have no limit).
 
     `max_bytes` is a cap on planes, scratch and staging together. Scratch is temporary memory of a step (the engine

@@ -4,9 +4,7 @@
 open. Cell 0 is null: it is never visible.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from kvcellar.errors import BadRequest, shown
@@ -119,24 +117,6 @@ class Batch:
             if seq in before and before[seq].end > span.start:
                 raise BadRequest(f"{before[seq]} and {span} of sequence {seq} overlap; they cannot both look ahead")
             before[seq] = span
-
-    @classmethod
-    def of(cls, seqs: Sequence[int], positions: Sequence[int]) -> "Batch":
-        """From the sequence and the position of each token. The tokens of a sequence must be consecutive."""
-        if len(seqs) != len(positions):
-            raise BadRequest(f"{len(seqs)} sequences for {len(positions)} positions")
-        seqs = [whole(seq, "a sequence") for seq in seqs]
-        positions = [whole(pos, "a position") for pos in positions]
-        if not seqs:
-            raise BadRequest("a batch needs at least one new token")
-        cuts = [i for i in range(1, len(seqs)) if seqs[i] != seqs[i - 1]]
-        feeds: list[Feed] = []
-        for a, b in pairwise([0, *cuts, len(seqs)]):
-            if positions[a:b] != list(range(positions[a], positions[a] + b - a)):
-                given = shown(positions[a:b])
-                raise BadRequest(f"the positions of sequence {seqs[a]} are not consecutive: {given}")
-            feeds.append(Feed(seqs[a], Span(positions[a], positions[a] + b - a)))
-        return cls(tuple(feeds))
 
     @property
     def tokens(self) -> int:

@@ -15,7 +15,7 @@ from kvcellar.engine.load.capacity import sized
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import context_of, embedding_rows
 from kvcellar.errors import BadRequest, NoBackend
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import StoredAs

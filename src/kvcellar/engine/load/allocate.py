@@ -16,8 +16,8 @@ from kvcellar.engine.load.reserve import check_room
 from kvcellar.engine.load.settings import SHARE_OF_FREE, Settings, step_tokens_of
 from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import BadRequest, CapacityTooSmall
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import Group
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 
 MOST_SHARE = 0.5  # of the bytes, for what drafts, unless `draft_bytes` says otherwise

@@ -283,8 +283,7 @@ def shape(guest: Guest) -> dict[str, Any]:
     return {
         "mode": guest.mode,
         "groups": [
-            [group.name, repr(group.layout), repr(group.planes), list(group.layers), group.plain]
-            for group in guest.shape.groups
+            [group.name, repr(group.layout), repr(group.planes), list(group.layers)] for group in guest.shape.groups
         ],
         "asks": {name: repr(ask) for name, ask in guest.shape.specs.items()},
         "backends": {name: [_named(type(b)), repr(b.arrangement), b.padding] for name, b in guest.backends.items()},

@@ -24,7 +24,7 @@ from kvcellar.engine.models.seam import current_door, fresh_layers, our_attentio
 from kvcellar.engine.models.selftest import TOLERANCE, Reference, partial_commit_test, reference_of, whole_step_test
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, differing, probe, shape_of, stored_shape
 from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.progress import report
 
 MIN_CONTEXT = 8  # positions that the self-test needs

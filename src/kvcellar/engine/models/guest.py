@@ -29,7 +29,7 @@ from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.recording.recording import RecordedStep, Recording, Results
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.memory.attention.choose import Chosen, choose
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Plan
 from kvcellar.memory.shapes import StoredAs

@@ -182,13 +182,13 @@ class Graphs:
 
     def _key(self, padded: RecordedStep) -> Key:
         """All that launches depend on, beside what tables and planes contain. The planes of a memory stay where they
-        are until it is resized; other planes may later have the same addresses, and other sizes."""
+        are; those of another one may later have the same addresses, and other sizes."""
         memory = padded.memory
         if (number := self._memories.get(memory)) is None:
             number = self._memories[memory] = next(self._numbers)
         tables = [tensor.data_ptr() for tensor in (padded.ids, padded.positions, padded.wanted)]
         cells = [(one.cells.data_ptr(), one.prepared.key) for one in self._steps(padded)]
-        return (number, memory.storage.resizes, len(padded.ids), len(padded.wanted), *tables, *cells)
+        return (number, len(padded.ids), len(padded.wanted), *tables, *cells)
 
 
 def _first(error: Exception) -> Exception:

@@ -82,12 +82,8 @@ class _Bound:
         states = [op.args[0] for op in outline.program.ops if op.name == READS]
         self._handlers = _Handlers(fixed, network, kernel, states)
         self._recorded = Recorded(outline, self._handlers.by_operator(), kernel)
-        self._resizes = 0  # of the memory, when its planes were bound
 
     def run(self, step: RecordedStep, sizes: Mapping[str, int]) -> Results:
-        if (resizes := step.memory.storage.resizes) != self._resizes:
-            self._recorded.clear()
-            self._resizes = resizes
         with self._handlers.opened(step):
             inputs = {"ids": step.ids, "positions": step.positions, "wanted": step.wanted}
             outputs = self._recorded.run(sizes, inputs, step.adapters)

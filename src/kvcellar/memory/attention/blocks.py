@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvcellar.memory.contracts import StepTables, Stored
+from kvcellar.memory.kv.history import StepTables, StoredPlane
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.plan import GroupPlan, Segment
 from kvcellar.memory.shapes import Scoring
@@ -52,8 +52,8 @@ class Call(NamedTuple):
 
     q: Tensor
     out: Tensor
-    keys: Stored
-    values: Stored
+    keys: StoredPlane
+    values: StoredPlane
     scoring: Scoring
     prepared: Prepared
 

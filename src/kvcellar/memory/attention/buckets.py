@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvcellar.kernels.uploads import uploaded
-from kvcellar.memory.contracts import History, StepTables
+from kvcellar.memory.kv.history import LayerHistory, StepTables
 from kvcellar.memory.plan import GroupPlan, Run
 from kvcellar.memory.shapes import Scoring
 
@@ -57,7 +57,7 @@ class Bucket(NamedTuple):
     heads: Tensor  # [B*G,1,1]
     bias: Tensor  # [B*G or 1,1,L,N]: 0 where a row sees the key, else -inf
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         """Its rows, q [1,B*L,H,D] -> [1,B*L,H,Dv]. The query heads that share a KV head are the rows of a call where
         sequences have one row each; for more, a view repeats the keys."""
         keys, values = history.planes["k"], history.planes["v"]
@@ -88,7 +88,7 @@ class Buckets(tuple[Bucket, ...]):
 
     __slots__ = ()
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         """q [1,T,H,D] -> [1,T,H,Dv]."""
         out = q.new_zeros(*q.shape[:3], history.planes["v"].plane.size)  # rows that see nothing stay zeros
         for bucket in self:

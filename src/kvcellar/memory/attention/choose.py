@@ -8,7 +8,7 @@ from kvcellar.memory.attention.cpu import Cpu
 from kvcellar.memory.attention.reference import Reference
 from kvcellar.memory.attention.sdpa import Sdpa
 from kvcellar.memory.attention.triton import Triton
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.shapes import AttentionSpec
 
 

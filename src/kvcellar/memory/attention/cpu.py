@@ -13,7 +13,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from kvcellar.errors import NoBackend
 from kvcellar.kernels.compiled import SOURCES, Kernel, Native, NotCompiled, Threads, address_of
 from kvcellar.kernels.structures import constant, structure
 from kvcellar.memory.attention.sdpa import Sdpa
-from kvcellar.memory.contracts import GroupStep, History, StepTables, Stored
+from kvcellar.memory.kv.history import GroupStep, LayerHistory, StepTables, StoredPlane
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.plan import GroupPlan, Segment
 from kvcellar.memory.shapes import Arrangement, AttentionSpec, Kind, Scoring
@@ -79,7 +79,7 @@ def prepared(layout: Layout, segments: Sequence[Segment], tables: StepTables) ->
     return Prepared(step, filled[0], filled[1], filled[2], stored)
 
 
-def _plane(stored: Stored) -> Any:
+def _plane(stored: StoredPlane) -> Any:
     rows, scales = stored.rows, stored.scales  # [C,G,width], one element after the other within a head
     places = [0, 0]
     if scales is not None:
@@ -101,7 +101,7 @@ class Kernels:
         self.attention = Kernel(SOURCE, "kvcellar_attend", environment)
         self.storing = Kernel(STORING, "kvcellar_store", environment)
 
-    def bound(self, history: History, scoring: Scoring, *, latent: bool) -> "_Bound":
+    def bound(self, history: LayerHistory, scoring: Scoring, *, latent: bool) -> "_Bound":
         """The call of one layer, without its queries and results. `latent`: that of `attend_latent`."""
         keys, values = history.planes["k"], history.planes["v"]
         sinks, k, v = _sinks(scoring), _plane(keys), _plane(values)
@@ -110,7 +110,7 @@ class Kernels:
             call = self.call(k, k, keys.plane.heads, scoring, sinks, tail=v)
         else:
             call = self.call(k, v, keys.plane.heads, scoring, sinks)
-        return _Bound(call, ref(keys), ref(values), call.v.size, scoring, sinks, latent)
+        return _Bound(call, call.v.size, scoring, sinks, latent)
 
     def call(self, k: Any, v: Any, groups: int, scoring: Scoring, sinks: Tensor | None, *, tail: Any = None) -> Any:
         """A call without its step, queries and results."""
@@ -135,11 +135,9 @@ def _fill(call: Any, step: Tensor, q: Tensor, out: Tensor) -> None:
 
 
 class _Bound(NamedTuple):
-    """The call of a layer, and what it was made from. Planes are not kept: a resize must free them."""
+    """The call of a layer, and what it was made from."""
 
     call: Any
-    keys: "ref[Stored]"
-    values: "ref[Stored]"
     value_size: int
     scoring: Scoring
     sinks: Tensor | None
@@ -158,7 +156,7 @@ class Cpu:
         """`environment` names the compiler, and the directory of compiled libraries (`kernels.compiled`)."""
         self._environment, self._portable = environment, Sdpa()
         self._kernel: Kernels | None = None
-        self._bound: WeakKeyDictionary[History, _Bound] = WeakKeyDictionary()  # of each layer, for later steps
+        self._bound: WeakKeyDictionary[LayerHistory, _Bound] = WeakKeyDictionary()  # of each layer, for later steps
 
     def refuse(self, spec: AttentionSpec) -> str | None:
         if spec.device != "cpu":
@@ -182,16 +180,13 @@ class Cpu:
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Prepared:
         return prepared(plan.layout, plan.segments, tables)
 
-    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend_latent(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         return self.attend(q, history, scoring, latent=True)
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring, *, latent: bool = False) -> Tensor:
-        kernel, planes = self._kernel or self._compiled(), history.planes
-        bound = self._bound.get(history)
-        same = bound is not None and bound.keys() is planes["k"] and bound.values() is planes["v"]
-        if bound is None or not same or bound.scoring is not scoring or bound.latent is not latent:
-            bound = kernel.bound(history, scoring, latent=latent)  # after a resize, or with other arguments
-            self._bound[history] = bound
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring, *, latent: bool = False) -> Tensor:
+        kernel, bound = self._kernel or self._compiled(), self._bound.get(history)
+        if bound is None or bound.scoring is not scoring or bound.latent is not latent:
+            bound = self._bound[history] = kernel.bound(history, scoring, latent=latent)
         rows = q[0]
         if rows.dtype not in TYPES or rows.stride(-1) != 1:
             rows = _known(rows)
@@ -201,18 +196,19 @@ class Cpu:
             raise MemoryError(NO_MEMORY)
         return (out if out.dtype is q.dtype else out.to(q.dtype))[None]
 
-    def native(self, history: History, scoring: Scoring, q: Tensor, out: Tensor, *, latent: bool = False) -> Native:
+    def native(
+        self, history: LayerHistory, scoring: Scoring, q: Tensor, out: Tensor, *, latent: bool = False
+    ) -> Native:
         """The call that `attend` makes, or `attend_latent`, for q [T,H,D] and out [T,H,Dv] at fixed addresses: both
-        float32 or bfloat16, elements side by side. It is good for the open step, and for later ones until the planes
-        are resized."""
+        float32 or bfloat16, elements side by side. It is good for the open step, and for later ones."""
         kernel = self._compiled()
         bound, step = kernel.bound(history, scoring, latent=latent), history.step.prepared.step
         _fill(bound.call, step, q, out)
         return Native(address_of(kernel.attention.run), bound.call, (bound, step, q, out, kernel))
 
-    def native_put(self, history: History, k: Tensor, v: Tensor) -> Native:
+    def native_put(self, history: LayerHistory, k: Tensor, v: Tensor) -> Native:
         """The call that stores k [T,G,D] and v [T,G,Dv] of the rows that the step stores in their cells: both
-        float32 or bfloat16 at fixed addresses, elements side by side. It is good as long as that of `native`."""
+        float32 or bfloat16 at fixed addresses, elements side by side. It is good for as long as that of `native`."""
         kernel, step = self._compiled(), history.step.prepared.step
         new = [
             _New(x.data_ptr(), *x.stride()[:2], x.shape[1], _plane(history.planes[name]))

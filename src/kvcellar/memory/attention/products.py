@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.memory.attention.buckets import room
-from kvcellar.memory.contracts import History, Stored
+from kvcellar.memory.kv.history import LayerHistory, StoredPlane
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.plan import Segment
 from kvcellar.memory.shapes import Scoring
@@ -60,13 +60,13 @@ class Products:
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         """q [1,T,H,D] -> [1,T,H,Dv]."""
         out = q.new_empty(*q.shape[:3], history.planes["v"].plane.size)
         self.attend_into(q, history, scoring, out)
         return out
 
-    def attend_into(self, q: Tensor, history: History, scoring: Scoring, out: Tensor) -> None:
+    def attend_into(self, q: Tensor, history: LayerHistory, scoring: Scoring, out: Tensor) -> None:
         """Into their rows of out [1,T,H,Dv]."""
         keys, values = history.planes["k"], history.planes["v"]
         q, out = q[0], out[0]
@@ -129,7 +129,7 @@ def _cells(segment: Segment, device: torch.device) -> Cells:
     return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
 
 
-def _read(stored: Stored, cells: Cells, dtype: torch.dtype) -> Tensor:
+def _read(stored: StoredPlane, cells: Cells, dtype: torch.dtype) -> Tensor:
     """[heads,n,size] in `dtype`, of keys as they were rotated: a view where it is one run, stored so."""
     if not isinstance(cells, tuple):
         return stored.read(cells, dtype, rotated=True)

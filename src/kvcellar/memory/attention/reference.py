@@ -6,7 +6,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from kvcellar.memory.contracts import GroupStep, History, StepTables
+from kvcellar.memory.kv.history import GroupStep, LayerHistory, StepTables
 from kvcellar.memory.plan import GroupPlan
 from kvcellar.memory.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -25,11 +25,11 @@ class Reference:
     def prepare(self, plan: GroupPlan, tables: StepTables) -> None:
         return None
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         k, v, visible = history.dense()  # [N,G,D], [N,G,Dv], [T,N]
         return attend_dense(q[0], k, v, visible, scoring).contiguous()[None]
 
-    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend_latent(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         latents, tails, visible = history.dense()
         return attend_dense(q[0], torch.cat([latents, tails], -1), latents, visible, scoring).contiguous()[None]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcellar.memory.attention import products
 from kvcellar.memory.attention.buckets import Bucket, Buckets, attend_dense, buckets
 from kvcellar.memory.attention.products import Products, part
-from kvcellar.memory.contracts import GroupStep, History, StepTables
+from kvcellar.memory.kv.history import GroupStep, LayerHistory, StepTables
 from kvcellar.memory.plan import GroupPlan
 from kvcellar.memory.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -42,10 +42,10 @@ class Sdpa:
             return buckets(plan, tables)
         return Products([part(plan.layout, segment, tables.device) for segment in plan.segments])
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         return history.step.prepared.attend(q, history, scoring)
 
-    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend_latent(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         latents, tails, _ = history.dense()
         keys, values = torch.cat([latents, tails], -1).to(q.dtype), latents.to(q.dtype)
         return self.attend_dense(q[0], keys, values, history.step, scoring)[None]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcellar.memory.attention.blocks import Call, Prepared, prepared
 from kvcellar.memory.attention.sdpa import Sdpa
-from kvcellar.memory.contracts import GroupStep, History, StepTables
+from kvcellar.memory.kv.history import GroupStep, LayerHistory, StepTables
 from kvcellar.memory.plan import GroupPlan
 from kvcellar.memory.shapes import Arrangement, AttentionSpec, Kind, Scoring
 
@@ -60,7 +60,7 @@ class Triton:
     def prepare(self, plan: GroupPlan, tables: StepTables) -> Prepared:
         return prepared(plan, tables)
 
-    def attend(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         keys, values = history.planes["k"], history.planes["v"]
         rows = keys.meet(q[0]) if keys.storage.hadamard else q[0]
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
@@ -73,7 +73,7 @@ class Triton:
             self._attend(Call(rows, out, keys, values, scoring, history.step.prepared))
         return out[None]
 
-    def attend_latent(self, q: Tensor, history: History, scoring: Scoring) -> Tensor:
+    def attend_latent(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         return self._portable.attend_latent(q, history, scoring)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:

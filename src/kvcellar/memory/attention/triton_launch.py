@@ -10,7 +10,7 @@ from triton.errors import TritonError  # pyright: ignore[reportMissingImports]
 
 from kvcellar.kernels import triton_attention as kernels
 from kvcellar.memory.attention.blocks import FEW, PARTIAL_BYTES, SPLIT, Call, Launch, power_of_two
-from kvcellar.memory.contracts import Stored
+from kvcellar.memory.kv.history import StoredPlane
 from kvcellar.memory.shapes import BLOCK, Kind
 
 PROGRAMS = 256  # from so many blocks on, a GPU is busy without dividing histories
@@ -73,7 +73,7 @@ def _launch(call: Call, one: Launch) -> None:
         )  # fmt: skip
 
 
-def _plane(stored: Stored) -> tuple[Any, ...]:
+def _plane(stored: StoredPlane) -> tuple[Any, ...]:
     """Codes and scales, each with its steps from cell to cell and from head to head."""
     rows, scales = stored.rows, stored.scales  # [C,G,width], [C,G,blocks]
     if scales is None:
@@ -82,7 +82,7 @@ def _plane(stored: Stored) -> tuple[Any, ...]:
     return (rows, *rows.stride()[:2], scales, *scales.stride()[:2])
 
 
-def _dtype(q: Tensor, stored: Stored) -> Any:
+def _dtype(q: Tensor, stored: StoredPlane) -> Any:
     """What is multiplied: the queries' type, which codes have exactly, or float32 where floats of two types meet."""
     dtype = q.dtype if stored.storage.quantised else torch.promote_types(q.dtype, stored.codes.dtype)
     return DTYPES[dtype]

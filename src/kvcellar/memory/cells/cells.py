@@ -56,12 +56,6 @@ class Cells:
         """Free cells that are not reserved for a step."""
         return self.free - self.reserved
 
-    @property
-    def highest(self) -> int:
-        """The highest cell that is held; 0 if none is."""
-        free = self.free_runs()
-        return free[-1].cell - 1 if free and free[-1].end == self.capacity + 1 else self.capacity
-
     def held(self) -> tuple[int, int]:
         """Total cells of all held runs, shared cells counted once per holder, and the number of runs. O(pieces)."""
         pieces = self._at.values()
@@ -70,35 +64,6 @@ class Cells:
     def free_runs(self) -> list[Run]:
         """All free runs, in order. Linear in the number of free pieces."""
         return sorted(Run(piece.start, len(piece)) for shelf in self._bins.values() for piece in shelf.values())
-
-    def resize(self, capacity: int) -> None:
-        """Set the number of cells. The caller has checked that no cell above it is held."""
-        assert capacity >= self.highest, f"cell {self.highest} is held; there cannot be only {capacity}"
-        free = self.free_runs()
-        last = self._at[free[-1].cell] if free and free[-1].end == self.capacity + 1 else None
-        start = last.start if last is not None else self.capacity + 1
-        if last is not None:
-            self._unshelve(last)
-        before = self._before(start)
-        self._at.pop(start, None)
-        grown = Piece(start, capacity + 1, 0) if capacity >= start else None
-        if grown is not None:
-            self._at[start] = grown
-            grown.prev = before
-            self._shelve(grown)
-        if before is not None:
-            before.next = grown
-        else:
-            self._head = grown
-        self.free += capacity - self.capacity
-        self.capacity = capacity
-
-    def _before(self, start: int) -> Piece | None:
-        """The last piece that starts below `start`; None if there is none."""
-        piece, before = self._head, None
-        while piece is not None and piece.start < start:
-            piece, before = piece.next, piece
-        return before
 
     # -- allocation ---------------------------------------------------------------------------------------------
 

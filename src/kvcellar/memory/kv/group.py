@@ -1,14 +1,13 @@
 """group: describes the layers of a model that share one table of cells per sequence, and what they cost in bytes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from kvcellar.errors import BadRequest
 from kvcellar.memory.cells.layouts import Input
-from kvcellar.memory.contracts import Backend
-from kvcellar.memory.kv.pool import rotated_sizes
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.shapes import BLOCK, Plane, Rotation
 from kvcellar.memory.spans import whole
@@ -33,7 +32,6 @@ class Group:
         default_factory=dict
     )  # by layer, plane; others are not rotated
     no_shift: str | None = "it is not known how its keys rotate with position"  # None: positions may change
-    plain: bool = False  # planes are [cells,heads,size] without padding, instead of the backend's arrangement
     of_input: bool = field(init=False, default=False)  # its cells store an encoder's input instead of tokens
 
     def __post_init__(self) -> None:
@@ -54,9 +52,8 @@ class Group:
 
     def bytes(self, cells: int, itemsize: int, backend: Backend) -> int:
         """Bytes of all planes for `cells` cells, with the null cell, the padding of `backend` and the rotations."""
-        padding = 1 if self.plain else backend.padding
         rotations = sum(size * size * torch.float32.itemsize for size in rotated_sizes(self.planes))
-        return -(-(cells + 1) // padding) * padding * self.bytes_per_cell(itemsize) + rotations
+        return padded(cells, backend) * self.bytes_per_cell(itemsize) + rotations
 
     def undo(self, itemsize: int) -> int:
         """Bytes of the undo copy of one cell that is rotated in place; kept until the removal is complete."""
@@ -69,6 +66,16 @@ class Group:
         widest = max((_turning(plane, itemsize) for plane in self.planes), default=0)
         angles = max((plane.size for plane in self.planes), default=0) * ANGLES
         return min(PIECE, cells) * (widest + INDEX) + angles
+
+
+def padded(cells: int, backend: Backend) -> int:
+    """The places of a plane for `cells` cells: with the null cell, and the padding of `backend`."""
+    return -(-(cells + 1) // backend.padding) * backend.padding
+
+
+def rotated_sizes(planes: Iterable[Plane]) -> set[int]:
+    """The sizes of vectors with a Hadamard rotation: each needs a float32 matrix [size,size]."""
+    return {plane.size for plane in planes if plane.storage is not None and plane.storage.hadamard}
 
 
 def _turning(plane: Plane, itemsize: int) -> int:

@@ -1,6 +1,7 @@
-"""history: what attention reads and writes in a step: stored planes of each layer, and tables at fixed addresses.
+"""history: what attention reads and writes in a step: stored planes of each layer, and tables at fixed addresses; and
+what an attention backend is.
 
-The classes implement the protocols of `contracts`. Only this file writes K/V.
+Only this file writes K/V.
 
 Always true:
   * what is read is what is stored: new tokens are read back quantised, too;
@@ -10,17 +11,16 @@ Always true:
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvcellar.errors import BadRequest
 from kvcellar.kernels.uploads import upload
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.quantise import dequantise, quantise, rotate
 from kvcellar.memory.plan import GroupPlan, Run
-from kvcellar.memory.shapes import Arrangement, Kind, Plane, Storage
+from kvcellar.memory.shapes import Arrangement, AttentionSpec, Kind, Plane, Scoring, Storage
 
 HOST = torch.device("cpu")
 SMALLEST = 16  # elements of the smallest bucket of a step table
@@ -37,7 +37,13 @@ AXES: Mapping[Arrangement, tuple[int, int, int]] = {"token": (0, 1, 2), "head": 
 
 
 class StoredPlane:
-    """One plane of one layer, and how to read it (see `contracts.Stored`)."""
+    """One plane of one layer: the stored data and methods to read it.
+
+    Kernels read `codes` (or `rows`) and `scales` in place; all other code calls `read` or `at`. `codes` are the
+    elements of all cells, in the plane's arrangement. A byte stores two int4: element i in the low bits, element
+    i + (size + 1) // 2 in the high bits, each plus 8. `scales` are float16, arranged like `codes`, one per `BLOCK`
+    elements; None if the plane is not quantised.
+    """
 
     def __init__(
         self,
@@ -83,7 +89,8 @@ class StoredPlane:
         return sum(tensor.nbytes for tensor in self._tensors)
 
     def read(self, cells: Tensor | slice, dtype: torch.dtype, *, rotated: bool = False) -> Tensor:
-        """[heads,n,size] of `cells`: a view where they are a slice and stored in `dtype`."""
+        """[heads,n,size] of `cells`: a view where they are a slice and stored in `dtype`. Keys that were rotated before
+        they were quantised are rotated back, unless `rotated`."""
         codes = self._by_head(self._tensors[0], cells)
         scales = None if self.scales is None else self._by_head(self.scales, cells)
         return self._values(codes, scales, dtype, rotated=rotated)
@@ -106,7 +113,7 @@ class StoredPlane:
         return values.to(dtype)
 
     def meet(self, q: Tensor) -> Tensor:
-        """Rotate queries [T,H,size] like the keys that `read` returns if `rotated`."""
+        """Rotate queries [...,size] like the keys that `read` returns if `rotated`."""
         return q if self._rotation is None else (q.float() @ self._rotation).to(q.dtype)
 
     def quantise(self, cells: Tensor, values: Tensor) -> None:
@@ -114,16 +121,6 @@ class StoredPlane:
         made = quantise(rotate(values) if self.storage.hadamard else values, self.storage.kind)
         for tensor, new in zip(self._tensors, made, strict=True):
             self._rows(tensor).index_copy_(0, cells, new[0].transpose(0, 1))
-
-    def resized(self, places: int) -> "StoredPlane":
-        """A bitwise copy with so many places."""
-        device = self.codes.device
-        twin = StoredPlane(self.plane, self.storage, places, self.arrangement, device, self._rotation)
-        for old, new in zip(self._tensors, twin._tensors, strict=True):
-            kept, there = self._rows(old), self._rows(new)
-            both = min(len(kept), len(there))
-            there[:both] = kept[:both]
-        return twin
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy the content of cells `source` bit for bit to cells `target`."""
@@ -191,8 +188,12 @@ def indices(runs: Iterable[Run], device: torch.device) -> Tensor:
 
 
 class StepTables:
-    """The tensors of one group, or of all groups together (see `contracts.StepTables`). A tensor that was returned has
-    the same address in every later step with the same name, type and bucket; its content belongs to the open step."""
+    """The tensors of one group, or of all groups together, at the same addresses in every step, so that a step can be
+    recorded and replayed.
+
+    Each has a name and a bucket: its number of elements, rounded up to a power of two. A tensor that was returned has
+    the same address in every later step with the same name, type and bucket; its content belongs to the open step.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, heads: int = 0) -> None:
         """`dtype` is the memory's own type, `heads` the number of KV heads of the group."""
@@ -200,7 +201,7 @@ class StepTables:
         self._buckets: dict[tuple[str, torch.dtype, int], Tensor] = {}
 
     def fill(self, name: str, values: Sequence[int] | Tensor) -> Tensor:
-        """int64 [n]; the rest of its bucket is zero: the null cell."""
+        """int64 [n] on the device; the rest of its bucket is zero: the null cell."""
         n = len(values)
         there = self._bucket(name, n, torch.int64)
         if isinstance(values, Tensor):
@@ -295,9 +296,10 @@ class GroupStep:
 
 
 class LayerHistory:
-    """One layer in the open step (see `contracts.History`), bound once: its planes, its backend, its group's step."""
+    """One layer in the open step: its planes by name ("k", "v"), its backend, its group's step. The object is the same
+    in all steps."""
 
-    def __init__(self, planes: Mapping[str, StoredPlane], layer: int, backend: Backend, step: GroupStep) -> None:
+    def __init__(self, planes: Mapping[str, StoredPlane], layer: int, backend: "Backend", step: GroupStep) -> None:
         self.planes, self.layer, self.backend, self.step = planes, layer, backend, step
 
     def put(self, new: Mapping[str, Tensor]) -> None:
@@ -329,3 +331,41 @@ class LayerHistory:
         """A plane [n,heads,size] of every sequence in the step, each in order of position."""
         runs = (segment.runs for segment in self.step.plan.segments)
         return [self.planes[name].values(indices(of_one, self.step.tables.device)) for of_one in runs]
+
+
+class Backend(Protocol):
+    """Attention of new tokens over stored cells. It declares its arrangement, so nothing is rearranged per step."""
+
+    name: str
+    arrangement: Arrangement | Mapping[str, Arrangement]  # of all planes, or by plane name ("token" for others)
+    padding: int  # the number of cells in a plane is a multiple of this
+    kinds: frozenset[Kind]  # storage kinds it can read
+
+    def refuse(self, spec: AttentionSpec) -> str | None:
+        """The reason why it does not support `spec`; None if it does. `AttentionSpec.unreadable` checks `kinds`."""
+        ...
+
+    def prepare(self, plan: GroupPlan, tables: StepTables) -> Any:
+        """Compute what all layers of a group share in a step: tables, masks. Called once per group and step."""
+        ...
+
+    def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
+        """q [1,T,H,D] -> [1,T,H,Dv]; row t sees exactly `[layout.lowest(pos_t), segment.last(pos_t)]` of its segment.
+
+        The result is zero for rows of a segment without cells (a sequence without input).
+        """
+        ...
+
+    def attend_latent(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
+        """q [1,T,H,D+Dv] -> [1,T,H,D]: a key is the vector of the plane "k" [D] and behind it that of "v" [Dv], its
+        value that of "k" (MLA without expanding). The result is zero where that of `attend` is.
+        """
+        ...
+
+    def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, step: GroupStep, scoring: Scoring) -> Tensor:
+        """q [T,H,D], k [N,G,D], v [N,G,Dv] -> [T,H,Dv]: for keys computed from what the cells of `step.columns` store
+        (MLA).
+
+        The result is zero for a row that sees nothing.
+        """
+        ...

@@ -1,9 +1,8 @@
-"""pool: the K/V planes of one group: allocates, resizes and moves them.
+"""pool: the K/V planes of one group: allocates and moves them.
 
 Always true:
   * every plane of every layer has `cells + 1` places, the first of them null, rounded up to the padding of the backend,
-    in its arrangement; planes of a plain group are [places,heads,size], without padding;
-  * a layer may have more places than that only where a resize failed and could not be undone;
+    in its arrangement;
   * only the null place is defined when a plane is allocated: it is zero, which reads back as zero in every storage.
     The content of others is undefined until a step writes them: on a CPU they use no memory until then, or until they
     are zeroed;
@@ -11,83 +10,36 @@ Always true:
     matrices.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from kvcellar.errors import BadRequest
-from kvcellar.memory.contracts import Backend
-from kvcellar.memory.kv.history import StoredPlane, write_planes
+from kvcellar.memory.kv.group import Group, padded, rotated_sizes
+from kvcellar.memory.kv.history import Backend, StoredPlane, write_planes
 from kvcellar.memory.kv.quantise import hadamard
 from kvcellar.memory.plan import Run
-from kvcellar.memory.shapes import Arrangement, Plane, Rotation, Storage
+from kvcellar.memory.shapes import Plane, Rotation, Storage
 
 
 class Pool:
-    """The planes of each layer of a group. `arrangement`: of all planes, or by name (otherwise "token")."""
+    """The planes of each layer of a group."""
 
-    def __init__(
-        self,
-        planes: tuple[Plane, ...],
-        layers: tuple[int, ...],
-        *,
-        cells: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        arrangement: Arrangement | Mapping[str, Arrangement],
-        padding: int = 1,
-    ) -> None:
-        self._padding, self.resizes = padding, 0
-        self._bytes_per_cell = sum(plane.bytes_per_cell(dtype.itemsize) for plane in planes)
-        places = self._places(cells)
-        self._rotations = {size: hadamard(size, device) for size in rotated_sizes(planes)}
-        self._of: dict[int, dict[str, StoredPlane]] = {}
-        for layer in layers:
-            self._of[layer] = {}
-            for plane in planes:
-                wanted = arrangement if isinstance(arrangement, str) else arrangement.get(plane.name, "token")
-                storage = storage_of(plane, dtype)
-                rotation = self._rotations[plane.size] if storage.hadamard else None
-                self._of[layer][plane.name] = StoredPlane(plane, storage, places, wanted, device, rotation)
-
-    @classmethod
-    def agreed(
-        cls,
-        planes: tuple[Plane, ...],
-        layers: tuple[int, ...],
-        backend: Backend,
-        *,
-        plain: bool,
-        cells: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Pool":
-        """A pool in the arrangement of `backend`, or plain. Raises `BadRequest` if it cannot read a plane's storage."""
-        for plane in planes:
-            kind = storage_of(plane, dtype).kind
-            if kind not in backend.kinds:
+    def __init__(self, group: Group, backend: Backend, *, cells: int, dtype: torch.dtype, device: torch.device) -> None:
+        """In the arrangement of `backend`. Raises `BadRequest` if it cannot read a plane's storage."""
+        arrangement, places = backend.arrangement, padded(cells, backend)
+        self._rotations = {size: hadamard(size, device) for size in rotated_sizes(group.planes)}
+        self._of: dict[int, dict[str, StoredPlane]] = {layer: {} for layer in group.layers}
+        for plane in group.planes:
+            wanted = arrangement if isinstance(arrangement, str) else arrangement.get(plane.name, "token")
+            storage = storage_of(plane, dtype)
+            if storage.kind not in backend.kinds:
                 readable = ", ".join(sorted(backend.kinds))
-                raise BadRequest(f"{backend.name} cannot read {plane.name} stored as {kind}, only {readable}")
-        arrangement: Arrangement | Mapping[str, Arrangement] = "token" if plain else backend.arrangement
-        padding = 1 if plain else backend.padding
-        return cls(planes, layers, cells=cells, dtype=dtype, device=device, arrangement=arrangement, padding=padding)
-
-    def _places(self, cells: int) -> int:
-        return -(-(cells + 1) // self._padding) * self._padding
-
-    def layer_bytes(self, cells: int) -> int:
-        """Bytes of one layer with `cells` cells."""
-        return self._places(cells) * self._bytes_per_cell
-
-    def resize(self, layer: int, cells: int) -> None:
-        """Change the number of cells of one layer and keep their content: of all its planes, or of none if it raises.
-
-        Old and new planes are in memory together for a moment.
-        """
-        places = self._places(cells)
-        self._of[layer].update({name: kept.resized(places) for name, kept in self._of[layer].items()})
-        self.resizes += 1
+                raise BadRequest(f"{backend.name} cannot read {plane.name} stored as {storage.kind}, only {readable}")
+            rotation = self._rotations[plane.size] if storage.hadamard else None
+            for planes in self._of.values():
+                planes[plane.name] = StoredPlane(plane, storage, places, wanted, device, rotation)
 
     def zero(self, run: Run) -> None:
         """Zero free cells in all planes."""
@@ -138,11 +90,6 @@ class Pool:
 def as_new(values: Tensor) -> Tensor:
     """[n,heads,size] -> [1,heads,n,size], a view: the shape in which models pass new keys and values."""
     return values.transpose(0, 1)[None]
-
-
-def rotated_sizes(planes: Iterable[Plane]) -> set[int]:
-    """The sizes of vectors with a Hadamard rotation: each needs a float32 matrix [size,size]."""
-    return {plane.size for plane in planes if plane.storage is not None and plane.storage.hadamard}
 
 
 def storage_of(plane: Plane, dtype: torch.dtype) -> Storage:

@@ -1,4 +1,4 @@
-"""storage: the cells and planes of each group of a memory: capacities, bytes, compaction and resizing.
+"""storage: the cells and planes of each group of a memory: capacities, bytes and compaction.
 
 Always true:
   * planes, scratch and staging together are within `max_bytes`;
@@ -16,9 +16,8 @@ from kvcellar.errors import BadRequest, CapacityTooSmall, shown
 from kvcellar.memory.cells.cells import Cells
 from kvcellar.memory.cells.compact import Compaction, relocate
 from kvcellar.memory.cells.tables import Move, Table, Tables
-from kvcellar.memory.contracts import Backend
 from kvcellar.memory.kv.group import PIECE, Group
-from kvcellar.memory.kv.history import GroupStep, LayerHistory, StepTables, indices
+from kvcellar.memory.kv.history import Backend, GroupStep, LayerHistory, StepTables, indices
 from kvcellar.memory.kv.pool import Pool
 from kvcellar.memory.kv.states import States
 from kvcellar.memory.plan import Run
@@ -94,18 +93,11 @@ class GroupStore:
 
     @classmethod
     def new(cls, group: Group, backend: Backend, cells: int, dtype: torch.dtype, device: torch.device) -> "GroupStore":
-        pool = Pool.agreed(
-            group.planes, group.layers, backend, plain=group.plain, cells=cells, dtype=dtype, device=device
-        )
+        pool = Pool(group, backend, cells=cells, dtype=dtype, device=device)
         step = GroupStep(StepTables(device, dtype, heads=group.planes[0].heads if group.planes else 0))
         layers = {layer: LayerHistory(pool.planes(layer), layer, backend, step) for layer in group.layers}
         tables = Tables(Cells(cells), of_input=group.of_input)
         return cls(group, tables, tables.cells, pool, backend, dtype.itemsize, device, step, layers)
-
-    @property
-    def staging(self) -> int:
-        """Most temporary bytes of an edit (shift or compaction)."""
-        return self.group.staging(self.cells.capacity, self.itemsize)
 
     @property
     def undo(self) -> int:
@@ -131,41 +123,13 @@ class GroupStore:
             relocate(self.tables, moves, copy)
         return sum(move.source.n for move in moves)
 
-    def peak(self, cells: int) -> int:
-        """Peak of additional bytes during `resize(cells)`."""
-        old, new = self.pool.layer_bytes(self.cells.capacity), self.pool.layer_bytes(cells)
-        return new + max(0, (len(self.group.layers) - 1) * (new - old))
-
-    def resize(self, cells: int) -> None:
-        """Resize all layers to `cells` cells, one by one. Raises `CapacityTooSmall` if a higher cell is held."""
-        old = self.cells.capacity
-        if cells < (highest := self.cells.highest):
-            raise CapacityTooSmall(
-                f"cell {highest} of group {self.group.name} is in use: it can shrink to {highest} cells now, and to "
-                f"{max(1, self.cells.used)} after compact(), not to {cells}"
-            )
-        if cells < old:
-            self.cells.resize(cells)
-        done: list[int] = []
-        try:
-            for layer in self.group.layers:
-                self.pool.resize(layer, cells)
-                done.append(layer)
-        except BaseException:
-            # If this raises too, some layers have more storage than `capacity`, which is harmless.
-            for layer in done:
-                self.pool.resize(layer, old)
-            self.cells.resize(old)
-            raise
-        self.cells.resize(cells)
-
     def check(self, tables: Sequence[Table], taken: Sequence[Run]) -> None:
         """Assert the invariants; all held runs are those of `tables` and those `taken` by the open step."""
         self.cells.check()
         self.cells.check_holders([*taken, *(run for table in tables for run in table.runs)])
         self.tables.check(tables)
         self.compaction.check()
-        assert self.pool.bytes >= len(self.group.layers) * self.pool.layer_bytes(self.cells.capacity)
+        assert self.pool.bytes == self.group.bytes(self.cells.capacity, self.itemsize, self.backend)
 
 
 class Stores:
@@ -188,10 +152,6 @@ class Stores:
         self.tables = StepTables(device, dtype)
         self._index_of = {layer: index for index, store in enumerate(self.all) for layer in store.group.layers}
 
-    @property
-    def names(self) -> str:
-        return "the groups are " + (", ".join(store.group.name for store in self.all) or "none")
-
     def index_of(self, layer: int) -> int:
         """Index of the group that contains a layer. Raises `BadRequest` if there is none."""
         index = self._index_of.get(layer)
@@ -203,7 +163,8 @@ class Stores:
         """The group of this name. Raises `BadRequest` if there is none."""
         store = next((store for store in self.all if store.group.name == group), None)
         if store is None:
-            raise BadRequest(f"there is no group {shown(group)}; {self.names}")
+            names = ", ".join(store.group.name for store in self.all) or "none"
+            raise BadRequest(f"there is no group {shown(group)}; the groups are {names}")
         return store
 
 
@@ -234,11 +195,6 @@ class Storage:
         return sum(store.pool.bytes for store in self._stores.all) + self._states.bytes
 
     @property
-    def resizes(self) -> int:
-        """How often planes have moved: they are at the same addresses while it is the same."""
-        return sum(store.pool.resizes for store in self._stores.all)
-
-    @property
     def table_bytes(self) -> int:
         """Bytes of the step tables, which stay between steps and belong to the scratch of steps."""
         return self._stores.tables.bytes + sum(store.step.tables.bytes for store in self._stores.all)
@@ -246,7 +202,8 @@ class Storage:
     @property
     def staging(self) -> int:
         """Most temporary bytes of an edit (shift, compaction)."""
-        return max((store.staging for store in self._stores.all), default=0)
+        stores = self._stores.all
+        return max((one.group.staging(one.cells.capacity, one.itemsize) for one in stores), default=0)
 
     @property
     def spare(self) -> int | None:
@@ -308,8 +265,7 @@ class Storage:
         returns how many were moved.
 
         Steps may run between calls, and no sequence changes. Returns 0 if nothing is left to move, or no cell is free.
-        Free cells are at the end then, and `resize` can free their bytes. Raises `BadRequest` for a budget below 1, and
-        for an unknown group.
+        Raises `BadRequest` for a budget below 1, and for an unknown group.
         """
         self._idle("compact")
         if whole(budget_cells, "a budget of cells") < 1:
@@ -319,25 +275,3 @@ class Storage:
             if n := store.compact(budget_cells):
                 return n
         return 0
-
-    def resize(self, group: str, cells: int) -> None:
-        """Change the number of cells of a group. Layers are copied one by one, within the cap.
-
-        Raises `CapacityTooSmall` if the copy or the result does not fit the cap, or if a cell that would be removed is
-        in use (`compact` first). Nothing has changed then, nor if an allocation fails: finished layers are restored. If
-        that fails, too, all tokens are still held: a group that was to grow has its old number of cells, one that was
-        to shrink has `cells`, and layers that were not restored, or not reached, have more places than needed.
-        """
-        self._idle("resize")
-        store = self._stores.named(group)
-        if whole(cells, "a capacity in cells") < 1:
-            raise BadRequest(f"{group} cannot have {shown(cells)} cells, only one or more; {self._stores.names}")
-        if cells == store.cells.capacity:
-            return
-        more = store.pool.layer_bytes(cells) - store.pool.layer_bytes(store.cells.capacity)
-        grown = max(0, len(store.group.layers) * more)
-        others = max((one.staging for one in self._stores.all if one is not store), default=0)
-        staging = max(others, store.group.staging(cells, store.itemsize), store.peak(cells) - grown)
-        way_out = f"resize {group} to fewer cells than {cells}"
-        _check_room(self.max_bytes, self.bytes + grown, self.scratch, staging, way_out)
-        store.resize(cells)

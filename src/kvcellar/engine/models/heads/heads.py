@@ -15,7 +15,7 @@ from kvcellar.engine.models.heads.mtp_head import MtpHead, build_mtp_head, load_
 from kvcellar.engine.models.load import Loaded, locate
 from kvcellar.engine.models.weights.config_file import read_object
 from kvcellar.errors import ModelRefused
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 
 OWN = "mtp"  # names the model's own head
 INSTEAD = (

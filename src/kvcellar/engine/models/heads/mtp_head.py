@@ -48,7 +48,7 @@ from kvcellar.engine.models.weights.weights_files import opened as opened_weight
 from kvcellar.engine.models.weights.weights_loading import FLOATS, Source, is_finite, sequential_reads, stored_layers
 from kvcellar.errors import KvcellarError, ModelRefused
 from kvcellar.memory.attention.choose import Chosen
-from kvcellar.memory.contracts import Backend
+from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.spans import Span

@@ -7,7 +7,6 @@ import pytest
 from kvcellar import RetentionOptions
 from kvcellar.errors import BadRequest
 from kvcellar.memory.retention import MOST_TTL, Retention, stronger
-from kvcellar.memory.spans import Span
 from tests.engine.mixes import small_engine
 
 
@@ -39,13 +38,12 @@ def test_options_become_the_retention_of_entries_that_are_used_now() -> None:
 
 
 def test_the_stronger_of_two_keeps_an_entry_at_least_as_long_as_both() -> None:
-    one, other = Retention(5, -1, True, 10.0, "a"), Retention(9, 2, False, 20.0, "b")
-    assert stronger(one, other) == Retention(9, 2, True, 20.0, "a")
-    assert stronger(other, one) == Retention(9, 2, True, 20.0, "b")
-    assert stronger(one, Retention()) == Retention(None, 0, True, None, "a")
+    one, other = Retention(-1, True, 10.0, "a"), Retention(2, False, 20.0, "b")
+    assert stronger(one, other) == Retention(2, True, 20.0, "a")
+    assert stronger(other, one) == Retention(2, True, 20.0, "b")
+    assert stronger(one, Retention()) == Retention(0, True, None, "a")
 
 
 def test_an_entry_is_expired_at_its_time() -> None:
     assert [Retention(expires=10.0).expired(now) for now in (9.9, 10.0, 10.1)] == [False, True, True]
     assert not Retention().expired(10.0**12)
-    assert (Retention().saved(Span(3, 8)), Retention(saves=2).saved(Span(3, 8))) == (5, 2)

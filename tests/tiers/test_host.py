@@ -184,7 +184,7 @@ def test_the_cap_and_the_quota_hold_and_no_byte_is_lost(seed: int) -> None:
         one = made(number, parent, size=(40, 40, 800, 6000)[number % 4])
         expires = now[0] + rng.randrange(1, 20) if rng.random() < 0.3 else None
         owner = owners.setdefault(one[0].key, rng.choice("abc"))
-        tier.put(*one, Retention(None, rng.randrange(-1, 2), rng.random() < 0.05, expires, owner))
+        tier.put(*one, Retention(rng.randrange(-1, 2), rng.random() < 0.05, expires, owner))
         stored[one[0].key] = one
         some = rng.sample(sorted(stored), min(3, len(stored)))
         match rng.randrange(6):

@@ -56,10 +56,16 @@ def test_descriptions(meta) -> None:
     "kept",
     [
         DEEP[:60_000],
-        b'{"saves":1e400}',
+        b'{"expires":1e400}',
         *(
-            json.dumps({"saves": None, "priority": 0, "pinned": False, "expires": None, "owner": ""} | change).encode()
-            for change in ({"owner": "\ud800"}, {"saves": 2**63}, {"expires": float("nan")}, {"expires": float("inf")})
+            json.dumps({"priority": 0, "pinned": False, "expires": None, "owner": ""} | change).encode()
+            for change in (
+                {"owner": "\ud800"},
+                {"priority": 2**63},
+                {"expires": 2**63},
+                {"expires": float("nan")},
+                {"expires": float("inf")},
+            )
         ),
     ],
 )

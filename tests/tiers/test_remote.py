@@ -53,7 +53,7 @@ def tier(objects: Objects, **options) -> RemoteTier:
 def test_what_one_stores_another_lists_and_reads(objects) -> None:
     first = made(1)
     second, long = made(2, first[0]), made(3, tokens=20_000)  # its header is longer than what is read of it first
-    retention = Retention(saves=7, priority=1, pinned=True, owner="x")
+    retention = Retention(priority=1, pinned=True, owner="x")
     writer = tier(objects())
     for one in (second, first, long):
         assert writer.put(*one, retention)

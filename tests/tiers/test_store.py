@@ -104,7 +104,7 @@ def test_a_process_that_hangs_while_it_opens_the_store_does_not_hang_others(tmp_
 def test_retention_survives_a_restart_and_a_lost_index(tmp_path) -> None:  # noqa: F811
     now = [1000.0]
     kept = {
-        made(1)[0]: Retention(saves=99, priority=-3, pinned=True, owner="someone"),
+        made(1)[0]: Retention(priority=-3, pinned=True, owner="someone"),
         made(2)[0]: Retention(expires=2000.0),
         made(3)[0]: Retention(),
     }

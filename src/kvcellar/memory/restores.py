@@ -379,7 +379,7 @@ class Restores:
         before = None if fetch.node is fetch.root else fetch.node.claim
         claim = self._memory.claims.write_back(record, map(self._chunk.holding, loaded.chunks), before)
         key = fetch.key[: span.start * TOKEN] + loaded.snapshot.tokens  # may end in other tokens than the request's
-        retention = replace(loaded.retention, saves=None, pinned=False)
+        retention = replace(loaded.retention, pinned=False)
         fetch.node, _ = self._prefixes.tree.insert(fetch.root, key, claim, span.start, fetch.node, retention)
         return fetch.node.end == span.end
 

@@ -7,7 +7,6 @@ a restart.
 from dataclasses import dataclass
 
 from kvcellar.errors import BadRequest, shown
-from kvcellar.memory.spans import Span
 
 PRIORITIES = range(-8, 9)
 MOST_TTL = 10 * 365 * 86400.0  # seconds
@@ -19,14 +18,12 @@ LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
 class Retention:
     """How an entry is kept. All of it survives a restart.
 
-    saves      tokens that need not be computed where the entry is found; None: those of its span
     priority   of `PRIORITIES`: each level doubles the entry's worth
     pinned     not evicted; it still expires
     expires    when it is deleted, in seconds of the wall clock; None: never
     owner      what its bytes are counted for, where a tier has a quota for each owner: an opaque name, stored as it is
     """
 
-    saves: int | None = None
     priority: int = 0
     pinned: bool = False
     expires: float | None = None
@@ -38,10 +35,6 @@ class Retention:
         if len(self.owner.encode()) > MOST_OWNER:
             raise ValueError(f"an owner has more than {MOST_OWNER} bytes")
 
-    def saved(self, span: Span) -> int:
-        """Tokens that need not be computed where a snapshot of `span` is found."""
-        return len(span) if self.saves is None else self.saves
-
     def expired(self, now: float) -> bool:
         return self.expires is not None and self.expires <= now
 
@@ -52,8 +45,7 @@ DEFAULT = Retention()
 def stronger(one: Retention, other: Retention) -> Retention:
     """What keeps an entry at least as long as both; the owner is that of `one`."""
     lasting = None if one.expires is None or other.expires is None else max(one.expires, other.expires)
-    saves = None if one.saves is None or other.saves is None else max(one.saves, other.saves)
-    return Retention(saves, max(one.priority, other.priority), one.pinned or other.pinned, lasting, one.owner)
+    return Retention(max(one.priority, other.priority), one.pinned or other.pinned, lasting, one.owner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -316,7 +316,7 @@ def _retention(content: bytes) -> tuple[Retention, bytes]:
     try:
         (length,) = struct.unpack_from("<H", content)
         kept = msgspec.json.decode(content[2 : 2 + length], type=Retention)
-        if not all(number is None or -_MOST <= number <= _MOST for number in (kept.saves, kept.expires)):
+        if kept.expires is not None and not -_MOST <= kept.expires <= _MOST:
             raise ValueError("a number is out of bounds")
         return kept, content[2 + length :]
     except (ValueError, RecursionError, struct.error) as error:

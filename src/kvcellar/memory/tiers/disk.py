@@ -389,7 +389,7 @@ class DiskTier(Tier):
 
 def _row_of_file(name: str, reader: Reader) -> Row:
     header = reader.header
-    worth = header.retention.saves or len(header.meta) // 8  # its tokens are part of its description, 8 bytes each
+    worth = len(header.meta) // 8  # its tokens are part of its description, 8 bytes each
     return Row(
         header.key, header.parent, header.identity, name, reader.seal, header.end, header.meta, worth, header.retention
     )

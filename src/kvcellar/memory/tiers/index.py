@@ -34,7 +34,7 @@ from kvcellar.memory.snapshot import Snapshot
 if TYPE_CHECKING:
     from kvcellar.memory.tiers.tier import Tier
 
-VERSION = 4
+VERSION = 5
 PAGE = 1024
 SETTINGS = (
     f"page_size={PAGE}",
@@ -50,7 +50,7 @@ TABLES = (
     "CREATE TABLE entries("
     " id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE, parent BLOB, identity BLOB NOT NULL,"
     " name TEXT NOT NULL, seal BLOB NOT NULL, size INTEGER NOT NULL, value REAL NOT NULL, hits INTEGER NOT NULL,"
-    " worth INTEGER NOT NULL, saves INTEGER, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL,"
+    " worth INTEGER NOT NULL, priority INTEGER NOT NULL, pinned INTEGER NOT NULL, expires REAL,"
     " owner TEXT NOT NULL, children INTEGER NOT NULL, meta BLOB NOT NULL)",
     "CREATE INDEX of_parent ON entries(parent)",
     "CREATE INDEX leaves ON entries(value) WHERE pinned=0 AND children=0",
@@ -77,9 +77,7 @@ TABLES = (
         for event, sign, row in (("INSERT", "+", "NEW"), ("DELETE", "-", "OLD"))
     ),
 )
-COLUMNS = (
-    "key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta, id"
-)
+COLUMNS = "key, parent, identity, name, seal, size, value, hits, worth, priority, pinned, expires, owner, meta, id"
 LEAVES = "SELECT key, size, value FROM entries WHERE pinned=0 AND children=0 {} ORDER BY value LIMIT 64"
 Do = Callable[..., sqlite3.Cursor]
 Why = Literal["evicted", "expired", "removed", "damaged", "gone"]
@@ -137,8 +135,8 @@ class Row:
         seal: bytes = b"",
         meta: bytes = b"",
     ) -> "Row":
-        worth = retention.saved(snapshot.span)
-        return cls(snapshot.key, snapshot.parent, identity, name, seal, size, meta, worth, retention)
+        span = snapshot.span
+        return cls(snapshot.key, snapshot.parent, identity, name, seal, size, meta, len(span), retention)
 
 
 class Dropped(NamedTuple):
@@ -329,13 +327,14 @@ class Index:
                 return False
 
     def _make_room(self, do: Do, n: int, owner: str, parent: bytes | None) -> list[Dropped] | None:
-        dropped = self._damaged(do, n)
+        dropped: list[Dropped] = []
         while True:
-            over = self._over(do, n - sum(one.size for one in dropped))
+            over = _bytes(do) + n - sum(one.size for one in dropped) + self._own(do, SPARE) - self.cap
             of_owner = self._over_quota(do, n - sum(one.size for one in dropped if one.owner == owner), owner)
             if over <= 0 and of_owner <= 0:
                 return dropped
-            evicted = self._evict(do, max(of_owner, 0) or over, owner if of_owner > 0 else None, parent)
+            evicted = self._damaged(do, over) if over > 0 else []
+            evicted = evicted or self._evict(do, max(of_owner, 0) or over, owner if of_owner > 0 else None, parent)
             if not evicted and not _vacuum(do):
                 return None
             dropped += evicted
@@ -344,21 +343,19 @@ class Index:
         """Bytes that an owner would have over its quota if `n` more were reserved."""
         return 0 if self._quota is None or n <= 0 else _bytes_of(do, owner) + n - self._quota
 
-    def _over(self, do: Do, n: int) -> int:
-        """Bytes that there are too few if `n` more were reserved."""
-        return _bytes(do) + n + self._own(do, SPARE) - self.cap
-
     def _own(self, do: Do, spare: int = 0) -> int:
         """Bytes that the index and its journal take at most, with its present pages and so many more."""
         return _taken(_pages(do) + spare) + JOURNAL if self._in_file else 0
 
     def _damaged(self, do: Do, n: int) -> list[Dropped]:
-        """Drop damaged files, the oldest first, as many as need be."""
+        """Drop damaged files, the oldest first, until `n` bytes are free or none is left."""
         dropped: list[Dropped] = []
         for found in do("SELECT name, size, owner FROM reserved WHERE process=? ORDER BY id", (DAMAGED,)).fetchall():
-            if self._over(do, n - sum(one.size for one in dropped)) > 0:
-                dropped.append(Dropped(*found))
-                do("UPDATE reserved SET process=? WHERE name=?", (self._process, dropped[-1].name))
+            if n <= 0:
+                break
+            dropped.append(Dropped(*found))
+            do("UPDATE reserved SET process=? WHERE name=?", (self._process, dropped[-1].name))
+            n -= dropped[-1].size
         return dropped
 
     def _evict(self, do: Do, n: int, owner: str | None, parent: bytes | None) -> list[Dropped]:
@@ -456,8 +453,10 @@ class Index:
         worth = row.value
         if kept.priority != row.retention.priority:
             worth = _worth(do, row.hits, row.worth, row.size, kept.priority)
-        do("UPDATE entries SET saves=?, priority=?, pinned=?, expires=?, value=? WHERE key=?",
-           (kept.saves, kept.priority, kept.pinned, kept.expires, worth, key))  # fmt: skip
+        do(
+            "UPDATE entries SET priority=?, pinned=?, expires=?, value=? WHERE key=?",
+            (kept.priority, kept.pinned, kept.expires, worth, key),
+        )
         return True
 
     def used(self, keys: Iterable[bytes]) -> None:
@@ -502,10 +501,8 @@ class Index:
 
 
 def _row_of(found: Sequence[Any]) -> Row:
-    key, parent, identity, name, seal, size, value, hits, worth, saves, priority, pinned, expires, owner, meta, id = (
-        found
-    )
-    retention = Retention(saves, priority, bool(pinned), expires, owner)
+    key, parent, identity, name, seal, size, value, hits, worth, priority, pinned, expires, owner, meta, id = found
+    retention = Retention(priority, bool(pinned), expires, owner)
     return Row(key, parent, identity, name, seal, size, meta, worth, retention, value, hits, id)
 
 
@@ -513,9 +510,9 @@ def _insert(do: Do, row: Row) -> None:
     kept = row.retention
     worth = _worth(do, row.hits, row.worth, row.size, kept.priority)
     do(
-        f"INSERT INTO entries({COLUMNS}, children) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,NULL,"
+        f"INSERT INTO entries({COLUMNS}, children) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,NULL,"
         " (SELECT count(*) FROM entries WHERE parent=?))",
-        (row.key, row.parent, row.identity, row.name, row.seal, row.size, worth, row.hits, row.worth, kept.saves,
+        (row.key, row.parent, row.identity, row.name, row.seal, row.size, worth, row.hits, row.worth,
          kept.priority, kept.pinned, kept.expires, kept.owner, row.meta, row.key),
     )  # fmt: skip
 

@@ -97,7 +97,7 @@ class Tagged:
                 cells = torch.tensor([c for run in table.runs for c in range(run.cell, run.end)], dtype=torch.long)
                 for layer in group.layers:
                     for plane, sign in (("k", 1), ("v", -1)):
-                        stored = self.memory._stores.all[index].pool.planes(layer)[plane].values(cells)
+                        stored = self.memory.storage.stores[index].pool.planes(layer)[plane].values(cells)
                         wanted = torch.tensor(tokens[table.first :], dtype=torch.float32) + layer / 100
                         assert torch.equal(stored, sign * wanted[:, None, None].expand(stored.shape))
 

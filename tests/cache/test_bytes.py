@@ -48,7 +48,7 @@ def test_bytes_are_those_of_the_storages(dtype: torch.dtype, arrangement: Arrang
     memory = Memory(GROUPS, cells=CELLS, dtype=dtype, device="cpu", backend=Wishes(arrangement, padding))
     mine = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for held in memory._stores.all
+        for held in memory.storage.stores
         for layer in held.group.layers
         for plane in held.group.planes
         for tensor in held.pool.planes(layer)[plane.name]._tensors

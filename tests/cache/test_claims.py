@@ -125,11 +125,11 @@ def test_compaction_ends_and_moves_what_only_claims_hold() -> None:
     assert moved[0]
     assert not moved[-1], "it never ends"
     made.check()
-    for held in made._stores.all:
+    for held in made.storage.stores:
         assert highest(held.cells) == held.cells.used, "a hole is left"
     first = made.claims.of(claims[4])
     cells = [cell for run in first.tables[0].runs for cell in range(run.cell, run.end)]
-    assert made._stores.all[0].pool.planes(0)["k"].values(torch.tensor(cells))[:, 0, 0].tolist() == [1, 2, 3, 4]
+    assert made.storage.stores[0].pool.planes(0)["k"].values(torch.tensor(cells))[:, 0, 0].tolist() == [1, 2, 3, 4]
 
 
 def test_what_cannot_be_claimed_is_refused_with_the_reason() -> None:

@@ -51,7 +51,7 @@ def test_it_loses_nothing_and_ends_without_holes(moves, budget: int) -> None:
     play(tagged, moves)
     before = tagged.runs(0)
     compacted(tagged, budget)
-    for held in tagged.memory._stores.all:
+    for held in tagged.memory.storage.stores:
         assert highest(held.cells) == held.cells.used or not held.cells.free
     if tagged.memory.free()["full"]:
         assert tagged.runs(0) <= before, "what only shares beginnings never gets more runs"
@@ -83,7 +83,7 @@ def test_the_run_of_three_behind_a_gap_of_one_keeps_its_order() -> None:
     tagged.memory.drop(1)
     del tagged.tokens[1]
     compacted(tagged, 64)
-    assert (tagged.runs(0), highest(tagged.memory._stores.all[0].cells)) == (2, 4)
+    assert (tagged.runs(0), highest(tagged.memory.storage.stores[0].cells)) == (2, 4)
 
 
 def test_what_was_moved_is_read_where_it_is_and_shared_cells_are_moved_once() -> None:

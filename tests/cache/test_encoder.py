@@ -275,7 +275,7 @@ def test_inputs_move_together():
     mem.drop(2)
     while mem.storage.compact(3):
         mem.check()
-    assert [highest(store.cells) for store in mem._stores.all if store.group.of_input] == [15, 15]
+    assert [highest(store.cells) for store in mem.storage.stores if store.group.of_input] == [15, 15]
     step(mem, {1: 1, 3: 2, 5: 1}, commit=False)
     for layer in INPUT:
         assert seen(mem, layer) == [set(_tokens(1, 9)), *[set(_tokens(3, 6))] * 2, set(_tokens(1, 9))]

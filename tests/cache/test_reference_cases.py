@@ -48,7 +48,7 @@ def test_a_cache_with_holes_is_filled_from_the_front_and_every_token_is_where_it
     while moved := tagged.memory.storage.compact(budget):
         assert moved <= budget
         tagged.check()
-    assert (highest(tagged.memory._stores.all[0].cells), tagged.runs(0)) == (8, 2)
+    assert (highest(tagged.memory.storage.stores[0].cells), tagged.runs(0)) == (8, 2)
     tagged.step({7: 8})
     assert len(tagged.memory._sequences.known(7)[0].runs) == 1, "what is free is one run"
     tagged.check()

@@ -95,7 +95,7 @@ class Contents:
 
     @classmethod
     def of(cls, memory: Memory, seq: int) -> "Contents":
-        tables = zip(memory._stores.all, memory._sequences.known(seq), strict=True)
+        tables = zip(memory.storage.stores, memory._sequences.known(seq), strict=True)
         tensors = [
             content.clone()
             for store, table in tables

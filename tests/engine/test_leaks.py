@@ -171,7 +171,7 @@ def assert_bytes_are_those_held(engine: Engine) -> None:
     stats = engine.stats()
     assert stats.cache_bytes == sum(group.bytes for group in stats.groups) + stats.state_bytes
     memory = engine._built.memory
-    tables = tensor_bytes([memory.tables, *(store.step.tables for store in memory._stores.all)])
+    tables = tensor_bytes([memory.tables, *(store.step.tables for store in memory.storage.stores)])
     assert stats.cache_bytes == tensor_bytes(memory) - tables
     assert tables <= stats.scratch_bytes, "step tables, which stay between steps, take more than was set aside"
     assert stats.limit_bytes == engine._built.settings.cache_bytes == engine._built.memory.storage.max_bytes

@@ -263,7 +263,7 @@ class Life:
                 break
         else:
             raise AssertionError("compaction never ends")
-        for store in self.player.memory._stores.all:
+        for store in self.player.memory.storage.stores:
             assert highest(store.cells) == store.cells.used or not store.cells.free, "a hole is left"
 
     def leave_room(self) -> None:

@@ -84,7 +84,7 @@ def look(player: Player, batch: Batch) -> int:
     for index, m in enumerate(player.members):
         whose, layout = owners(player, index), m.group.layout
         visible = player.memory.get(m.group.layers[0]).dense()[2]
-        cells = player.memory._stores.all[index].step.columns.cells.tolist()
+        cells = player.memory.storage.stores[index].step.columns.cells.tolist()
         assert visible.shape == (len(rows), len(cells))
         for (feed, q), row in zip(rows, visible.tolist(), strict=True):
             ahead = batch.ahead(feed.seq)

@@ -17,7 +17,7 @@ CHANGES: dict[str, Callable[[Memory], object]] = {
     "another span": lambda memory: setattr(memory._sequences.record(1), "ahead", (Span(1, 3), Span(3, 5))),
     "digest": lambda memory: setattr(memory._sequences.record(0), "digest", "d"),
     "a claim": lambda memory: memory.claims.make(0, Span(0, 2)),
-    "capacity": lambda memory: setattr(memory._stores.all[0].cells, "capacity", 65),
+    "capacity": lambda memory: setattr(memory.storage.stores[0].cells, "capacity", 65),
     "scratch": lambda memory: memory.storage.leave_room(7),
 }
 

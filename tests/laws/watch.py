@@ -43,7 +43,7 @@ def pieces(cells: Cells) -> list[tuple[int, int, int]]:
 
 def stored(memory: Memory, layer: int, plane: str, runs: Iterable[Run]) -> Tensor:
     """[n,heads,size] of the cells of `runs`, in their order."""
-    pool = memory._stores.all[memory._stores.index_of(layer)].pool
+    pool = memory.storage.stores[memory.storage.index_of(layer)].pool
     cells = [cell for run in runs for cell in range(run.cell, run.end)]
     return pool.planes(layer)[plane].values(torch.tensor(cells, dtype=torch.long))
 
@@ -60,7 +60,7 @@ def everything(memory: Memory) -> list[Any]:
         known.append((seq, record.ahead, record.derived, record.digest))
     for claim in map(memory.claims.of, memory.claims):
         known.append((claim.span, sorted(claim.checkpoints), claim.ahead, claim.derived, claim.digest))
-    for index, held in enumerate(memory._stores.all):
+    for index, held in enumerate(memory.storage.stores):
         known.append(pieces(held.cells))
         tables = {seq: record.tables[index] for seq, record in memory._sequences.records.items()}
         known.append([(seq, t.first, t.end, tuple(t.runs), tuple(t._starts)) for seq, t in tables.items()])

@@ -16,7 +16,7 @@ Always true:
 A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited meanwhile.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ from kvcellar.memory.kv.readout import shape_of
 from kvcellar.memory.kv.sequences import Sequences
 from kvcellar.memory.kv.shift import shifted
 from kvcellar.memory.kv.states import States
-from kvcellar.memory.kv.storage import Storage, Stores, check_planned
-from kvcellar.memory.plan import Batch, Plan
+from kvcellar.memory.kv.storage import Storage, check_planned
+from kvcellar.memory.plan import Batch, Plan, Run
 from kvcellar.memory.shapes import Recurrent
 from kvcellar.memory.spans import Span, whole
 from kvcellar.memory.step import Step
@@ -73,16 +73,15 @@ class Memory:
         recurrent = recurrent if recurrent is not None else Recurrent({})
         backends = backend if isinstance(backend, Mapping) else dict.fromkeys((group.name for group in groups), backend)
         check_planned(groups, cells, backends, dtype, recurrent, rows, max_bytes)
-        self._stores = Stores(groups, cells, backends, dtype, self.device)
-        self.tables = self._stores.tables  # step tables of all groups together
-        self.layers = self._stores.layers  # what `get` returns, by layer: the same objects in every step
         self.states = States(recurrent, rows=rows, device=self.device)
-        self._sequences = own = Sequences(self._stores.all, self.states, limits)
         self.rows = self.states.rows
-        self.storage = Storage(self._stores, self.states, max_bytes, self._idle, own.cells, own.known)
+        self.storage = Storage(groups, cells, backends, dtype, self.states, max_bytes, self._idle)
+        self.tables = self.storage.tables  # step tables of all groups together
+        self.layers = self.storage.layers  # what `get` returns, by layer: the same objects in every step
+        self._sequences = Sequences(self.storage.stores, self.states, limits)
         shape = shape_of(self.storage.groups, dtype, recurrent)
-        self.claims = Claims(self._stores.all, self._sequences, self.states, shape, self._idle)
-        self.inputs = Inputs(self._stores, self._sequences, self.claims, self._idle)
+        self.claims = Claims(self.storage.stores, self._sequences, self.states, shape, self._idle)
+        self.inputs = Inputs(self.storage, self._sequences, self.claims, self._idle)
         self.step: Step | None = None  # the open one
 
     # -- looking ------------------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ class Memory:
 
     def held(self, seq: int) -> dict[str, Span]:
         """The positions that `seq` holds in each group; in input groups, those of its input."""
-        tables = zip(self._stores.all, self._sequences.known(seq), strict=True)
+        tables = zip(self.storage.stores, self._sequences.known(seq), strict=True)
         return {store.group.name: Span(table.first, table.end) for store, table in tables}
 
     def derived(self, seq: int) -> int | None:
@@ -113,11 +112,20 @@ class Memory:
 
     def free(self) -> dict[str, int]:
         """Free cells of each group, those that are reserved for steps among them."""
-        return {store.group.name: store.cells.free for store in self._stores.all}
+        return {store.group.name: store.cells.free for store in self.storage.stores}
 
     def spare(self) -> dict[str, int]:
         """Free cells of each group that are not reserved: what edits, inputs and restored snapshots may take."""
-        return {store.group.name: store.cells.spare for store in self._stores.all}
+        return {store.group.name: store.cells.spare for store in self.storage.stores}
+
+    def used(self, seqs: Collection[int] | None = None) -> dict[str, int]:
+        """How many cells of each group these sequences hold, by default all; a shared one counts once. Claims may hold
+        others. Costs the runs of the sequences."""
+        return {store.group.name: self._sequences.cells(index, seqs) for index, store in enumerate(self.storage.stores)}
+
+    def runs(self, seq: int) -> list[tuple[Run, ...]]:
+        """The cells that a sequence holds in each group. Raises `UnknownSequence`."""
+        return [tuple(table.runs) for table in self._sequences.known(seq)]
 
     def can_cut(self, seq: int, pos: int) -> int:
         """The largest position up to `pos` at which all groups can resume if all behind it is removed. Changes nothing.
@@ -136,7 +144,7 @@ class Memory:
         of `sequences`, in place of what was reserved before. Until these steps begin nothing else can take them. The
         owner has made sure that so many cells are free; rows may become free until then."""
         self._idle("reserve")
-        for store in self._stores.all:
+        for store in self.storage.stores:
             if not store.group.of_input:
                 assert tokens <= store.cells.free, f"{tokens} cells of {store.group.name} are promised and not free"
                 store.cells.reserved = tokens
@@ -155,13 +163,13 @@ class Memory:
         """
         self._idle("begin")
         start = Step.reserve if reserve else Step.open
-        self.step = start(self._stores, self._sequences, self.states, batch)
+        self.step = start(self.storage, self._sequences, self.states, batch)
         if not reserve:
             self._use_reserved(batch)
         return self.step.plan
 
     def _use_reserved(self, batch: Batch) -> None:
-        for store in self._stores.all:
+        for store in self.storage.stores:
             store.cells.reserved = max(0, store.cells.reserved - batch.stored)
         self.rows.reserved = max(0, self.rows.reserved - len(batch.feeds))
 
@@ -255,7 +263,7 @@ class Memory:
         if gone.end == length:
             self._sequences.cut(seq, gone.start)
         else:
-            behind = shifted(self._stores.all, tables, gone, self.storage.spare)
+            behind = shifted(self.storage.stores, tables, gone, self.storage.spare)
             self._sequences.close_over(seq, gone, behind)
         return length - len(gone)
 
@@ -291,7 +299,7 @@ class Memory:
 
     def check(self) -> None:
         """Assert every invariant of the memory, its sequences and its cells."""
-        for index, store in enumerate(self._stores.all):
+        for index, store in enumerate(self.storage.stores):
             taken = self.step.taken[index] if self.step is not None else []
             tables = self._sequences.tables(index) + self.claims.tables(index)
             store.check(tables, [run for of_feed in taken for run in of_feed])

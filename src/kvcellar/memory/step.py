@@ -18,7 +18,7 @@ from kvcellar.memory.kv.history import Columns, LayerHistory
 from kvcellar.memory.kv.pool import as_new
 from kvcellar.memory.kv.sequences import Sequences
 from kvcellar.memory.kv.states import States
-from kvcellar.memory.kv.storage import Stores
+from kvcellar.memory.kv.storage import Storage
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.plan import Batch, Feed, GroupPlan, Plan, Run, Segment, StateSegment
 from kvcellar.memory.shapes import Scoring
@@ -34,27 +34,27 @@ class Step:
 
     plan: Plan
 
-    def __init__(self, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> None:
+    def __init__(self, storage: Storage, sequences: Sequences, states: States, batch: Batch) -> None:
         self.batch = batch
-        self.taken: list[list[list[Run]]] = [[] for _ in stores.all]
+        self.taken: list[list[list[Run]]] = [[] for _ in storage.stores]
         self.opened: list[int] = []
         self.reserved = False
         self.written: set[tuple[int, str]] = set()  # layers and planes
-        self._stores, self._sequences, self._states = stores, sequences, states
+        self._storage, self._sequences, self._states = storage, sequences, states
 
     @classmethod
-    def open(cls, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> Self:
+    def open(cls, storage: Storage, sequences: Sequences, states: States, batch: Batch) -> Self:
         """See `Memory.begin`."""
-        step = cls(stores, sequences, states, batch)
+        step = cls(storage, sequences, states, batch)
         step._admit()
         try:
             for feed in batch.feeds:
                 if feed.seq not in sequences.records:
                     step.opened.append(feed.seq)
                     sequences.open(feed.seq)
-            for index in range(len(stores.all)):
+            for index in range(len(storage.stores)):
                 step._take(index)
-            groups = [step._plan_group(index) for index in range(len(stores.all))]
+            groups = [step._plan_group(index) for index in range(len(storage.stores))]
             step._lay_out(groups, states.step_rows.begin(batch, lambda seq: sequences.record(seq).states.row))
         except BaseException:  # for one, a mask may be too large for the device
             step.abandon()
@@ -62,25 +62,25 @@ class Step:
         return step
 
     @classmethod
-    def reserve(cls, stores: Stores, sequences: Sequences, states: States, batch: Batch) -> Self:
+    def reserve(cls, storage: Storage, sequences: Sequences, states: States, batch: Batch) -> Self:
         """See `reserve` of `Memory.begin`."""
-        step = cls(stores, sequences, states, batch)
+        step = cls(storage, sequences, states, batch)
         step.reserved = True
-        groups = [_worst_case(one.group.name, one.group.layout, batch, one.cells.capacity) for one in stores.all]
+        groups = [_worst_case(one.group.name, one.group.layout, batch, one.cells.capacity) for one in storage.stores]
         step._lay_out(groups, states.step_rows.null(batch))
         return step
 
     # -- in the forward -----------------------------------------------------------------------------------------
 
     def put(self, layer: int, new: Mapping[str, Tensor]) -> None:
-        store = self._stores.all[self._stores.index_of(layer)]
+        store = self._storage.stores[self._storage.index_of(layer)]
         if store.group.of_input:
             raise BadRequest(f"layer {layer} remembers an input, which inputs.write() writes before the step")
         store.pool.check_new(layer, self.plan.stored, new)
         store.layers[layer].put({name: as_new(values) for name, values in new.items()})
 
     def get(self, layer: int) -> LayerHistory:
-        return self._stores.all[self._stores.index_of(layer)].layers[layer]
+        return self._storage.stores[self._storage.index_of(layer)].layers[layer]
 
     def attend(self, layer: int, q: Tensor, scoring: Scoring, dense: tuple[Tensor, Tensor] | None) -> Tensor:
         history = self.get(layer)
@@ -95,19 +95,19 @@ class Step:
         if self.reserved:
             raise WrongStage("commit() of a reserved step, which stored nothing; abandon() it")
         counts = accepted_counts(self.batch, accepted)
-        _check_written([store.group for store in self._stores.all], self.written, self.batch, counts)
+        _check_written([store.group for store in self._storage.stores], self.written, self.batch, counts)
         return counts
 
     def end(self) -> None:
         """Free what belongs to this step alone; cells and rows have other holders by now."""
         self._states.end()
         self._states.step_rows.end()
-        for store in self._stores.all:
+        for store in self._storage.stores:
             store.step.end()
 
     def abandon(self) -> None:
         """Free all that was allocated so far."""
-        for store, of_group in zip(self._stores.all, self.taken, strict=True):
+        for store, of_group in zip(self._storage.stores, self.taken, strict=True):
             for runs in of_group:
                 store.cells.drop(runs)
         self.end()
@@ -124,7 +124,7 @@ class Step:
         """Check the batch before anything is allocated: raises what `Memory.begin` raises."""
         for feed in self.batch.feeds:
             if not feed.stores:
-                for store, table in zip(self._stores.all, self._sequences.known(feed.seq), strict=True):
+                for store, table in zip(self._storage.stores, self._sequences.known(feed.seq), strict=True):
                     _check_query(store.group.name, store.group.layout, feed, table)
                 continue
             end = self._sequences.length(feed.seq)
@@ -133,20 +133,20 @@ class Step:
             self._sequences.check_limit(feed.seq, feed.pos.end, "step")
         self._states.step_rows.admit(self.batch, self._sequences.length)
         need = self.batch.stored
-        for store in self._stores.all:
+        for store in self._storage.stores:
             if store.cells.free < need and not store.group.of_input:
                 raise CacheFull(store.group.name, need, store.cells.free)
 
     def _take(self, index: int) -> None:
         """Allocate the cells of a group, feed by feed: `abandon` frees those that were allocated if it raises."""
-        store = self._stores.all[index]
+        store = self._storage.stores[index]
         for feed in self.batch.feeds:
             table, n = self._sequences.known(feed.seq)[index], len(feed.pos)
             stores = feed.stores and not store.group.of_input
             self.taken[index].append(store.cells.take(n, table.last_cell, table.first_cell) if stores else [])
 
     def _plan_group(self, index: int) -> GroupPlan:
-        group = self._stores.all[index].group
+        group = self._storage.stores[index].group
         tables = {feed.seq: self._sequences.known(feed.seq)[index] for feed in self.batch.feeds}
         return _group_plan(group.name, group.layout, self.batch, tables, self.taken[index])
 
@@ -154,13 +154,13 @@ class Step:
         """Fill the step tables of each group from its plan."""
         batch = self.batch
         self.plan = Plan(batch.tokens, batch.feeds, tuple(groups), batch.stored, batch.look_ahead, states)
-        for store, plan, taken in zip(self._stores.all, groups, self.taken, strict=True):
+        for store, plan, taken in zip(self._storage.stores, groups, self.taken, strict=True):
             step = store.step
             step.plan, step.written = plan, self.written
             cells = [cell for runs in taken for run in runs for cell in range(run.cell, run.end)]
             step.cells = step.tables.fill("cells", [0] * batch.stored if self.reserved else cells)
             step.prepared = store.backend.prepare(plan, step.tables)
-            step.columns = Columns(plan, batch.tokens, self._stores.device)
+            step.columns = Columns(plan, batch.tokens, self._storage.device)
 
 
 def _group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Table], taken: Taken) -> GroupPlan:

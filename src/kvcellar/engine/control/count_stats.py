@@ -58,7 +58,7 @@ def stats(built: "Built") -> EngineStats:
 
 def _groups(built: "Built") -> tuple[GroupStats, ...]:
     memory, guest = built.memory, built.guest
-    free, capacity, used = memory.free(), memory.storage.capacity(), memory.storage.used()
+    free, capacity, used = memory.free(), memory.storage.capacity(), memory.used()
     return tuple(
         GroupStats(
             group.name,

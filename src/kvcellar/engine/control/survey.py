@@ -236,7 +236,7 @@ class Survey:
             Holding(group, "request", completion.request.number, runs)
             for completion in loop.scheduler.running
             if completion.seq is not None
-            for group, runs in enumerate(memory.storage.runs(completion.seq))
+            for group, runs in enumerate(memory.runs(completion.seq))
         ]
         picture = Picture(
             *(time.time(), stats(self._built), live, len(requests) - len(live), list(loop.last)),

@@ -78,9 +78,9 @@ class SequenceManager:
     def available(self, beside: Collection[Completion]) -> Mapping[str, int]:
         """Cells of each group that are free, or could be without these completions: none of them uses them, and they
         are not pinned. Costs the runs of their sequences."""
-        storage, pinned = self.memory.storage, self.prefixes.pinned_cells()
-        used = storage.used([one.seq for one in beside if one.seq is not None and self.memory.has(one.seq)])
-        return {name: cells - used[name] - pinned.get(name, 0) for name, cells in storage.capacity().items()}
+        capacity, pinned = self.memory.storage.capacity(), self.prefixes.pinned_cells()
+        used = self.memory.used([one.seq for one in beside if one.seq is not None and self.memory.has(one.seq)])
+        return {name: cells - used[name] - pinned.get(name, 0) for name, cells in capacity.items()}
 
     def reserve(self, tokens: int, sequences: int) -> None:
         """Keep the cells and state rows of so many tokens and sequences for the next step, in place of what was kept

@@ -62,14 +62,9 @@ class Products:
 
     def attend(self, q: Tensor, history: LayerHistory, scoring: Scoring) -> Tensor:
         """q [1,T,H,D] -> [1,T,H,Dv]."""
-        out = q.new_empty(*q.shape[:3], history.planes["v"].plane.size)
-        self.attend_into(q, history, scoring, out)
-        return out
-
-    def attend_into(self, q: Tensor, history: LayerHistory, scoring: Scoring, out: Tensor) -> None:
-        """Into their rows of out [1,T,H,Dv]."""
         keys, values = history.planes["k"], history.planes["v"]
-        q, out = q[0], out[0]
+        q = q[0]
+        out = q.new_empty(*q.shape[:2], values.plane.size)  # [T,H,Dv]
         rows = _Rows(keys.meet(q) if keys.storage.hadamard else q, keys.plane.heads, scoring)
         for one in self._parts:
             if not one.blocks:
@@ -77,6 +72,7 @@ class Products:
                 continue
             k, v = _read(keys, one.cells, rows.key_dtype), _read(values, one.cells, rows.value_dtype(one.blocks))
             rows.attend(one.start, one.blocks, k, v, out)
+        return out[None]
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scoring: Scoring) -> Tensor:

@@ -15,7 +15,7 @@ from kvcellar.memory.kv.claims import Claims
 from kvcellar.memory.kv.history import indices, write_planes
 from kvcellar.memory.kv.pool import as_new
 from kvcellar.memory.kv.sequences import Sequences
-from kvcellar.memory.kv.storage import GroupStore, Stores
+from kvcellar.memory.kv.storage import GroupStore, Storage
 from kvcellar.memory.spans import whole
 
 Planes = Mapping[int, tuple[Tensor, Tensor]]  # by layer: k [n,G,D] and v [n,G,Dv]
@@ -63,9 +63,9 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
 class Inputs:
     """The inputs of the sequences of one memory."""
 
-    def __init__(self, stores: Stores, sequences: Sequences, claims: Claims, idle: Callable[[str], None]) -> None:
+    def __init__(self, storage: Storage, sequences: Sequences, claims: Claims, idle: Callable[[str], None]) -> None:
         """`idle(operation)` raises `WrongStage` while a step is open."""
-        self._stores, self._sequences, self._claims, self._idle = stores, sequences, claims, idle
+        self._storage, self._sequences, self._claims, self._idle = storage, sequences, claims, idle
 
     def length(self, seq: int) -> int:
         """Number of positions of the input of `seq`; 0 without an input, and for an unknown sequence."""
@@ -81,12 +81,12 @@ class Inputs:
         """
         self._idle("inputs.write")
         seq = whole(seq, "a sequence")
-        inputs = [store for store in self._stores.all if store.group.of_input]
+        inputs = [store for store in self._storage.stores if store.group.of_input]
         n = whole(n, "the length of an input")
         check_planes(inputs, n, planes)
         if self.share(seq, digest, n):
             return False
-        self._sequences.give_input(seq, digest, lambda: write(inputs, n, planes, self._stores.device))
+        self._sequences.give_input(seq, digest, lambda: write(inputs, n, planes, self._storage.device))
         return True
 
     def share(self, seq: int, digest: str | None, n: int | None = None) -> bool:
@@ -108,10 +108,10 @@ class Inputs:
 
     def read(self, layer: int, plane: str, seqs: Sequence[int]) -> Tensor:
         """A plane [B,n,heads,size] of the inputs of sequences, all of which are n long, in a step or between two."""
-        index = self._stores.index_of(layer)
-        store, lengths = self._stores.all[index], {self.length(seq) for seq in seqs}
+        index = self._storage.index_of(layer)
+        store, lengths = self._storage.stores[index], {self.length(seq) for seq in seqs}
         if len(lengths) != 1 or not store.group.of_input:
             raise BadRequest(f"the inputs of sequences {list(seqs)} are {sorted(lengths)} long in layer {layer}")
         runs = [run for seq in seqs for run in self._sequences.known(seq)[index].runs]
-        cells = indices(runs, self._stores.device)
+        cells = indices(runs, self._storage.device)
         return store.pool.planes(layer)[plane].values(cells).unflatten(0, (len(seqs), -1))

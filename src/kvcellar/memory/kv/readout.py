@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -62,13 +62,11 @@ def shape_of(groups: Sequence[Group], dtype: torch.dtype, recurrent: Recurrent) 
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
-class Part:
+class Part(NamedTuple):
     """A stretch with its cells. They are held by `table`, which the owner of the part closes."""
 
-    __slots__ = ("store", "table")
-
-    def __init__(self, store: GroupStore, table: Table) -> None:
-        self.store, self.table = store, table
+    store: GroupStore
+    table: Table
 
     @property
     def span(self) -> Span:
@@ -120,12 +118,6 @@ class Reading:
         self.rows: list[int] = []
         self._states = states
 
-    def hold(self, row: int) -> None:
-        """Hold the state row of the next checkpoint; `row` is 0 in a model without recurrent layers."""
-        if row:
-            self._states.rows.hold(row)
-            self.rows.append(row)
-
     @classmethod
     def of(cls, claim: Claim, span: Span, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
         """A reading of `span` of a claim, and of its checkpoints there, in a memory of this shape."""
@@ -141,8 +133,10 @@ class Reading:
                 tables = {pos: checkpoint.windows[index] for pos, checkpoint in checkpoints.items()}
                 for pos, spans in distinct(stores[index], tables, reading.parts).items():
                     windows[pos].append((stores[index].group.name, tuple(spans)))
-            for pos in sorted(windows):
-                reading.hold(checkpoints[pos].row)
+            for row in (checkpoints[pos].row for pos in sorted(windows)):
+                if row:  # 0 in a model without recurrent layers
+                    states.rows.hold(row)
+                    reading.rows.append(row)
         stretches = tuple(Stretch(part.store.group.name, part.span) for part in reading.parts)
         marks = tuple(Mark(pos, tuple(windows[pos])) for pos in sorted(windows))
         ahead = tuple(one for one in claim.ahead if span.start <= one.start < span.end)

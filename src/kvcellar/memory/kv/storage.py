@@ -6,7 +6,7 @@ Always true:
   * an operation that raises has changed nothing.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -132,8 +132,8 @@ class GroupStore:
         assert self.pool.bytes == self.group.bytes(self.cells.capacity, self.itemsize, self.backend)
 
 
-class Stores:
-    """The storage of all groups of one memory, in `all`: groups of tokens first, then those of an input."""
+class Storage:
+    """The cells and bytes of one memory. In `stores`, groups of tokens come before those of an input."""
 
     def __init__(
         self,
@@ -141,16 +141,59 @@ class Stores:
         cells: Mapping[str, int],
         backends: Mapping[str, Backend],
         dtype: torch.dtype,
-        device: torch.device,
+        states: States,
+        max_bytes: int | None,
+        idle: Callable[[str], None],
     ) -> None:
-        self.device = device
-        self.all = tuple(
-            GroupStore.new(group, backends[group.name], cells[group.name], dtype, device)
+        """`idle(operation)` raises `WrongStage` while a step is open."""
+        self._states, self._idle = states, idle
+        self.device, self.max_bytes, self.scratch = states.device, max_bytes, 0
+        self.stores = tuple(
+            GroupStore.new(group, backends[group.name], cells[group.name], dtype, self.device)
             for group in sorted(groups, key=lambda group: group.of_input)
         )
-        self.layers = {layer: history for store in self.all for layer, history in store.layers.items()}
-        self.tables = StepTables(device, dtype)
-        self._index_of = {layer: index for index, store in enumerate(self.all) for layer in store.group.layers}
+        self.layers = {layer: history for store in self.stores for layer, history in store.layers.items()}
+        self.tables = StepTables(self.device, dtype)
+        self._index_of = {layer: index for index, store in enumerate(self.stores) for layer in store.group.layers}
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(store.group for store in self.stores)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all planes of all groups, of Hadamard matrices, and of all states."""
+        return sum(store.pool.bytes for store in self.stores) + self._states.bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the step tables, which stay between steps and belong to the scratch of steps."""
+        return self.tables.bytes + sum(store.step.tables.bytes for store in self.stores)
+
+    @property
+    def staging(self) -> int:
+        """Most temporary bytes of an edit (shift, compaction)."""
+        return max((one.group.staging(one.cells.capacity, one.itemsize) for one in self.stores), default=0)
+
+    @property
+    def spare(self) -> int | None:
+        """Bytes of the cap that are left beside planes and staging while no step is open; None without a cap."""
+        return None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
+
+    def capacity(self) -> dict[str, int]:
+        """Number of cells of each group."""
+        return {store.group.name: store.cells.capacity for store in self.stores}
+
+    def free_runs(self) -> list[list[Run]]:
+        """The free cells of each group, in order of the groups. Costs the free pieces."""
+        return [store.cells.free_runs() for store in self.stores]
+
+    def fragments(self) -> dict[str, Fragments]:
+        """The fragmentation of each group, for deciding about `compact`. Costs the pieces of its cells."""
+        return {
+            store.group.name: Fragments(*store.cells.held(), store.tables.used, store.cells.free)
+            for store in self.stores
+        }
 
     def index_of(self, layer: int) -> int:
         """Index of the group that contains a layer. Raises `BadRequest` if there is none."""
@@ -159,80 +202,13 @@ class Stores:
             raise BadRequest(f"layer {layer} is in no group of this memory")
         return index
 
-    def named(self, group: str) -> GroupStore:
+    def _named(self, group: str) -> GroupStore:
         """The group of this name. Raises `BadRequest` if there is none."""
-        store = next((store for store in self.all if store.group.name == group), None)
+        store = next((store for store in self.stores if store.group.name == group), None)
         if store is None:
-            names = ", ".join(store.group.name for store in self.all) or "none"
+            names = ", ".join(store.group.name for store in self.stores) or "none"
             raise BadRequest(f"there is no group {shown(group)}; the groups are {names}")
         return store
-
-
-class Storage:
-    """The cells and bytes of one memory."""
-
-    def __init__(
-        self,
-        stores: Stores,
-        states: States,
-        max_bytes: int | None,
-        idle: Callable[[str], None],
-        used: Callable[[int, Iterable[int] | None], int],
-        tables: Callable[[int], Sequence[Table]],
-    ) -> None:
-        """`idle(operation)` raises `WrongStage` while a step is open. `used` returns how many cells of a group, by its
-        index, these or all sequences hold; `tables` those of a sequence, by its number, one for each group."""
-        self._stores, self._states, self._idle, self._used, self._tables = stores, states, idle, used, tables
-        self.max_bytes, self.scratch = max_bytes, 0
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return tuple(store.group for store in self._stores.all)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all planes of all groups, of Hadamard matrices, and of all states."""
-        return sum(store.pool.bytes for store in self._stores.all) + self._states.bytes
-
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the step tables, which stay between steps and belong to the scratch of steps."""
-        return self._stores.tables.bytes + sum(store.step.tables.bytes for store in self._stores.all)
-
-    @property
-    def staging(self) -> int:
-        """Most temporary bytes of an edit (shift, compaction)."""
-        stores = self._stores.all
-        return max((one.group.staging(one.cells.capacity, one.itemsize) for one in stores), default=0)
-
-    @property
-    def spare(self) -> int | None:
-        """Bytes of the cap that are left beside planes and staging while no step is open; None without a cap."""
-        return None if self.max_bytes is None else self.max_bytes - self.bytes - self.staging
-
-    def used(self, seqs: Collection[int] | None = None) -> dict[str, int]:
-        """How many cells of each group these sequences hold, by default all; a shared one counts once. Claims may hold
-        others. Costs the runs of the sequences."""
-        return {store.group.name: self._used(index, seqs) for index, store in enumerate(self._stores.all)}
-
-    def capacity(self) -> dict[str, int]:
-        """Number of cells of each group."""
-        return {store.group.name: store.cells.capacity for store in self._stores.all}
-
-    def runs(self, seq: int) -> list[tuple[Run, ...]]:
-        """The cells that a sequence holds in each group. Raises `UnknownSequence`."""
-        return [tuple(table.runs) for table in self._tables(seq)]
-
-    def free_runs(self) -> list[list[Run]]:
-        """The free cells of each group, in order of the groups. Costs the free pieces."""
-        return [store.cells.free_runs() for store in self._stores.all]
-
-    def fragments(self) -> dict[str, Fragments]:
-        """The fragmentation of each group, for deciding about `compact`. Costs the pieces of its cells."""
-        return {
-            store.group.name: Fragments(*store.cells.held(), store.tables.used, store.cells.free)
-            for store in self._stores.all
-        }
 
     def leave_room(self, scratch: int) -> None:
         """Reserve `scratch` bytes for steps. Raises `CapacityTooSmall` if they do not fit the cap."""
@@ -246,9 +222,9 @@ class Storage:
         for new tokens. On a CPU that allocates their pages: the first write to a page costs more than the copy of what
         is written."""
         self._idle("page_in")
-        each = sum(store.group.bytes_per_cell(store.itemsize) for store in self._stores.all)
+        each = sum(store.group.bytes_per_cell(store.itemsize) for store in self.stores)
         near = 1 + min(cells, most // each if each else 0)
-        for store in self._stores.all if self._stores.device.type == "cpu" else ():
+        for store in self.stores if self.device.type == "cpu" else ():
             store.cells.near = near
             for run in store.cells.free_runs():
                 if run.cell < near:
@@ -256,7 +232,7 @@ class Storage:
 
     def piece(self, group: str) -> int:
         """How many cells of a group to `compact` at once so that no more bytes move than `staging`."""
-        store = self._stores.named(group)
+        store = self._named(group)
         each = store.group.bytes_per_cell(store.itemsize)
         return max(1, self.staging // each) if each else PIECE
 
@@ -270,8 +246,8 @@ class Storage:
         self._idle("compact")
         if whole(budget_cells, "a budget of cells") < 1:
             raise BadRequest(f"a budget is one cell or more, not {budget_cells}")
-        only = self._stores.named(group) if group is not None else None
-        for store in self._stores.all if only is None else [only]:
+        only = self._named(group) if group is not None else None
+        for store in self.stores if only is None else [only]:
             if n := store.compact(budget_cells):
                 return n
         return 0

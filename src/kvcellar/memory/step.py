@@ -26,8 +26,6 @@ from kvcellar.memory.spans import Span, whole
 
 SCATTERED = 8  # runs of a history in the worst case: enough to prevent reads by slice, few enough to list quickly
 
-Taken = Sequence[Sequence[Run]]  # per feed, the runs allocated for it; empty for a feed that stores nothing
-
 
 class Step:
     """An open step. `taken[group][feed]` are the runs allocated for it, `opened` the sequences that are new."""
@@ -146,9 +144,21 @@ class Step:
             self.taken[index].append(store.cells.take(n, table.last_cell, table.first_cell) if stores else [])
 
     def _plan_group(self, index: int) -> GroupPlan:
-        group = self._storage.stores[index].group
-        tables = {feed.seq: self._sequences.known(feed.seq)[index] for feed in self.batch.feeds}
-        return _group_plan(group.name, group.layout, self.batch, tables, self.taken[index])
+        batch, group = self.batch, self._storage.stores[index].group
+        name, layout = group.name, group.layout
+        tables = [self._sequences.known(feed.seq)[index] for feed in batch.feeds]
+        if isinstance(layout, Input):
+            return _input_plan(name, layout, batch, [(table.end, tuple(table.runs)) for table in tables])
+        segments: list[Segment] = []
+        row = 0
+        for feed, table, new in zip(batch.feeds, tables, self.taken[index], strict=True):
+            first = max(table.first, layout.lowest(feed.pos.start))
+            end = feed.pos.end if feed.stores else min(feed.pos.end, table.end)
+            held = table.since(first)
+            runs = _joined(held, new) if feed.stores else _first(held, end - first)
+            segments.append(Segment(feed.seq, row, feed.pos, first, end, runs, tuple(new), batch.ahead(feed.seq)))
+            row += len(feed.pos)
+        return GroupPlan(name, layout, tuple(segments))
 
     def _lay_out(self, groups: Sequence[GroupPlan], states: tuple[StateSegment, ...]) -> None:
         """Fill the step tables of each group from its plan."""
@@ -161,23 +171,6 @@ class Step:
             step.cells = step.tables.fill("cells", [0] * batch.stored if self.reserved else cells)
             step.prepared = store.backend.prepare(plan, step.tables)
             step.columns = Columns(plan, batch.tokens, self._storage.device)
-
-
-def _group_plan(name: str, layout: Layout, batch: Batch, tables: Mapping[int, Table], taken: Taken) -> GroupPlan:
-    """The plan of one group for `batch`; `tables` are those of its sequences."""
-    if isinstance(layout, Input):
-        return _input_plan(name, layout, batch, [(tables[f.seq].end, tuple(tables[f.seq].runs)) for f in batch.feeds])
-    segments: list[Segment] = []
-    row = 0
-    for feed, new in zip(batch.feeds, taken, strict=True):
-        table = tables[feed.seq]
-        first = max(table.first, layout.lowest(feed.pos.start))
-        end = feed.pos.end if feed.stores else min(feed.pos.end, table.end)
-        held = table.since(first)
-        runs = _joined(held, new) if feed.stores else _first(held, end - first)
-        segments.append(Segment(feed.seq, row, feed.pos, first, end, runs, tuple(new), batch.ahead(feed.seq)))
-        row += len(feed.pos)
-    return GroupPlan(name, layout, tuple(segments))
 
 
 def _input_plan(name: str, layout: Input, batch: Batch, inputs: Sequence[tuple[int, tuple[Run, ...]]]) -> GroupPlan:
@@ -231,7 +224,7 @@ def accepted_counts(batch: Batch, accepted: Mapping[int, int]) -> list[int]:
 
 
 def _worst_case(name: str, layout: Layout, batch: Batch, capacity: int) -> GroupPlan:
-    """Like `_group_plan`, for sequences that hold everything they see, in runs scattered over all cells.
+    """Like `Step._plan_group`, for sequences that hold everything they see, in runs scattered over all cells.
 
     It uses no tables. Sequences share as few cells as `capacity` allows. Raises `CapacityTooSmall`.
     """

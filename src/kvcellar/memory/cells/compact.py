@@ -59,7 +59,7 @@ class Compaction:
     def _next(self, tables: Tables, free: Sequence[Run]) -> Table | None:
         """The table to place next: one that holds the first held cell above the frontier, or a table that shares cells
         with it and has an earlier position above the frontier."""
-        cell = _first_held(free, self.at)
+        cell = self.at + _room(free, self.at)  # the first one that is held
         if cell > tables.cells.capacity:
             return None
         lowest: tuple[int, int] | None = None
@@ -84,10 +84,6 @@ class Compaction:
         """The runs of a table above the frontier, in order of position."""
         runs = [run for run in table.runs if run.end > self.at]
         return [run if run.cell >= self.at else Run(self.at, run.end - self.at) for run in runs]
-
-    def check(self) -> None:
-        """Assert that the frontier is not below the first cell."""
-        assert self.at >= 1, f"the frontier is at {self.at}"
 
     def _lay_out(self, extents: Sequence[Run], free: Sequence[Run], budget: int) -> list[Move]:
         """Moves of `extents` to their target cells, as far as these are free."""
@@ -167,11 +163,6 @@ def _cut(move: Move, borders: Sequence[int]) -> Iterator[Move]:
     source, target = move
     for a, b in pairwise([source.cell, *borders, source.end]):
         yield Move(Run(a, b - a), Run(target.cell + a - source.cell, b - a))
-
-
-def _first_held(free: Sequence[Run], cell: int) -> int:
-    """The first cell from `cell` on that is not free."""
-    return cell + _room(free, cell)
 
 
 def _room(free: Sequence[Run], cell: int) -> int:

@@ -122,21 +122,11 @@ class StoredPlane:
         for tensor, new in zip(self._tensors, made, strict=True):
             self._rows(tensor).index_copy_(0, cells, new[0].transpose(0, 1))
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the content of cells `source` bit for bit to cells `target`."""
-        for tensor in self._tensors:
-            rows = self._rows(tensor)
-            rows.index_copy_(0, target, rows.index_select(0, source))
-
     def content(self, cells: Tensor | slice) -> list[Tensor]:
         """A copy of what is stored in `cells`, bit for bit, for `restore`."""
         if isinstance(cells, slice):
             return [self._rows(tensor)[cells].clone(memory_format=torch.contiguous_format) for tensor in self._tensors]
         return [self._rows(tensor).index_select(0, cells) for tensor in self._tensors]
-
-    def sizes(self, n: int) -> list[int]:
-        """Bytes of the tensors of `content` for n cells."""
-        return [n * self._rows(tensor)[0].nbytes for tensor in self._tensors]
 
     def like(self, n: int) -> list[Tensor]:
         """Tensors with the shape, type and device of those of `content` for n cells: views of other cells."""
@@ -244,18 +234,14 @@ class Columns:
         self._plan, self._tokens, self._device = plan, tokens, device
 
     @cached_property
-    def _merged(self) -> list[tuple[int, int]]:
+    def _of_all(self) -> Tensor:
         merged: list[tuple[int, int]] = []
         for start, end in sorted((run.cell, run.end) for segment in self._plan.segments for run in segment.runs):
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(merged[-1][1], end))
             else:
                 merged.append((start, end))
-        return merged
-
-    @cached_property
-    def _of_all(self) -> Tensor:
-        return indices((Run(start, end - start) for start, end in self._merged), HOST)
+        return indices((Run(start, end - start) for start, end in merged), HOST)
 
     @cached_property
     def cells(self) -> Tensor:

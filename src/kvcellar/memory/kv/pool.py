@@ -77,14 +77,14 @@ class Pool:
         for name, plane in self._of[layer].items():
             rotation = rotations.get(name)
             if rotation is None:
-                plane.copy(source, target)
+                plane.restore(target, plane.content(source))
             else:
-                write_planes(self._of[layer], target, {name: as_new(rope_rotated(plane.values(source), rotation, by))})
+                self.rotate(layer, name, source, target, rotation, by)
 
-    def rotate(self, layer: int, name: str, cells: Tensor, rotation: Rotation, by: int) -> None:
-        """Rotate the content of `cells` in one plane by `by` positions in place; as `move` does it."""
-        rotated = rope_rotated(self._of[layer][name].values(cells), rotation, by)
-        write_planes(self._of[layer], cells, {name: as_new(rotated)})
+    def rotate(self, layer: int, name: str, source: Tensor, target: Tensor, rotation: Rotation, by: int) -> None:
+        """Write the content of cells `source` of one plane, rotated by `by` positions, to cells `target`."""
+        rotated = rope_rotated(self._of[layer][name].values(source), rotation, by)
+        write_planes(self._of[layer], target, {name: as_new(rotated)})
 
 
 def as_new(values: Tensor) -> Tensor:

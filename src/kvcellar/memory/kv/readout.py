@@ -160,8 +160,9 @@ class Reading:
 
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the chunks, in order."""
-        planes = ((plane, n) for part in self.parts for plane, _, n in part.planes(self._states.device))
-        return (*(size for plane, n in planes for size in plane.sizes(n)), *(self._states.sizes() * len(self.rows)))
+        planes = (plane.like(n) for part in self.parts for plane, _, n in part.planes(self._states.device))
+        states = self._states.like(0)
+        return tuple(one.nbytes for some in (*planes, *[states] * len(self.rows)) for one in some)
 
     def close(self) -> None:
         """May be called again."""

@@ -96,4 +96,4 @@ def _shift(store: GroupStore, table: Table, ways: Sequence[_Way], taken: list[Ru
             for name, rotation in store.group.rotations.get(layer, {}).items():
                 plane = store.pool.planes(layer)[name]
                 undo.callback(plane.restore, cells, plane.content(cells))
-                store.pool.rotate(layer, name, cells, rotation, by)
+                store.pool.rotate(layer, name, cells, cells, rotation, by)

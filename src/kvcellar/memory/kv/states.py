@@ -109,10 +109,6 @@ class States:
         """Tensors with the shape, type and device of those of `content`: views of the row."""
         return [plane[row] for planes in self._planes.values() for plane in planes.values()]
 
-    def sizes(self) -> list[int]:
-        """Bytes of the tensors of `content`."""
-        return [plane[0].nbytes for planes in self._planes.values() for plane in planes.values()]
-
     def restore(self, row: int, content: Iterable[Tensor]) -> None:
         """Write `content` to a row that no step and no sequence reads yet: each tensor before the next one is taken."""
         stored = (plane for planes in self._planes.values() for plane in planes.values())

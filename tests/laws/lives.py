@@ -267,4 +267,4 @@ class Life:
             assert highest(store.cells) == store.cells.used or not store.cells.free, "a hole is left"
 
     def leave_room(self) -> None:
-        self.player.leave_room(self.draw.randint(0, 20_000))
+        self.player.leave_room(self.draw.choice([self.draw.randint(0, 20_000), 1 << 40]))

@@ -63,7 +63,8 @@ def assert_states(found: Mapping[str, Tensor], prefixes: Sequence[Tokens], layer
 def remembered(memory: Memory, seq: int, layer: int) -> dict[str, Tensor]:
     """What a layer remembers of a sequence at rest: read as a step would that begins where it ends."""
     record = memory._sequences.records.get(seq)
-    return memory.states._read(layer, [StateSegment(seq, 0, 1, record.states.row if record is not None else 0, 0)])
+    row = record.states.row if record is not None else 0
+    return {name: plane[[row]] for name, plane in memory.states.planes(layer).items()}
 
 
 def all_of(memory: Memory) -> list[Any]:

@@ -342,7 +342,7 @@ def test_recurrent_sums_are_float32_in_a_bfloat16_model(name: str) -> None:
     guest.forward(memory, plan, torch.tensor([3, 4, 5]), torch.tensor([2]))
     memory.commit()
     sums = [
-        memory.states._read(layer, [StateSegment(0, 0, 1, memory._sequences.record(0).states.row, 0)])["recurrent 0"]
+        memory.states.planes(layer)["recurrent 0"][memory._sequences.record(0).states.row]
         for layer in guest.shape.recurrent.layers
     ]
     assert any((x != x.bfloat16().float()).any() for x in sums), "the additional bits are used"

@@ -22,7 +22,6 @@ RUN = st.tuples(
     TEXT,
     st.builds(
         Retention,
-        st.none(),
         st.integers(-1, 1),
         st.just(False),
         st.one_of(st.none(), st.integers(1, 9).map(float)),

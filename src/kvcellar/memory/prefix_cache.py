@@ -42,8 +42,8 @@ class PrefixCache:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `watch` is told of what the tree
         has. `clock` is that of retention."""
         self.memory, self.in_parts, self.clock = memory, in_parts, clock
-        self._shares, self._watch = shares, watch
-        self.prefixes = Prefixes(memory, shares=shares, clock=clock, watch=watch)
+        self._new_tree = partial(Prefixes, memory, shares=shares, clock=clock, watch=watch)
+        self.prefixes = self._new_tree()
         self.store = open_store(memory, self.prefixes, self.evict)
         self._numbers = count(1)
         self.fetches: dict[Owner, Fetch] = {}  # what is being read back for owners that have no sequence
@@ -185,8 +185,7 @@ class PrefixCache:
         """Drop all but the sequences, in whatever state an error has left it: they have no places any more."""
         self.fetches.clear()
         self.memory.claims.clear()
-        totals = self.prefixes.ended()
-        self.prefixes = Prefixes(self.memory, shares=self._shares, clock=self.clock, watch=self._watch, totals=totals)
+        self.prefixes = self._new_tree(totals=self.prefixes.ended())
         if self.store is not None:
             self.store.reset(self.prefixes)
 

@@ -365,11 +365,8 @@ class Prefixes:
     def ended(self) -> Totals:
         """The totals, which the next tree continues: all that this one has is lost."""
         found = self.tree.total()
-        lost, checkpoints = found.lost + found.tokens, found.lost_checkpoints + found.checkpoints
-        self.totals.lost, self.totals.lost_checkpoints = (
-            self.totals.lost + lost,
-            self.totals.lost_checkpoints + checkpoints,
-        )
+        self.totals.lost += found.lost + found.tokens
+        self.totals.lost_checkpoints += found.lost_checkpoints + found.checkpoints
         return self.totals
 
     def discard(self, removal: Iterator[int], most: int, cause: str) -> list[int]:

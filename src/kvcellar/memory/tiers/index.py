@@ -25,14 +25,11 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvcellar.memory.policy import value
 from kvcellar.memory.retention import Retention, stronger
 from kvcellar.memory.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from kvcellar.memory.tiers.tier import Tier
 
 VERSION = 5
 PAGE = 1024
@@ -169,6 +166,14 @@ def _taken(pages: int) -> int:
     return 2 * pages * (PAGE + 8)
 
 
+class Contents(Protocol):
+    """What an index needs of its tier (see `tier.Tier`)."""
+
+    def delete(self, names: list[str]) -> Iterable[str]: ...
+    def made(self, snapshot: Snapshot, retention: Retention) -> None: ...
+    def gone(self, key: bytes, why: Why) -> None: ...
+
+
 class Index:
     """The index of one tier, in the file `path`, which is created if it is not there; None: in memory."""
 
@@ -176,7 +181,7 @@ class Index:
         self,
         path: Path | None,
         cap: int,
-        tier: "Tier",
+        tier: Contents,
         *,
         process: str = "",
         quota: int | None = None,

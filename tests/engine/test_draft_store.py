@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvcellar.engine.load.open_store import Source, open_draft_store
+from kvcellar.engine.load.open_store import Source, open_store
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
@@ -41,7 +41,7 @@ class Opened:
         settings = Settings(store=str(store) if store is not None else None, store_bytes=10**8, host_bytes=0)
         source = Source((path,), role)
         how = {"settings": settings, "post": self.calls.put, "opened": ExitStack(), "share": 0.5}
-        stored = partial(open_draft_store, source=source, **how)
+        stored = partial(open_store, source=source, **how)
         self.cache = DraftMemory(memory, in_parts=guest.no_partial_commit is None, open_store=stored)
         flat = guest.mode == "flat"
         self.drafter = ModelDrafter("draft", guest.forward, self.cache, context=900, batched=flat)

@@ -37,8 +37,6 @@ STEPS = {
         build._speculator,
         build._running,
         open_store.open_store,
-        open_store.open_draft_store,
-        open_store._opened,
         open_store._outside,
         Store.__init__,
         Store.load,

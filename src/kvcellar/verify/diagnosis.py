@@ -178,7 +178,7 @@ def _draft(built: Built) -> DraftDiagnosis | None:
         return None
     fit, own = drafts.fit, built.draft_capacity
     size, tokens = (own.bytes, own.tokens) if own is not None else (0, 0)
-    return DraftDiagnosis(drafts.name, fit.found, fit.refused, drafts.deepest, size, tokens)
+    return DraftDiagnosis(fit.draft, fit.found, fit.refused, drafts.deepest, size, tokens)
 
 
 def _diagnosed(built: Built, settings: Settings, kv_quality: bool) -> Diagnosis:

@@ -3,12 +3,11 @@
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,10 +23,9 @@ from kvcellar.engine.load.adapters import Adapters, open_adapters
 from kvcellar.engine.load.allocate import Needs, allocated, divided
 from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.machine import Threads, threads_of, trim_heap
-from kvcellar.engine.load.open_drafts import DraftModel, Drafts, open_drafts
-from kvcellar.engine.load.open_heads import Reads
+from kvcellar.engine.load.open_drafts import Drafts, Uses, open_drafts
 from kvcellar.engine.load.open_model import Opened, open_model
-from kvcellar.engine.load.open_store import open_draft_store, open_events, open_store
+from kvcellar.engine.load.open_store import Source, open_events, open_store
 from kvcellar.engine.load.recorded import record_steps, without_preparing
 from kvcellar.engine.load.reserve import prove, scratch
 from kvcellar.engine.load.settings import Settings, step_tokens_of, text_bytes_of
@@ -48,7 +46,6 @@ from kvcellar.memory.attention.choose import named
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.prefixes import Shares
 from kvcellar.memory.shapes import StoredAs
-from kvcellar.memory.store import Store
 from kvcellar.progress import report
 from kvcellar.text.preamble import Preamble
 from kvcellar.text.replay import first_of
@@ -162,36 +159,38 @@ def _assembled(
     deepest = drafts.deepest if drafts is not None else 0
     steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
     needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
-    capacity, own = divided(needs, drafts.needs() if drafts is not None else None, settings, guest.device)
+    capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device)
     measures.keep()
     report("allocating memory")
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
     intake = _intake(loaded, settings, context, adapters)
-    tiers: dict[str, Any] = {"settings": settings, "post": inbox.post, "opened": opened}
+    tiers = partial(open_store, settings=settings, post=inbox.post, opened=opened)
     part = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
-    of_drafts = partial(open_draft_store, share=part, **tiers)
+    shares = Shares(settings.pin_share, settings.tenant_share)
     sequences: dict[Key, int | None] = {}
-    speculator, cache = _speculator(drafts, own, settings, Reads(memory, sequences.get), guest, of_drafts)
+    uses = Uses(memory, sequences.get, own, shares, partial(tiers, share=part))
+    speculator, cache = _speculator(drafts, guest, uses)
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
     events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
     manager = SequenceManager(
         memory,
         drafting,
         in_parts=guest.no_partial_commit is None,
-        shares=Shares(settings.pin_share, settings.tenant_share),
+        shares=shares,
         events=events,
-        open_store=partial(open_store, loaded=loaded, events=events, share=1 - part, latents=_latents(guest), **tiers),
+        open_store=partial(tiers, source=_source(loaded, guest), share=1 - part, events=events),
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
     return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own)
 
 
-def _latents(guest: Guest) -> bool:
-    """Whether layers attend to latents, whose results have other bits than those of expanded keys."""
-    return any(binding.latent is not None for binding in guest.shape.bindings.values())
+def _source(loaded: Loaded, guest: Guest) -> Source:
+    """Of the bytes of the model's memory."""
+    latent = any(binding.latent is not None for binding in guest.shape.bindings.values())
+    return Source(loaded.directories, weights=loaded.multiplied, attends="latents" if latent else "")
 
 
 def _storing(guest: Guest, settings: Settings) -> Guest:
@@ -262,20 +261,12 @@ def _scored(capacity: Capacity, intake: Intake) -> int:
     return max(LEAST_SCORED, min(SCORED, capacity.scratch // (2 * 4 * intake.vocab_size)))
 
 
-def _speculator(
-    drafts: Drafts | None,
-    capacity: Capacity | None,
-    settings: Settings,
-    reads: Reads,
-    guest: Guest,
-    open_store: Callable[..., Store | None],
-) -> tuple[Speculator | None, DraftMemory | None]:
-    """With its memory, of that capacity, if it needs one, and the store of that, as `open_draft_store` opens it."""
+def _speculator(drafts: Drafts | None, guest: Guest, uses: Uses) -> tuple[Speculator | None, DraftMemory | None]:
+    """With the memory of what drafts, if it has one."""
     if drafts is None:
         return None, None
-    tiers = partial(open_store, source=drafts.source)
-    drafter, cache = drafts.made(capacity, Shares(settings.pin_share, settings.tenant_share), reads, tiers)
-    guests = [guest, drafts.guest] if isinstance(drafts, DraftModel) else [guest]
+    drafter, cache = drafts.make(uses)
+    guests = [guest] if drafts.guest is None else [guest, drafts.guest]
     clock = without_preparing(step_clock(guest.device.type), guests)
     return Speculator(drafter, deepest=drafts.deepest, clock=clock), cache
 

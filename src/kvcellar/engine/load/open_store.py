@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import NamedTuple
 from kvcellar.engine.load.machine import free_cpu_bytes
 from kvcellar.engine.load.settings import Settings, conversation_bytes, host_bytes_of
 from kvcellar.engine.load.store_key import cipher_of, secret_of
-from kvcellar.engine.models.load import Loaded
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.memory import Memory
@@ -51,61 +49,16 @@ Post = Callable[[Callable[[], None]], None]  # lets the engine's thread run a ca
 
 class Source(NamedTuple):
     """What decides the bytes of a memory: the directories of all weights that are run to fill it, none if these have no
-    files; what it is for, if it is not the target's; and how its weights are multiplied, if not as dense ones."""
+    files; what it is for, if it is not the target's; how its weights are multiplied, if not as dense ones; and what is
+    attended to, if not keys and values: latents give later layers other bits than expanding them."""
 
     paths: tuple[Path, ...]
     role: str = ""
-    weights: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A memory that may have tiers; `paths`, `role` and `weights` are those of its `Source`, `attends` says what is
-    attended to, if not keys and values. It has this `share` of the bytes that are set for tiers, but for a directory,
-    whose cap holds for all that use it."""
-
-    memory: Memory
-    prefixes: Prefixes
-    evict: Evict
-    paths: tuple[Path, ...]
-    share: float = 1.0
-    role: str = ""
-    events: KvEvents | None = None
     weights: str = ""
     attends: str = ""
 
-    def part(self, size: int) -> int:
-        return int(self.share * size)
-
 
 def open_store(
-    memory: Memory,
-    prefixes: Prefixes,
-    evict: Evict,
-    *,
-    loaded: Loaded,
-    settings: Settings,
-    post: Post,
-    opened: ExitStack,
-    events: KvEvents | None = None,
-    share: float = 1.0,
-    latents: bool = False,
-) -> Store | None:
-    """The tiers, with what is in them; None without any. A directory or server that cannot be used is reported, and the
-    engine runs without: it can be lost at any later time, too. `opened` closes them, unless its callbacks are dropped.
-    Raises `BadRequest` for settings that cannot be met.
-
-    `share` is the part of the tiers' bytes that is not for the memory of drafts. `latents`: the model attends to them
-    as they are stored, which gives later layers other bits than expanding them."""
-    outside = settings.store is not None or settings.store_remote is not None
-    if outside and loaded.path is None:
-        raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
-    paths, attends = (loaded.path,) if loaded.path is not None else (), "latents" if latents else ""
-    owner = Owner(memory, prefixes, evict, paths, share, events=events, weights=loaded.multiplied, attends=attends)
-    return _opened(owner, settings, post, opened)
-
-
-def open_draft_store(
     memory: Memory,
     prefixes: Prefixes,
     evict: Evict,
@@ -115,52 +68,55 @@ def open_draft_store(
     post: Post,
     opened: ExitStack,
     share: float,
+    events: KvEvents | None = None,
 ) -> Store | None:
-    """The same for the memory of a drafter. Nothing that its tiers do keeps the engine from starting."""
-    owner = Owner(memory, prefixes, evict, source.paths, share, source.role, weights=source.weights)
-    return _opened(owner, settings, post, opened)
+    """The tiers of a memory, with what is in them; None without any. A directory or server that cannot be used is
+    reported, and the engine runs without: it can be lost at any later time, too. `opened` closes them, unless its
+    callbacks are dropped. Raises `BadRequest` for settings that cannot be met.
 
-
-def _opened(owner: Owner, settings: Settings, post: Post, opened: ExitStack) -> Store | None:
+    The memory has this `share` of the bytes that are set for tiers, but for a directory, whose cap holds for all that
+    use it."""
+    outside = settings.store is not None or settings.store_remote is not None
+    if outside and not (source.paths or source.role):
+        raise BadRequest("a model that was given as an object has no files, by which a store would know it", "store")
     cipher = cipher_of(settings)
-    host = owner.part(host_bytes_of(settings, owner.memory.device.type, free_cpu_bytes()))
+    host = int(share * host_bytes_of(settings, memory.device.type, free_cpu_bytes()))
     name = secrets.token_bytes(KEY)
     tiers: list[Tier] = []
     if host:
-        quota = int(settings.tenant_share * host)
-        tiers.append(HostTier(host, quota=quota))
-    if owner.paths and (settings.store is not None or settings.store_remote is not None):
+        tiers.append(HostTier(host, quota=int(settings.tenant_share * host)))
+    if outside and source.paths:
         report("opening the store")
         try:
-            name = _identity(owner)
+            name = _identity(memory, source)
         except OSError as error:
             log.warning("running without a store: %s", error)
         else:
-            tiers += _outside(owner, settings, name, cipher, opened)
+            tiers += _outside(settings, share, name, cipher, opened)
     if not tiers:
         return None
     made = partial(
         Store,
         tiers,
-        owner.memory,
-        owner.prefixes,
+        memory,
+        prefixes,
         identity=name,
         secret=secret_of(settings),
-        staging=owner.part(settings.staging_bytes),
-        catalogue=Catalogue(anywhere=owner.prefixes.anywhere, positions=positions, watch=owner.events),
+        staging=int(share * settings.staging_bytes),
+        catalogue=Catalogue(anywhere=prefixes.anywhere, positions=positions, watch=events),
         post=post,
-        evict=owner.evict,
+        evict=evict,
     )
     store = opened.enter_context(closing(made()))
     store.load()
-    owner.memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.catalogue), owner.part(PAGED_IN))
+    memory.storage.page_in(2 * sum(len(snapshot.span) for snapshot in store.catalogue), int(share * PAGED_IN))
     return store
 
 
-def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, opened: ExitStack) -> list[Tier]:
+def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, opened: ExitStack) -> list[Tier]:
     """The tiers that outlive the engine, as far as they can be opened."""
     found: list[Tier] = []
-    share = settings.tenant_share
+    quota = settings.tenant_share
     if settings.store is not None:
         try:
             disk = partial(
@@ -168,14 +124,14 @@ def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, open
                 Path(settings.store),
                 identity=name,
                 max_bytes=settings.store_bytes - conversation_bytes(settings),
-                quota=int(share * settings.store_bytes),
+                quota=int(quota * settings.store_bytes),
                 cipher=cipher,
             )
             found.append(opened.enter_context(closing(disk())))
         except (OSError, StoreUnusable) as error:
             log.warning("running without a store: %s", error)
     if settings.store_remote is not None:
-        cap = owner.part(settings.store_remote_bytes)
+        cap = int(share * settings.store_remote_bytes)
         try:
             objects = open_objects(settings.store_remote, prefix_of(name))
         except (RemoteFailed, OSError) as error:
@@ -186,18 +142,18 @@ def _outside(owner: Owner, settings: Settings, name: bytes, cipher: Cipher, open
         except ValueError as error:
             raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
         else:
-            tier = RemoteTier(objects, identity=name, cap=cap, quota=int(share * cap), cipher=cipher)
+            tier = RemoteTier(objects, identity=name, cap=cap, quota=int(quota * cap), cipher=cipher)
             found.append(opened.enter_context(closing(tier)))
     return found
 
 
-def _identity(owner: Owner) -> bytes:
+def _identity(memory: Memory, source: Source) -> bytes:
     directory = None
     with suppress(NoPlace):
         directory = cache(os.environ)
-    digests, paths, memory = FileDigests(directory), owner.paths, owner.memory
+    digests, paths = FileDigests(directory), source.paths
     texts = [path / name for path in paths for name in TEXT_FILES if (path / name).is_file()]
-    more = {"role": owner.role, "multiplied": owner.weights, "attends": owner.attends}
+    more = {"role": source.role, "multiplied": source.weights, "attends": source.attends}
     return identity(
         {
             "format": FORMAT,

@@ -158,6 +158,11 @@ class Loaded:
         """What tells its results from those with dense weights; empty: its weights are dense."""
         return self.served.identity if self.served is not None else ""
 
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where its weights are; none if it was given as an object."""
+        return () if self.path is None else (self.path,)
+
 
 def load(
     model: str | Path | PreTrainedModel | None,

@@ -11,9 +11,9 @@ named in it; a name that is not known here is refused, because another split giv
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO
 
+import numpy
 import torch
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -215,49 +215,30 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PART = 4 << 20  # values that are decoded at once
 
 
-class Tensors:
-    """The open file. A context manager."""
+def read_tensor(
+    file: BinaryIO, stored: Stored, change: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """A tensor as bfloat16. `change` is applied to float32 rows [R,C] of it, any number at a time."""
+    width = stored.shape[-1]
+    rows = stored.elements // width
+    found = torch.empty(rows, width, dtype=torch.bfloat16)  # [R,C]
+    step = max(1, _PART // width)
+    for row in range(0, rows, step):
+        part = found[row : row + step]
+        raw = read_blocks(file, stored, stored.bytes // rows * row, stored.bytes // rows * len(part))
+        values = decode(raw, stored.type).reshape(part.shape)
+        part.copy_(values if change is None else change(values))
+    return found.reshape(stored.shape)
 
-    def __init__(self, file: Path) -> None:
-        self._file = open(file, "rb")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
-
-    def read_whole(self, stored: Stored) -> torch.Tensor:
-        """A small tensor in float32."""
-        return decode(self.read_blocks(stored), stored.type).reshape(stored.shape)
-
-    def read_blocks(self, stored: Stored) -> torch.Tensor:
-        """The bytes of a tensor, U8."""
-        raw = torch.empty(stored.bytes, dtype=torch.uint8)
-        self._fill(raw, stored.offset, stored.name)
-        return raw
-
-    def read(self, stored: Stored, change: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """A tensor as bfloat16. `change` is applied to float32 rows [R,C] of it, any number at a time."""
-        width = stored.shape[-1]
-        rows = stored.elements // width
-        _, elements, block = TYPES[stored.type]
-        row_bytes = width // elements * block
-        found = torch.empty(rows, width, dtype=torch.bfloat16)  # [R,C]
-        step = max(1, _PART // width)
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
-            raw = torch.empty(count * row_bytes, dtype=torch.uint8)
-            self._fill(raw, stored.offset + row * row_bytes, stored.name)
-            values = decode(raw, stored.type).reshape(count, width)
-            found[row : row + count] = values if change is None else change(values)
-        return found.reshape(stored.shape)
-
-    def _fill(self, raw: torch.Tensor, offset: int, name: str) -> None:
-        self._file.seek(offset)
-        buffer: Any = raw.numpy()  # its stub lacks the buffer protocol
-        if self._file.readinto(buffer) != len(raw):
-            raise ModelRefused(f"the file was shortened while {name} was read")
+def read_blocks(file: BinaryIO, stored: Stored, start: int = 0, size: int | None = None) -> torch.Tensor:
+    """Bytes of a tensor, U8: all, or so many from `start` on."""
+    size = stored.bytes if size is None else size
+    file.seek(stored.offset + start)
+    found = numpy.fromfile(file, numpy.uint8, size)
+    if len(found) != size:
+        raise ModelRefused(f"the file was shortened while {stored.name} was read")
+    return torch.from_numpy(found)
 
 
 def decode(raw: torch.Tensor, kind: int) -> torch.Tensor:
@@ -330,19 +311,21 @@ def import_gguf(file: Path, into: Path, *, codes: bool = True) -> None:
     for part in found.parts:
         own = {part.name: Entry("BF16", part.shape)}
         entries |= coded_entries(part, kept[part.name]) if part.name in kept else own
-    with Tensors(file) as tensors, tensor_file(into / "model.safetensors", entries) as written:
+    with open(file, "rb") as opened, tensor_file(into / "model.safetensors", entries) as written:
         config = found.config
         if found.factors is not None:
-            config = with_factors(config, tensors.read_whole(found.factors).reshape(-1).tolist(), header.name)
+            config = with_factors(
+                config, decode(read_blocks(opened, found.factors), found.factors.type).tolist(), header.name
+            )
         _write_json(into / "config.json", with_codes(config, modules))
         _write_json(into / "generation_config.json", _generation(header, config))
         for done, part in enumerate(found.parts):
             report("converting weights", done, len(found.parts))
             if part.name in kept:
-                for name, tensor in coded(part, kept[part.name], tensors.read_blocks(part.stored)):
+                for name, tensor in coded(part, kept[part.name], read_blocks(opened, part.stored)):
                     written.put(name, tensor)
                 continue
-            values = tensors.read(part.stored, part.change)
+            values = read_tensor(opened, part.stored, part.change)
             written.put(part.name, (values if part.order is None else part.order(values)).reshape(part.shape))
 
 

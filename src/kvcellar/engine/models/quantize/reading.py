@@ -1,6 +1,6 @@
 """reading: the quantised tensors of weights files, as the dense tensors that they stand for.
 
-A directory says in config.json which format its weights have, under one of `_KEYS`, at the top or in `text_config`; or
+A directory says in config.json which format its weights have, at the top or in `text_config`; or
 ModelOpt's hf_quant_config.json does. Methods without an entry in `FORMATS` are refused by name.
 
 `decoded` shows the stored tensors of each quantised weight as one dense tensor under the name that the file would have
@@ -11,7 +11,7 @@ compared with those of the network like any other.
 """
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -23,11 +23,10 @@ from kvcellar.engine.models.quantize.formats.floats import ModelOpt, Mxfp4, Scal
 from kvcellar.engine.models.quantize.formats.integers import Awq, BitNet, Gemma, Gptq, TorchAo, auto_round
 from kvcellar.engine.models.quantize.formats.mlx import Mlx
 from kvcellar.engine.models.quantize.formats.part import Format, Part, shown_part
-from kvcellar.engine.models.weights.config_file import read_object
+from kvcellar.engine.models.weights.config_file import quantisations, read_object
 from kvcellar.engine.models.weights.weights_files import WeightsFiles
 from kvcellar.errors import ModelRefused, shown
 
-_KEYS = ("quantization_config", "compression_config", "quantization")
 _MODELOPT = "hf_quant_config.json"
 _MLX = "mlx"
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
@@ -63,16 +62,10 @@ def format_of(path: Path) -> Format | None:
 
 def format_in(config: Mapping[str, Any]) -> Format | None:
     """The format that the fields of config.json describe; None if they describe none. Raises `ModelRefused`."""
-    found = list(_descriptions(config))
+    found = list(quantisations(config))
     if any(other != found[0] for other in found):
         raise ModelRefused("config.json describes quantised weights twice, in different ways. Remove one of them")
     return _format(found[0]) if found else None
-
-
-def _descriptions(config: Mapping[str, Any]) -> Iterator[Any]:
-    for part in (config, config.get("text_config")):
-        if isinstance(part, Mapping):
-            yield from (part[key] for key in _KEYS if part.get(key))
 
 
 def _format(raw: Any) -> Format:

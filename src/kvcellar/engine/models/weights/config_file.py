@@ -1,4 +1,5 @@
 """config_file: read config.json and other JSON files of a model directory, with limits on their size and numbers.
+Neither torch nor transformers is needed, but to choose the fields of a config.
 
 A model directory is not trusted: sizes are checked before anything is read or built, and fields that could name other
 code or other files are dropped. Everything here raises `ModelRefused`, with the numbers and the remedy, if any.
@@ -10,11 +11,9 @@ reason.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Pooling, PoolingMode
@@ -33,10 +32,11 @@ _COUNTS = (  # patterns of other names, and the maximum of each: so many modules
     (re.compile(r"(n|num)_\w*(layer|head|block)s?|\w+_(layers|heads)"), 10_000),
     (re.compile(r"(n|num)_\w*experts?|\w+_experts"), 1 << 17),  # Doge has 16384 by default: rows of an embedding
 )
+_QUANTISED = ("quantization_config", "compression_config", "quantization")  # fields that describe stored weights
 _DROPPED = frozenset({
     "auto_map", "transformers_weights", "attn_implementation", "experts_implementation",  # other code, other files
     "return_dict", "use_return_dict", "torchscript", "output_attentions", "output_hidden_states",  # other outputs
-    "quantization_config", "compression_config", "quantization",  # of stored weights, which are decoded
+    *_QUANTISED,  # which are decoded
 })  # fmt: skip
 
 
@@ -73,8 +73,21 @@ def _number(found: dict[str, Any]) -> Any:
     return float(found["__float__"]) if found.keys() == {"__float__"} else found
 
 
+def text_parts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The fields of config.json, and those of the text model in it."""
+    return [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+
+
+def quantisations(config: Mapping[str, Any]) -> Iterator[Any]:
+    """What config.json says of quantised weights, each time that it does."""
+    for part in text_parts(config):
+        yield from (part[key] for key in _QUANTISED if part.get(key))
+
+
 def config_fields(path: Path) -> dict[str, Any]:
     """The fields of config.json that a transformers config may be built from."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports torch
+
     if (path / "adapter_config.json").exists():
         raise ModelRefused(
             f"{path} holds an adapter (adapter_config.json). Load the model that it is for, and the adapter beside it "

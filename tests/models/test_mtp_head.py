@@ -218,5 +218,5 @@ def test_layers_that_differ_from_their_own_forward_are_refused(monkeypatch: pyte
     guest = build_guest(model_with_layers("llama"), backends())
     forward = MtpHead.forward
     monkeypatch.setattr(MtpHead, "forward", lambda *given: forward(*given) * 1.01)
-    with pytest.raises(ModelRefused, match=r"rows differ by .* from their own forward"):
+    with pytest.raises(ModelRefused, match=r"rows differ by .* from its own forward"):
         build_mtp_head(new_layers(guest.model), guest, backends())

@@ -54,7 +54,7 @@ def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:
         try:
             reference = reference_of(model, seed=0)
         except MODEL_ERRORS as error:
-            raise _refusal(model, f"its own forward fails. {_reason(error)}") from error
+            raise _refusal(model, f"its own forward fails. {reason_of(error)}") from error
         for mode, build in modes.items():
             found = _attempt(build, reference)
             if isinstance(found, Guest):
@@ -85,14 +85,14 @@ def _attempt(build: Callable[[], Guest], reference: Reference) -> Guest | str:
         guest = build()
         guest.verdict = _retried(whole_step_test, guest, reference)
     except MODEL_ERRORS as error:
-        return _reason(error)
+        return reason_of(error)
     if not guest.verdict.passed:
         return str(guest.verdict)
     try:
         partial = _retried(partial_commit_test, guest, reference)
         guest.no_partial_commit = None if partial.passed else str(partial)
     except MODEL_ERRORS as error:
-        guest.no_partial_commit = _reason(error)
+        guest.no_partial_commit = reason_of(error)
     if guest.no_partial_commit is not None and guest.shape.recurrent is None:
         return f"after a commit of a part of a step, {guest.no_partial_commit}"
     return guest
@@ -111,7 +111,7 @@ def _attend_latents(guest: Guest, reference: Reference) -> None:
         guest.verdict = verdicts[0]
         guest.expands = next((f"attending to latents, {one}" for one in verdicts if not one.passed), None)
     except MODEL_ERRORS as error:
-        guest.expands = _reason(error)
+        guest.expands = reason_of(error)
     if guest.expands is not None:
         without_latents(guest)
         guest.shape, guest.verdict = before, verdict
@@ -126,7 +126,8 @@ def _retried(test: Callable[[Guest, Reference], Verdict], guest: Guest, referenc
     return test(guest, reference_of(guest.model, seed=1))
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What to say of one of `MODEL_ERRORS`."""
     if isinstance(error, NotSupported):
         return error.reason
     return str(error) if isinstance(error, KvcellarError) else f"its code raised {type(error).__name__}: {error}"

@@ -95,6 +95,19 @@ def worst(gaps: Sequence[Tensor], dtype: torch.dtype) -> float:
     return max((float(gap.median()) for gap in pooled), default=0.0)
 
 
+def relative_gaps(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The difference of each row, relative to the largest value."""
+    theirs = theirs.float()
+    return (ours.float() - theirs).abs().amax(-1) / max(1.0, float(theirs.abs().max()))
+
+
+def check_rows(difference: float, target: Guest) -> None:
+    """Raise `ModelRefused` if rows of a head differ by so much from its own forward."""
+    bound = TOLERANCE[judged_as(target.model)]
+    if not difference <= bound:
+        raise ModelRefused(f"rows differ by {difference:.1e} from its own forward ({bound:.0e} is allowed)")
+
+
 class _Replay:
     """Feeds the texts of a reference through a small memory; `gaps` are the relative differences [l] of each feed."""
 

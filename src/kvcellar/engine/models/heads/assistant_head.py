@@ -21,20 +21,20 @@ from transformers.models.gemma4_unified_assistant.modeling_gemma4_unified_assist
     Gemma4UnifiedAssistantForCausalLM,
 )
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS
-from kvcellar.engine.models.guest import Guest, Ints, Verdict
+from kvcellar.engine.models.build_guest import MODEL_ERRORS, reason_of
+from kvcellar.engine.models.guest import Guest, Ints
 from kvcellar.engine.models.heads.draft_fit import Check, fit_of
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import random_tokens, vocabulary_of
 from kvcellar.engine.models.load import BUILD_ERRORS, check_memory, config_of
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.seam import Binding, FlatDoor, Scorings, opened, our_attention, own_attention
-from kvcellar.engine.models.selftest import TOLERANCE, judged_as
+from kvcellar.engine.models.selftest import check_rows, relative_gaps
 from kvcellar.engine.models.weights.config_file import config_fields
 from kvcellar.engine.models.weights.weights_files import WeightsFiles, check_shapes
 from kvcellar.engine.models.weights.weights_files import opened as opened_weights
 from kvcellar.engine.models.weights.weights_loading import check_types, fill, targets_of
-from kvcellar.errors import KvcellarError, ModelRefused
+from kvcellar.errors import ModelRefused
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.spans import Span
@@ -165,15 +165,9 @@ def build_assistant(network: Any, target: Guest) -> AssistantHead:
     our_attention(network)
     head = AssistantHead(network, target, _read_layers(network.config, target))
     try:
-        verdict = _self_test(head, target)
+        _self_test(head, target)
     except MODEL_ERRORS as error:
-        reason = str(error) if isinstance(error, KvcellarError) else f"its code raised {type(error).__name__}: {error}"
-        raise ModelRefused(f"it cannot be run: {reason}") from error
-    if not verdict.passed:
-        raise ModelRefused(
-            f"it cannot be run: rows differ by {verdict.difference:.1e} from its own forward ({verdict.bound:.0e} is "
-            f"allowed)"
-        )
+        raise ModelRefused(f"it cannot be run: {reason_of(error)}") from error
     return head
 
 
@@ -262,9 +256,9 @@ def _check_order(network: Any) -> None:
             raise ModelRefused("masked_embedding.token_ordering does not name every token once")
 
 
-def _self_test(head: AssistantHead, target: Guest) -> Verdict:
+def _self_test(head: AssistantHead, target: Guest) -> None:
     """Two drafts, the second from the hidden state of the first, for two sequences with the same keys, against
-    transformers' own forward over these keys."""
+    transformers' own forward over these keys. Raises `ModelRefused`."""
     memory = target.memory({group.name: 3 * TESTED for group in target.shape.groups}, rows=4)
     ids = random_tokens(target.model, TESTED + 2, torch.Generator().manual_seed(0))
     plan = memory.begin(Batch((Feed(1, Span(0, TESTED)),)))
@@ -286,11 +280,8 @@ def _self_test(head: AssistantHead, target: Guest) -> Verdict:
     finally:
         head.network.ours = True
         our_attention(head.network)
-    gaps = [
-        float((a.float() - b.float()).abs().max()) / max(1.0, float(b.float().abs().max()))
-        for a, b in zip(ours, theirs, strict=True)
-    ]
-    return Verdict(max(gaps), TOLERANCE[judged_as(target.model)])
+    gaps = [float(relative_gaps(a, b).max()) for a, b in zip(ours, theirs, strict=True)]
+    check_rows(max(gaps), target)
 
 
 def _keys(memory: Memory, layer: int) -> tuple[Tensor, Tensor]:

@@ -25,28 +25,30 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    convert_and_load_state_dict_in_model,
-    rename_source_key,
-)
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS
-from kvcellar.engine.models.guest import Guest, Ints, Verdict, backends_for
+from kvcellar.engine.models.build_guest import MODEL_ERRORS, reason_of
+from kvcellar.engine.models.guest import Guest, Ints, backends_for
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.load import BUILD_ERRORS, check_memory
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.seam import FlatDoor, Scorings, opened, our_attention, own_attention
-from kvcellar.engine.models.selftest import TOLERANCE, judged_as, worst
+from kvcellar.engine.models.selftest import TOLERANCE, check_rows, judged_as, relative_gaps, worst
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, Shape, differing, recording, shape_of
 from kvcellar.engine.models.weights.weights_files import MTP_FILE, WeightsFiles, first_few, opened_file
 from kvcellar.engine.models.weights.weights_files import opened as opened_weights
-from kvcellar.engine.models.weights.weights_loading import FLOATS, Source, is_finite, sequential_reads, stored_layers
-from kvcellar.errors import KvcellarError, ModelRefused
+from kvcellar.engine.models.weights.weights_loading import (
+    Source,
+    check_type,
+    is_finite,
+    renamed,
+    sequential_reads,
+    stored_layers,
+)
+from kvcellar.errors import ModelRefused
 from kvcellar.memory.attention.choose import Chosen
 from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
@@ -177,22 +179,11 @@ def _own(network: MtpModel) -> dict[str, torch.Tensor]:
 def _chosen(network: MtpModel, model: PreTrainedModel, weights: WeightsFiles, names: Sequence[str]) -> list[str]:
     """The tensors to read: all, except copies of what the model has itself. Raises `ModelRefused` for others that the
     layers have no place for, and for integers."""
-    own, mapping, state = _own(network), network.get_weight_conversions(model), network.state_dict()
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    chosen: list[str] = []
-    astray: list[str] = []
-    for name in names:
-        target, _ = rename_source_key(name, renamings, converters, network.base_model_prefix, state)
-        if target not in state and name in state:
-            target = name
+    own, chosen, astray = _own(network), list[str](), list[str]()
+    for name, target, _ in renamed(network, network.get_weight_conversions(model), names):
         if target in own:
             chosen.append(name)
-            if own[target].is_floating_point() and weights.tensors[name].dtype not in FLOATS:
-                raise ModelRefused(
-                    f"{weights.tensors[name].file} holds {name} as {weights.tensors[name].dtype}; float32, bfloat16 "
-                    f"and float16 weights are served"
-                )
+            check_type(name, weights.tensors[name], own[target])
         elif not _SHARED.search(name):
             astray.append(name)
     if astray:
@@ -275,15 +266,9 @@ def build_mtp_head(network: MtpModel, target: Guest, backends: Sequence[Backend]
     try:
         head = _flat(network, target, backends)
         _check_output_head(head, target)
-        verdict = _self_test(head, target)
+        _self_test(head, target)
     except MODEL_ERRORS as error:
-        reason = str(error) if isinstance(error, KvcellarError) else f"its code raised {type(error).__name__}: {error}"
-        raise ModelRefused(f"the MTP layers of {_name(target)} cannot be run: {reason}") from error
-    if not verdict.passed:
-        raise ModelRefused(
-            f"the MTP layers of {_name(target)} cannot be run: rows differ by {verdict.difference:.1e} from their own "
-            f"forward ({verdict.bound:.0e} is allowed)"
-        )
+        raise ModelRefused(f"the MTP layers of {_name(target)} cannot be run: {reason_of(error)}") from error
     return head
 
 
@@ -322,7 +307,7 @@ def _check_output_head(head: MtpHead, target: Guest) -> None:
     plan = memory.begin(Batch((Feed(1, Span(0, TESTED)),)))
     theirs, hidden = target.forward_with_hidden(memory, plan, ids, range(TESTED))
     memory.abandon()
-    gap = _gap(head.logits(hidden), theirs)
+    gap = relative_gaps(head.logits(hidden), theirs)
     if not worst([gap], judged_as(target.model)) <= TOLERANCE[judged_as(target.model)]:
         raise ModelRefused(
             f"{_name(target)} scales or bounds its hidden states or logits, and transformers' MTP model does not: for "
@@ -330,14 +315,9 @@ def _check_output_head(head: MtpHead, target: Guest) -> None:
         )
 
 
-def _gap(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The difference of each row, relative to the largest value."""
-    theirs = theirs.float()
-    return (ours.float() - theirs).abs().amax(-1) / max(1.0, float(theirs.abs().max()))
-
-
-def _self_test(head: MtpHead, target: Guest) -> Verdict:
-    """Two texts through a memory, in parts, side by side, and one step abandoned, against the layers' own forward."""
+def _self_test(head: MtpHead, target: Guest) -> None:
+    """Two texts through a memory, in parts, side by side, and one step abandoned, against the layers' own forward.
+    Raises `ModelRefused`."""
     draw = torch.Generator().manual_seed(0)
     texts = {seq: random_tokens(target.model, TESTED, draw) for seq in (1, 2)}
     hidden = {seq: torch.randn(TESTED, head.hidden_size, generator=draw).to(head.device, head.dtype) for seq in texts}
@@ -355,10 +335,9 @@ def _self_test(head: MtpHead, target: Guest) -> Verdict:
         memory.commit()
         start = 0
         for seq, span in part.items():
-            gaps.append(_gap(rows[start : start + len(span)], expected[seq][span.start : span.end]))
+            gaps.append(relative_gaps(rows[start : start + len(span)], expected[seq][span.start : span.end]))
             start += len(span)
-    kind = judged_as(target.model)
-    return Verdict(worst(gaps, kind), TOLERANCE[kind])
+    check_rows(worst(gaps, judged_as(target.model)), target)
 
 
 def _rows(

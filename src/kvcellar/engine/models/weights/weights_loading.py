@@ -6,7 +6,7 @@ Always true: every stored tensor is copied into the network, or named in a note,
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -183,13 +183,18 @@ def _joining(operation: object) -> str:
 
 
 def _renamed(skeleton: PreTrainedModel, weights: WeightsFiles) -> Iterator[tuple[str, str, str | None]]:
+    return renamed(skeleton, get_model_conversion_mapping(skeleton), weights.tensors)
+
+
+def renamed(
+    network: PreTrainedModel, conversions: Sequence[Any], names: Iterable[str]
+) -> Iterator[tuple[str, str, str | None]]:
     """Of each stored tensor its name, the name it is loaded under, and the pattern of the converter that converts it
     there; None: it is loaded as it is."""
-    conversions = get_model_conversion_mapping(skeleton)
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
     converters = [one for one in conversions if isinstance(one, WeightConverter)]
-    prefix, own = skeleton.base_model_prefix, skeleton.state_dict()
-    for name in weights.tensors:
+    prefix, own = network.base_model_prefix, network.state_dict()
+    for name in names:
         target, converter = rename_source_key(name, renamings, converters, prefix, own)
         if target not in own and name in own:
             target, converter = rename_source_key(name, [], [], prefix, own)
@@ -207,9 +212,14 @@ def check_types(skeleton: PreTrainedModel, weights: WeightsFiles, targets: Mappi
                 f"belongs to a Conv1D, whose weights are transposed. Such files are not read: load unquantised weights"
             )
     for name, target in targets.items():
-        stored = weights.tensors[name]
-        if target in own and own[target].is_floating_point() and stored.dtype not in FLOATS:
-            raise _unserved(name, stored)
+        if target in own:
+            check_type(name, weights.tensors[name], own[target])
+
+
+def check_type(name: str, stored: Stored, place: torch.Tensor) -> None:
+    """Refuse a tensor for a float parameter that is not stored as floats of 16 bits or more."""
+    if place.is_floating_point() and stored.dtype not in FLOATS:
+        raise _unserved(name, stored)
 
 
 def check_floats(weights: WeightsFiles) -> None:

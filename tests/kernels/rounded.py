@@ -24,7 +24,7 @@ class Emulated(nn.Module):
 
     def __init__(self, layer: QuantisedLinear) -> None:
         super().__init__()
-        self.codes = layer.codes()
+        self.codes = layer._coded()[0].codes()
         self.dense = self.codes.dense().double()
         self.bias = None if layer.bias is None else layer.bias.double()
 

@@ -151,7 +151,7 @@ def test_rows_of_zeros_and_of_tiny_numbers_are_the_bias(build: QuantisedKernel) 
 def test_codes_are_kept_and_dense_weights_are_made_of_them(native: QuantisedKernel) -> None:
     for codes in every_codes():
         layer = QuantisedLinear(native, codes, None, torch.float32)
-        kept = layer.codes()
+        kept = layer._coded()[0].codes()
         kept.check()
         assert torch.equal(kept.values, codes.values)
         assert torch.equal(kept.scales.float(), codes.scales.float())

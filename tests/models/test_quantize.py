@@ -22,7 +22,7 @@ from kvcellar.engine.models.quantize.kinds import canonical_kind, report_lines
 from kvcellar.engine.models.quantize.rounding import int4_groups, int8_rows, pack, unpack
 from kvcellar.engine.models.quantize.selection import choose
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.progress import Progress
+from kvcellar.progress import Progress, listening
 from tests.models.assistants import saved as assistant
 from tests.models.assistants import target as assistant_target
 from tests.models.quantised import decoded, densified, quantization, saved, stored, types
@@ -340,7 +340,8 @@ def test_the_same_source_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_the_report_has_sizes_and_counts(tmp_path: Path) -> None:
     source, seen = saved(tmp_path / "m", vocab_size=128), list[Progress]()
-    report = quantize_directory(source, tmp_path / "q", "q4", measure=False, progress=seen.append)
+    with listening(seen.append):
+        report = quantize_directory(source, tmp_path / "q", "q4", measure=False)
     assert json.loads(json.dumps(report)) == report
     assert (report["kind"], report["method"]) == ("int4", "signed-max")
     first, *_ = report_lines(report, "Q4")

@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcellar.errors import KvcellarError
+from kvcellar.files import Files
 from kvcellar.places import NoPlace, cache, make_private
 from kvcellar.progress import report
 
@@ -146,22 +147,13 @@ def _compile(compiler: Sequence[str], source: Path, directory: Path, stem: str, 
                 path = directory / f"{stem}-{_digest(file.read())}.so"
                 os.fsync(file.fileno())
             made.replace(path)
-            _sync(directory)
+            Files().sync_directory(directory)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "no space left on its disk" if full else error.strerror
         raise NotCompiled(f"its library cannot be kept in {directory}: {reason}") from error
     log.debug("compiled %s into %s", source, path)
     return path
-
-
-def _sync(directory: Path) -> None:
-    """Make the names in a directory durable."""
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _stamp(program: str, environment: Mapping[str, str]) -> tuple[int, ...]:

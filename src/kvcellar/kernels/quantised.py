@@ -107,11 +107,6 @@ class QuantisedLinear(OwnLinear):
         """Bytes of the codes and what belongs to them."""
         return sum(part.nbytes for part in self._coded())
 
-    def codes(self) -> Codes:
-        """A copy of the codes, in the usual order."""
-        (part,) = self._coded()
-        return part.codes()
-
     def _coded(self) -> list[_Coded]:
         return [part for part in self.parts if isinstance(part, _Coded)]
 

@@ -11,7 +11,7 @@ A peak is the most bytes of tensors that a piece of code has at once, beside tho
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 from weakref import finalize
@@ -19,6 +19,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvcellar.engine.core.scheduler import ROUND
 from kvcellar.engine.load.capacity import Capacity
@@ -60,26 +61,19 @@ class Meter:
     bytes: int = 0
 
 
-def peak(device: torch.device) -> AbstractContextManager[Meter]:
+@contextmanager
+def peak(device: torch.device) -> Iterator[Meter]:
     """Measures the peak bytes of tensors on `device` within the block."""
-    return _Cuda(device) if device.type == "cuda" else _Counted()
-
-
-class _Cuda(Meter):
-    """Uses the statistics of the CUDA allocator."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __enter__(self) -> "_Cuda":
-        torch.cuda.synchronize(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        torch.cuda.synchronize(self._device)
-        self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+    if device.type != "cuda":
+        with _Counted() as meter:
+            yield meter
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before, meter = torch.cuda.memory_allocated(device), Meter()
+    yield meter
+    torch.cuda.synchronize(device)
+    meter.bytes = torch.cuda.max_memory_allocated(device) - before
 
 
 class _Counted(TorchDispatchMode, Meter):
@@ -92,37 +86,27 @@ class _Counted(TorchDispatchMode, Meter):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors(
-            (args, tuple(kwargs.values()) if kwargs else ())
-        ):  # arguments existed before, also if they are written in place, so they do not count
-            self._see(tensor, ours=False)
+        self._see((args, kwargs), ours=False)  # they existed before, also if they are written in place
         out = func(*args, **(kwargs or {}))
-        for tensor in _tensors((out,)):
-            self._see(tensor, ours=True)
+        self._see(out, ours=True)
         return out
 
-    def _see(self, tensor: Tensor, *, ours: bool) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._known:
-            nbytes = storage.nbytes() if ours else 0
-            self._known.add(storage._cdata)
-            self._now += nbytes
-            self.bytes = max(self.bytes, self._now)
-            finalize(storage, self._gone, storage._cdata, nbytes)
+    def _see(self, found: Any, *, ours: bool) -> None:
+        """Count the new tensors in nested values, except packed weights, whose storage cannot be accessed."""
+        for tensor in tree_leaves(found):
+            if not isinstance(tensor, Tensor) or tensor.is_mkldnn:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                nbytes = storage.nbytes() if ours else 0
+                self._known.add(storage._cdata)
+                self._now += nbytes
+                self.bytes = max(self.bytes, self._now)
+                finalize(storage, self._gone, storage._cdata, nbytes)
 
     def _gone(self, storage: int, nbytes: int) -> None:
         self._known.discard(storage)
         self._now -= nbytes
-
-
-def _tensors(found: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments, except packed weights, whose storage cannot be accessed."""
-    for part in found:
-        if isinstance(part, Tensor):
-            if not part.is_mkldnn:
-                yield part
-        elif isinstance(part, list | tuple):
-            yield from _tensors(part)
 
 
 ROWS = (136, 160)  # of a prompt: both larger than the blocks of rows in which a backend computes scores

@@ -86,7 +86,11 @@ def generation_defaults(fields: Mapping[str, Any], *, context: int | None = None
     false, or a `top_p` that leaves only the most likely token, decoding is greedy, and sampling filters are ignored.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
-    _check_guidance(fields.get("guidance_scale"))
+    if (scale := fields.get("guidance_scale", 1)) != 1:
+        raise ModelRefused(
+            f"generation_config.json: guidance_scale is {scale!r}: classifier-free guidance needs two forwards for "
+            f"each token and is not supported. Remove the field to serve the model without it."
+        )
     greedy = _why_greedy(fields)
     followed = [(name, one) for name, one in _FOLLOWED.items() if name in fields and not (greedy and one.filters)]
     values = {one.name: _value(name, fields[name], one.kind) for name, one in followed}
@@ -139,14 +143,6 @@ def _note(name: str, value: object, why: str) -> str:
     text = repr(value)
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return f"generation config: {name}={text} is not followed: {why}"
-
-
-def _check_guidance(scale: object) -> None:
-    if scale is not None and scale != 1:
-        raise ModelRefused(
-            f"generation_config.json: guidance_scale is {scale!r}: classifier-free guidance needs two forwards for "
-            f"each token and is not supported. Remove the field to serve the model without it."
-        )
 
 
 def _value(name: str, value: Any, kind: Kind) -> Any:

@@ -205,7 +205,9 @@ def load(
             coding = coding_of(skeleton, stored, weights, place, os.environ)
             network, notes = _filled(path, skeleton, kind, stored, coding if isinstance(coding, Coding) else None)
             network.generation_config = skeleton.generation_config
-            loaded = _loaded(name, path, network, defaults, text, (*notes, *_why_dense(coding)), stored.forms)
+            if isinstance(coding, str):
+                notes.append(f"its quantised weights are decoded when they are loaded: {coding}")
+            loaded = _loaded(name, path, network, defaults, text, notes, stored.forms)
             if isinstance(coding, Coding):
                 loaded = replace(loaded, served=_replaced(path, network, coding, stored))
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
@@ -228,10 +230,6 @@ def locate(model: str | Path) -> tuple[str, Path]:
 def is_network(model: object) -> TypeGuard[PreTrainedModel]:
     """Whether it is a model of transformers."""
     return isinstance(model, PreTrainedModel)
-
-
-def _why_dense(coding: Coding | str | None) -> tuple[str, ...]:
-    return (f"its quantised weights are decoded when they are loaded: {coding}",) if isinstance(coding, str) else ()
 
 
 def _given(model: PreTrainedModel, weights: str) -> Loaded:

@@ -192,15 +192,12 @@ class Mixing:
         door of the step again."""
         self._grids = self._grids or self._all_grids()
         whole: Any = None
-        for segments, length, rows in self._grids:
-            if rows is None:
-                change = self._all_of(len(segments), length)
-                out = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length, opened)
+        for grid in self._grids:
+            out = self._call(grid, forward, args, kwargs, opened)
+            if grid.rows is None:
                 # In the order that results of several lengths have: sums over a row depend on its strides.
                 return mapped(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]).contiguous() if x.dim() > 1 else x)
-            change = self._some_of(rows)
-            part = self._call(forward, mapped(args, change), mapped(kwargs, change), segments, length, opened)
-            whole = self._joined(whole, part, rows)
+            whole = self._joined(whole, out, grid.rows)
         return whole
 
     def _all_grids(self) -> list[Grid]:
@@ -218,21 +215,26 @@ class Mixing:
             for length, segments in by_length.items()
         ]
 
-    def _call(
-        self,
-        forward: Forward,
-        args: Any,
-        kwargs: Any,
-        segments: Sequence[StateSegment],
-        length: int,
-        opened: Opened,
-    ) -> Any:
+    def _call(self, grid: Grid, forward: Forward, args: Any, kwargs: Any, opened: Opened) -> Any:
+        segments, length, rows = grid
+
+        def selected(x: Tensor) -> Tensor:
+            """[1,T,...] -> [B,L,...]"""
+            if x.dim() < 2 or x.shape[:2] != (1, self.tokens):
+                return x
+            return x.reshape(len(segments), length, *x.shape[2:]) if rows is None else x[0][rows]
+
+        args, kwargs = mapped(args, selected), mapped(kwargs, selected)
+
         def rerun(indices: Sequence[int], fewer: int) -> StateView:
-            part = _part_of(list(indices), len(segments), length, fewer)
+            def part(x: Tensor) -> Tensor:
+                """Of some segments, the first `fewer` tokens."""
+                of_all = x.dim() > 1 and x.shape[:2] == (len(segments), length)
+                return x[list(indices), :fewer] if of_all else x
+
             view = StateView(self.memory.states, [segments[i] for i in indices], fewer)
-            some_args, some_kwargs = mapped(args, part), mapped(kwargs, part)
             with torch.inference_mode(), opened():
-                self._run(view, forward, some_args, some_kwargs)
+                self._run(view, forward, mapped(args, part), mapped(kwargs, part))
             return view
 
         revertible = any(segment.seq in self.revertible for segment in segments)
@@ -248,15 +250,6 @@ class Mixing:
         finally:
             self.view = None
 
-    def _is_flat(self, x: Tensor) -> bool:
-        return x.dim() > 1 and x.shape[:2] == (1, self.tokens)
-
-    def _all_of(self, n: int, length: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: x.reshape(n, length, *x.shape[2:]) if self._is_flat(x) else x
-
-    def _some_of(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x: x[0][rows] if self._is_flat(x) else x
-
     def _joined(self, whole: Any, part: Any, rows: Tensor) -> Any:
         """Write `part` [B,L,...] at its rows of `whole` [1,T,...], which is allocated if it is None."""
         if isinstance(part, Tensor) and part.shape[:2] == rows.shape:
@@ -268,11 +261,6 @@ class Mixing:
             wholes = whole if whole is not None else (None,) * len(part)
             return tuple(self._joined(w, p, rows) for w, p in zip(wholes, part, strict=True))
         return part
-
-
-def _part_of(indices: list[int], n: int, length: int, fewer: int) -> Callable[[Tensor], Tensor]:
-    """Select the first `fewer` of L tokens of some of n sequences from a tensor of all."""
-    return lambda x: x[indices, :fewer] if x.dim() > 1 and x.shape[:2] == (n, length) else x
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

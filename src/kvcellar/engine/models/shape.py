@@ -202,7 +202,8 @@ class ProbeDoor(StoreProbe):
 
     def _layout(self, module: nn.Module, mask: Any) -> Layout:
         """That of the rule behind this mask: the tensor that `mask` returned, or a slice of it, still all True."""
-        found = [i for i, (own, *_) in enumerate(self._masks) if isinstance(mask, Tensor) and _share_storage(own, mask)]
+        place = mask.untyped_storage().data_ptr() if isinstance(mask, Tensor) else None
+        found = [i for i, (own, *_) in enumerate(self._masks) if own.untyped_storage().data_ptr() == place]
         if not found or not bool(mask.all()):
             raise ModelRefused(f"{type(module).__name__} attends with a mask that the model made or changed by itself")
         index = found[0]
@@ -210,10 +211,6 @@ class ProbeDoor(StoreProbe):
             _, rule, local_size = self._masks[index]
             self._layouts[index] = recognise(rule, local_size, self._context, mask.device)
         return self._layouts[index]
-
-
-def _share_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ Each field of the metadata of an architecture is checked as it is read, and none
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -200,7 +200,6 @@ class _Architecture:
     norm_name: str = "model.norm"
     permuted: bool = False  # rows of q and k, within each head
     norms_plus_one: bool = False
-    classes: tuple[str, ...] = field(default=())
 
 
 def imported(header: Header) -> Imported:
@@ -431,7 +430,7 @@ def _parts(stored: Stored, found: _Architecture, config: Mapping[str, Any], head
 def _part(name: str, stored: Stored, found: _Architecture, base: str, config: Mapping[str, Any]) -> Part:
     part = Part(name, stored, stored.shape)
     if found.norms_plus_one and base.endswith("_norm"):
-        part = replace(part, change=_minus_one)
+        part = replace(part, change=lambda values: values - 1)
     if found.permuted and base in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if base == "attn_q" else "num_key_value_heads"]
         if stored.shape[0] != heads * config["head_dim"] or config["head_dim"] % 2:
@@ -451,10 +450,6 @@ def _experts(layer: str, name: str, stored: Stored, config: Mapping[str, Any], h
     for expert in range(count):
         one = Stored(stored.name, stored.shape[1:], stored.type, stored.offset + expert * size, size)
         yield Part(f"{layer}.{expert}.{name}.weight", one, one.shape)
-
-
-def _minus_one(values: Tensor) -> Tensor:
-    return values - 1
 
 
 def _unpermuted(rows: Tensor, heads: int) -> Tensor:

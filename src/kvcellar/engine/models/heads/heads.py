@@ -7,7 +7,6 @@ their own (`assistant_head.py`). Other kinds are recognised by their configs, an
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, AssistantHead, load_assistant
@@ -75,14 +74,11 @@ def kind_of(path: Path) -> tuple[str | None, str | None]:
         return None, None
     fields = read_object(path / "config.json")
     model_type = fields.get("model_type")
-    names = [model_type, fields.get("speculators_model_type"), *_strings(fields.get("architectures"))]
+    listed = fields.get("architectures")
+    names = [model_type, fields.get("speculators_model_type"), *(listed if isinstance(listed, list) else [listed])]
     named = [name.lower() for name in names if isinstance(name, str)]
     named += [key for key in fields if re.search(r"^(eagle|dflash|medusa|speculators?)_", key)]
     for pattern, why in _NAMED.items():
         if any(re.search(pattern, name) for name in named):
             return None, why
     return model_type if isinstance(model_type, str) else None, None
-
-
-def _strings(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]

@@ -40,7 +40,6 @@ from kvcellar.engine.models.weights.config_file import config_fields, read_objec
 from kvcellar.engine.models.weights.weights_files import MTP_FILE, Stored, WeightsFiles, opened, opened_file
 from kvcellar.engine.models.weights.weights_loading import check_floats, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, shown
-from kvcellar.progress import Listener, listening
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,6 @@ def quantize_directory(
     calibrate: str | None = None,
     draft: bool = False,
     measure: bool = True,
-    progress: Listener | None = None,
 ) -> Mapping[str, Any]:
     """Write the model of `source` to the new directory `into` with weights of `kind`. Returns the report, of values
     that JSON can represent; `report_lines` has it as text.
@@ -133,7 +131,7 @@ def quantize_directory(
     """
     kind = canonical_kind(kind)
     _check_method(kind, method, calibrate)
-    with silence_transformers(), listening(progress), _created(into):
+    with silence_transformers(), _created(into):
         with ExitStack() as files:
             fields = _unquantised(source)
             weights = [files.enter_context(opened(source))]

@@ -28,7 +28,7 @@ from kvcellar.engine.models.input_limits import context_of, random_tokens, vocab
 from kvcellar.engine.models.load import Loaded, load
 from kvcellar.engine.models.quantize.kinds import DENSE
 from kvcellar.errors import BadRequest, ModelRefused
-from kvcellar.progress import Listener, listening, report
+from kvcellar.progress import report
 
 SHORTEST = 16  # tokens of a window
 
@@ -205,33 +205,24 @@ class _Differences:
 
 
 def measure_harm(
-    source: Model,
-    quantised: Model,
-    *,
-    weights: str = DENSE,
-    text: str | None = None,
-    progress: Listener | None = None,
-    **how: Any,
+    source: Model, quantised: Model, *, weights: str = DENSE, text: str | None = None, **how: Any
 ) -> Mapping[str, Any]:
     """Mean KL divergence in nats of the predictions from the source's, the share of equal most likely tokens, and both
     perplexities, on the first tokens of `text`, or on samples of the source. Raises `ModelRefused`, `BadRequest`.
 
     `quantised` is loaded with these `weights`, so it may be the source; `how` are other arguments of `load`, for both.
     """
-    with listening(progress):
-        loaded = load(source, **how)
-        count = max(1, min(WINDOWS, _STORED // (LENGTH * vocabulary_of(loaded.model))))
-        report("measuring the source")
-        windows = (
-            sampled(loaded.model, count, LENGTH, seed=_SEED) if text is None else of_text(loaded, text, count, LENGTH)
-        )
-        expected = [_logits(loaded.model, ids) for ids in windows.ids]
-        del loaded
-        network = load(quantised, weights=weights, **how).model
-        sums = _Differences()
-        for done, (ids, own) in enumerate(zip(windows.ids, expected, strict=True)):
-            report("measuring the quantised weights", done, len(expected))
-            _compare(ids, own.float(), _logits(network, ids).float(), sums)
+    loaded = load(source, **how)
+    count = max(1, min(WINDOWS, _STORED // (LENGTH * vocabulary_of(loaded.model))))
+    report("measuring the source")
+    windows = sampled(loaded.model, count, LENGTH, seed=_SEED) if text is None else of_text(loaded, text, count, LENGTH)
+    expected = [_logits(loaded.model, ids) for ids in windows.ids]
+    del loaded
+    network = load(quantised, weights=weights, **how).model
+    sums = _Differences()
+    for done, (ids, own) in enumerate(zip(windows.ids, expected, strict=True)):
+        report("measuring the quantised weights", done, len(expected))
+        _compare(ids, own.float(), _logits(network, ids).float(), sums)
     return _summary(windows, sums)
 
 

@@ -217,15 +217,12 @@ def coding_of(
     }
     stacks = stacks_of(skeleton, weights, plain, kinds.__contains__)
     if setting in QUANTISED and not (modules or stacks):
-        raise BadRequest(_nothing_fits(setting, type(skeleton).__name__), "weights")
+        raise BadRequest(
+            f"weights cannot be {setting}: {type(skeleton).__name__} has no linear layers or experts that are "
+            f"quantised (layers with transposed weights, as GPT-2 has, are not, nor are small ones). Use {AUTO} or {DENSE}",
+            "weights",
+        )
     return Coding(kernels, kinds, modules, stacks, weights.slices, setting)
-
-
-def _nothing_fits(setting: str, network: str) -> str:
-    return (
-        f"weights cannot be {setting}: {network} has no linear layers or experts that are quantised (layers with "
-        f"transposed weights, as GPT-2 has, are not, nor are small ones). Use {AUTO} or {DENSE}"
-    )
 
 
 def given(network: PreTrainedModel, setting: str, environment: Mapping[str, str]) -> Served | None:
@@ -242,7 +239,13 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
     """Replace the layers and the output head, one by one. Raises `ModelRefused` for weights that are not finite."""
     linear, dense = _linear_layers(network), dict.fromkeys(coding.left, _LEFT)
     made: dict[str, QuantisedLinear] = {}
-    head = [place for place, one in linear.items() if _is_head(one, network) and place not in coding.modules.values()]
+    head = [
+        place
+        for place, one in linear.items()
+        if one is network.get_output_embeddings()
+        and one.weight.numel() >= FEWEST
+        and place not in coding.modules.values()
+    ]
     arena = Arena(sum(most_bytes(*linear[place].weight.shape) for place in (*coding.modules.values(), *head)))
 
     def put(place: str, codes: Codes) -> None:
@@ -261,7 +264,7 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
             put(place, codes)
     stacks = list(_replaced_stacks(network, coding, dense))
     for place in head if made or stacks else ():
-        put(place, Codes(*_without_table(int8_rows(linear[place].weight))))
+        put(place, _eight_bits(linear[place].weight))
     if stacks:
         serve_experts(network)
     everything = [*made.values(), *stacks]
@@ -288,10 +291,6 @@ def _replaced_stacks(network: PreTrainedModel, coding: Coding, dense: dict[str, 
                 dense |= dict.fromkeys(stack.stored, why or "")
 
 
-def _is_head(layer: nn.Linear, network: PreTrainedModel) -> bool:
-    return layer is network.get_output_embeddings() and layer.weight.numel() >= FEWEST
-
-
 def _codes(name: str, coding: Coding) -> Codes | str:
     """The codes of one weight, or why it is dense."""
     part, kind = coding.slices[name], coding.kinds[name]
@@ -301,7 +300,7 @@ def _codes(name: str, coding: Coding) -> Codes | str:
     weight: Tensor = part[...]
     _check_finite(name, weight)
     if kind == INT8:
-        return Codes(*_without_table(int8_rows(weight)))
+        return _eight_bits(weight)
     values, scales = int4_groups(weight)
     return Codes((values + _HALF).view(torch.uint8), INT4, scales)
 
@@ -314,9 +313,9 @@ def _check_finite(name: str, weight: Tensor) -> None:
         )
 
 
-def _without_table(rounded: tuple[Tensor, Tensor]) -> tuple[Tensor, None, Tensor]:
-    values, scales = rounded
-    return values, None, scales
+def _eight_bits(weight: Tensor) -> Codes:
+    values, scales = int8_rows(weight)
+    return Codes(values, None, scales)
 
 
 def _linear_layers(network: nn.Module) -> dict[str, nn.Linear]:

@@ -82,7 +82,8 @@ def pack_experts(model: PreTrainedModel, environment: Mapping[str, str]) -> int 
         kernels = ExpertsKernel(environment), PanelKernel(environment)
     except NotCompiled as error:
         return str(error)
-    if kernels[1].multiplies == FOREIGN and any(_is_narrow(module) for module in modules.values()):
+    types = {one._parameters[name].dtype for one in modules.values() for name in weights_of(one)}
+    if kernels[1].multiplies == FOREIGN and torch.bfloat16 in types:
         return "this CPU has instructions for bfloat16 that torch uses, and our kernel does not"
     first = next(iter(modules))
     if (reason := _differs(kernels, modules[first])) is not None:
@@ -110,10 +111,6 @@ def _why_plain(module: Any) -> str | None:
         if weight.dim() != 3 or not weight.numel() or type(weight.detach()) is not Tensor:
             return f"{name} is no plain tensor of three dimensions"
     return None
-
-
-def _is_narrow(module: Any) -> bool:
-    return any(module._parameters[name].dtype is torch.bfloat16 for name in weights_of(module))
 
 
 def weights_of(module: Any) -> tuple[str, str]:

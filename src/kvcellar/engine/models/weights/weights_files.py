@@ -24,6 +24,7 @@ from kvcellar.errors import ModelRefused
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"  # of a model's MTP head, if that is not in the model's own files
 MOST_TENSORS = 1 << 20  # of all files together; a record is made for each
+_FEW = 3  # names in a message
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -197,7 +198,7 @@ def check_shapes(skeleton: PreTrainedModel, weights: WeightsFiles) -> None:
         )
 
 
-def first_few(names: Sequence[str], most: int = 3) -> str:
+def first_few(names: Sequence[str]) -> str:
     """The first few of some names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + more

@@ -81,23 +81,15 @@ class Quantisation:
 
     def targeting(self, module: str) -> Scheme | None:
         """The scheme of a module by its name: exact names are before patterns, and patterns before class names."""
-        for matches in (_is_named, _is_matched, _is_class):
+        for matches in (
+            lambda target: target == module,
+            lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,
+            lambda target: target == "Linear",
+        ):
             for targets, scheme in self.groups:
-                if any(matches(target, module) for target in targets):
+                if any(map(matches, targets)):
                     return scheme
         return None
-
-
-def _is_named(target: str, module: str) -> bool:
-    return target == module
-
-
-def _is_matched(target: str, module: str) -> bool:
-    return target.startswith("re:") and re.match(target[3:], module) is not None
-
-
-def _is_class(target: str, module: str) -> bool:
-    return target == "Linear"
 
 
 def quantisation_of(raw: Mapping[str, Any]) -> Quantisation:

@@ -222,18 +222,14 @@ class ModelOpt:
                 weight, weight, name, weights, 16, "ModelOpt nvfp4, one scale for 16 inputs of an output",
                 types=("F8_E4M3",), outer=outer,
             )  # fmt: skip
-        exponents = weights.tensors[name].dtype == "U8"
-        return eights(weight, name, weights, (1, 32) if exponents else _block_of(name, weights), "ModelOpt fp8")
+        scales = weights.tensors[name]
+        block = (128, 128) if len(scales.shape) == 4 else None  # which is known by four dimensions
+        return eights(weight, name, weights, (1, 32) if scales.dtype == "U8" else block, "ModelOpt fp8")
 
 
 def _weight(scale: str) -> str:
     """The name of the weight of a scale; empty for names of others."""
     return next((scale.removesuffix(suffix) for suffix in _SCALES if scale.endswith(suffix)), "")
-
-
-def _block_of(scale: str, weights: WeightsFiles) -> Block | None:
-    """ModelOpt's blocks are 128 x 128, and known by four dimensions."""
-    return (128, 128) if len(weights.tensors[scale].shape) == 4 else None
 
 
 class Mxfp4:

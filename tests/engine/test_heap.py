@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 
-from kvcellar.engine.load import build, machine
-from kvcellar.engine.load.machine import trim_heap
+from kvcellar.engine.load import build
+from kvcellar.kernels import arena
+from kvcellar.kernels.arena import trim_heap
 from tests.engine.mixes import small_engine
 
 FREED = """
 import re
-from kvcellar.engine.load.machine import trim_heap
+from kvcellar.kernels.arena import trim_heap
 
 def used():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read()).group(1))
@@ -40,7 +41,7 @@ def test_what_is_free_between_what_is_used_goes_back() -> None:
 
 
 def test_where_there_is_no_such_function_nothing_is_done() -> None:
-    with mock.patch.object(machine.ctypes, "CDLL", return_value=object()) as opened:
+    with mock.patch.object(arena.ctypes, "CDLL", return_value=object()) as opened:
         trim_heap()
     opened.assert_called_once_with(None)
 

@@ -325,9 +325,9 @@ def test_memory_of_plain_weights_is_given_back_while_a_model_is_packed(
     native: PanelKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed, "TRIMMED", 1 << 20)
-    honest, sizes = packed.trim, []
+    honest, sizes = packed.trim_heap, []
     monkeypatch.setattr(
-        packed, "trim", lambda: sizes.append(sum(one.numel() for one in model.parameters())) or honest()
+        packed, "trim_heap", lambda: sizes.append(sum(one.numel() for one in model.parameters())) or honest()
     )
     model = nn.Sequential(*(plain(512, 640, torch.float32, bias=False) for _ in range(4)))
     pack(model)

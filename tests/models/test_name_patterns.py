@@ -38,6 +38,7 @@ def test_a_pattern_that_backtracks_for_years_takes_no_time() -> None:
     name = "model.layers.0.self_attn.q_proj" * 3
     assert not NamePattern("((a|[a-z._0-9])+)+Q", "targets", Effort()).fullmatch(name)
     assert not NamePattern("(.*.*.*.*)*x{3}!", "targets", Effort()).matches(name)
+    assert not NamePattern("(?:a|aa)" * 60 + "b", "targets", Effort()).fullmatch("a" * 90)
     assert NamePattern("(.?){1000000}", "targets", Effort()).fullmatch(name)
 
 

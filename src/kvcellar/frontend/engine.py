@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
 from kvcellar.engine.card import ModelCard
-from kvcellar.engine.load.settings import EngineOptions, Settings, conversation_bytes, settings_of
-from kvcellar.engine.load.store_key import cipher_of, secret_of
+from kvcellar.engine.load.settings import EngineOptions, Settings, cipher_of, conversation_bytes, secret_of, settings_of
 from kvcellar.engine.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.engine.request_options import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.stats import EngineStats

@@ -8,7 +8,6 @@ Always true: pages of an arena that no tensor was made in are not resident.
 
 import ctypes
 import mmap
-import platform
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -56,11 +55,14 @@ class Arena:
         return min(high - low, sum(size for start, end, size in _huge(lines) if start < high and end > low))
 
 
-def trim() -> None:
-    """Give pages of freed memory back to the system: the C library keeps those between others that are in use, and an
-    arena does not use them again."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+def trim_heap() -> None:
+    """Return freed memory to the system. glibc keeps what is between memory in use, a hundred megabytes where weights
+    were quantised, and an arena does not use it again; other C libraries have no such function, and nothing is done."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return
+    trim(ctypes.c_size_t(0))
 
 
 def _huge(lines: list[str]) -> list[tuple[int, int, int]]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.kernels.arena import Arena, trim
+from kvcellar.kernels.arena import Arena, trim_heap
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.layers import FOREIGN, OwnLinear, PanelKernel, PanelLinear, panel_bytes, panel_linear
 
@@ -147,7 +147,7 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
         setattr(model.get_submodule(parent), leaf, packed)
         del linear
         if own and (size - trimmed >= TRIMMED or name == names[-1]):
-            trim()
+            trim_heap()
             trimmed = size
     return Packing(count, size, own, packer.not_own, kept, packer.arena)
 

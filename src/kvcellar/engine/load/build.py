@@ -22,7 +22,7 @@ from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.engine.load.adapters import Adapters, open_adapters
 from kvcellar.engine.load.allocate import Needs, allocated, divided
 from kvcellar.engine.load.capacity import Capacity
-from kvcellar.engine.load.machine import Threads, threads_of, trim_heap
+from kvcellar.engine.load.machine import Threads, threads_of
 from kvcellar.engine.load.open_drafts import Drafts, Uses, open_drafts
 from kvcellar.engine.load.open_model import Opened, open_model
 from kvcellar.engine.load.open_store import Source, open_events, open_store
@@ -42,6 +42,7 @@ from kvcellar.engine.speculate.cost import step_clock
 from kvcellar.engine.speculate.draft_memory import DraftMemory
 from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.errors import BadRequest, forked_from
+from kvcellar.kernels.arena import trim_heap
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.prefixes import Shares

@@ -1,11 +1,10 @@
-"""machine: how many CPU threads and how much CPU memory this process may use, and memory given back.
+"""machine: how many CPU threads and how much CPU memory this process may use.
 
 The default of torch respects the CPU affinity of the process, but not the CPU quota of a container. Threads beyond the
 quota are all stopped until its next period, in the middle of a matrix product, which lasts until its slowest thread is
 done. So a quota is rounded down.
 """
 
-import ctypes
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -90,16 +89,6 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 def _read(file: Path) -> str:
     """A small file of the kernel; "" where it does not exist."""
     return file.read_text().strip() if file.is_file() else ""
-
-
-def trim_heap() -> None:
-    """Return to the system what loading has freed. glibc keeps freed memory below memory in use, a hundred megabytes
-    where weights were quantised; other C libraries have no such function, and nothing is done."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return
-    trim(ctypes.c_size_t(0))
 
 
 def free_cpu_bytes(root: Path = Path("/")) -> int:

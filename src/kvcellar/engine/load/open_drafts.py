@@ -195,9 +195,10 @@ def _loaded(
     """A draft model that fits. One that does not is refused before its weights are read."""
     before: list[DraftFit] = []
 
-    def fits(outline: Loaded) -> None:
+    def fits(outline: Loaded) -> bool:
         before.append(outline_fit(target, outline, checks))
         before[0].require()
+        return True
 
     weights = "dense" if settings.weights == "dense" else "auto"  # a draft is not quantised at load
     loaded = load(draft, dtype=settings.dtype, device=str(guest.device), weights=weights, check=fits)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.engine.load.machine import free_cpu_bytes
-from kvcellar.engine.load.settings import Settings, conversation_bytes, host_bytes_of
-from kvcellar.engine.load.store_key import cipher_of, secret_of
+from kvcellar.engine.load.settings import Settings, cipher_of, conversation_bytes, host_bytes_of, secret_of
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.memory import Memory

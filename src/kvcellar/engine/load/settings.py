@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -12,6 +13,7 @@ from kvcellar.engine.models.weights.placement import ONE_DEVICE, PARALLEL, why_n
 from kvcellar.engine.speculate.factory import DrafterFactory
 from kvcellar.errors import BadRequest, shown
 from kvcellar.memory.shapes import StoredAs
+from kvcellar.memory.tiers.codec import AesGcm, Cipher, Plain
 from kvcellar.places import state
 from kvcellar.text.tokens import SHORT, bytes_for
 
@@ -241,6 +243,23 @@ class EngineOptions(TypedDict, total=False):
 def store_directory(environment: Mapping[str, str]) -> Path:
     """Where a server stores snapshots, unless it is told another place. Raises `NoPlace`."""
     return state(environment) / "store"
+
+
+def cipher_of(settings: Settings) -> Cipher:
+    """What encrypts content in the store."""
+    if settings.store_key is None:
+        return Plain()
+    try:
+        return AesGcm(settings.store_key)
+    except ImportError as error:
+        raise BadRequest(
+            "store_key needs the package cryptography: install kvcellar[encryption]", "store_key"
+        ) from error
+
+
+def secret_of(settings: Settings) -> bytes:
+    """What names in the store depend on, so that with a key they tell nothing about tokens and names."""
+    return b"" if settings.store_key is None else blake2b(settings.store_key, person=b"kvcellar-names").digest()
 
 
 def conversation_bytes(settings: Settings) -> int:

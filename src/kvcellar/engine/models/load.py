@@ -170,11 +170,12 @@ def load(
     dtype: Dtype = "auto",
     device: str = "auto",
     weights: str = DENSE,
-    check: Callable[[Loaded], object] | None = None,
+    check: Callable[[Loaded], bool] | None = None,
 ) -> Loaded:
     """Build the network of a directory, a name, or (None) the embedded model. Raises `ModelNotFound`, `ModelRefused`,
     and `BadRequest` for any other type. `check` is called with the model before its weights are read, which are on the
-    meta device then; what it raises ends the load. `weights` is one of `WEIGHTS` in `quantize/kinds.py`.
+    meta device then; where it returns False, that model is returned. `weights` is one of `WEIGHTS` in
+    `quantize/kinds.py`.
 
     A network that is given stays as it is, on its device and in its dtype: what is loaded is a copy of its modules that
     shares its weights.
@@ -201,7 +202,9 @@ def load(
             check_shapes(skeleton, stored)
             if check is not None:
                 check_types(skeleton, stored, targets_of(skeleton, stored))
-                check(_loaded(name, path, skeleton, defaults, text))
+                outline = _loaded(name, path, skeleton, defaults, text)
+                if not check(outline):
+                    return outline
             coding = coding_of(skeleton, stored, weights, place, os.environ)
             network, notes = _filled(path, skeleton, kind, stored, coding if isinstance(coding, Coding) else None)
             network.generation_config = skeleton.generation_config

@@ -22,7 +22,7 @@ from kvcellar.errors import ModelRefused, shown
 
 MOST = 10_000  # characters of a pattern
 EFFORT = 20_000_000  # ends of parts of patterns that are found for one adapter; a few seconds
-_REPEATS = frozenset("*+?{")
+_BRANCHES = frozenset("*+?{|")  # where Python's matcher may try again
 _parser: Any = re._parser  # pyright: ignore[reportAttributeAccessIssue] - the only parser of these patterns
 _op: Any = re._constants  # pyright: ignore[reportAttributeAccessIssue]
 _CHARACTERS = (_op.LITERAL, _op.NOT_LITERAL, _op.ANY, _op.IN)
@@ -44,7 +44,7 @@ class NamePattern:
         if len(pattern) > MOST:
             raise ModelRefused(f"{what} has a pattern of {len(pattern)} characters; {MOST} are allowed")
         try:
-            self._plain = None if _REPEATS & set(pattern) else re.compile(pattern)
+            self._plain = None if _BRANCHES & set(pattern) else re.compile(pattern)
             _supported(self._parts, self)
         except (re.error, RecursionError, OverflowError, ValueError) as error:
             raise ModelRefused(f"{what}: {shown(pattern)} is not a regular expression: {error}") from error

@@ -219,7 +219,8 @@ def coding_of(
     if setting in QUANTISED and not (modules or stacks):
         raise BadRequest(
             f"weights cannot be {setting}: {type(skeleton).__name__} has no linear layers or experts that are "
-            f"quantised (layers with transposed weights, as GPT-2 has, are not, nor are small ones). Use {AUTO} or {DENSE}",
+            f"quantised (layers with transposed weights, as GPT-2 has, are not, nor are small ones). Use {AUTO} or "
+            f"{DENSE}",
             "weights",
         )
     return Coding(kernels, kinds, modules, stacks, weights.slices, setting)

@@ -11,15 +11,19 @@ atomic groups are refused.
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta, Struct, ValidationError, convert
 
 from kvcellar.engine.models.weights.config_file import read_object
 from kvcellar.errors import ModelRefused, shown
 
+T = TypeVar("T")
 MOST = 10_000  # characters of a pattern
 EFFORT = 20_000_000  # ends of parts of patterns that are found for one adapter; a few seconds
 _BRANCHES = frozenset("*+?{|")  # where Python's matcher may try again
@@ -201,10 +205,28 @@ CONFIG = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 MOST_PATTERNS = 100_000
 MOST_RANK = 1 << 20
-_FOLLOWED = frozenset({
-    "peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "exclude_modules", "rank_pattern",
-    "alpha_pattern", "use_rslora", "layers_to_transform", "layers_pattern", "init_lora_weights", "task_type",
-})  # fmt: skip
+Name = Annotated[str, Meta(min_length=1)]
+Rank = Annotated[int, Meta(ge=1, le=MOST_RANK)]
+Alpha = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]  # finite
+Layer = Annotated[int, Meta(ge=0)]
+LayerList = Annotated[str, Meta(pattern=r"^[\w.]*$")]
+
+
+class Fields(Struct, kw_only=True):
+    """The fields that are followed, as the file has them."""
+
+    base_model_name_or_path: str | None = None
+    r: Rank = 8
+    lora_alpha: Alpha = 8.0
+    use_rslora: bool | None = None
+    target_modules: Name | list[Name]
+    exclude_modules: str | list[Name] | None = None
+    layers_to_transform: Layer | list[Layer] | None = None
+    layers_pattern: LayerList | list[LayerList] | None = None
+    rank_pattern: Annotated[dict[str, Rank], Meta(max_length=MOST_PATTERNS)] | None = None
+    alpha_pattern: Annotated[dict[str, Alpha], Meta(max_length=MOST_PATTERNS)] | None = None
+
+
 _WITHOUT_EFFECT = frozenset({  # of training, of the form of the base weights, or of features that other fields select
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out", "inference_mode",
     "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
@@ -278,25 +300,34 @@ def adapter_config(directory: Path) -> AdapterConfig:
         raise ModelRefused(f"{directory} has no {CONFIG}, so it is no adapter in the form of peft")
     raw = read_object(directory / CONFIG)
     _check_kind(raw)
-    targets = raw.get("target_modules")
+    try:
+        fields = convert(raw, Fields)
+    except ValidationError as error:
+        raise ModelRefused(f"{CONFIG}: {error}") from error
+    targets, excluded, effort = fields.target_modules, fields.exclude_modules or [], Effort()
     everywhere = isinstance(targets, str) and targets.lower() == ALL_LINEAR
-    layers, effort = _layers(raw), Effort()
-    if isinstance(targets, str) and layers is not None:
+    if isinstance(targets, str) and fields.layers_to_transform not in (None, []):
         raise ModelRefused("layers_to_transform needs a list of target_modules, not a pattern")
     return AdapterConfig(
-        base=str(raw.get("base_model_name_or_path") or ""),
-        rank=_rank("r", raw.get("r", 8)),
-        alpha=_alpha("lora_alpha", raw.get("lora_alpha", 8)),
-        rslora=bool(raw.get("use_rslora")),
+        base=fields.base_model_name_or_path or "",
+        rank=fields.r,
+        alpha=fields.lora_alpha,
+        rslora=bool(fields.use_rslora),
         targets=None if everywhere else _modules("target_modules", targets, effort),
-        excluded=_modules("exclude_modules", raw.get("exclude_modules") or [], effort),
-        layers=layers,
-        layer_lists=_layer_lists(raw.get("layers_pattern") or []),
-        ranks=[(pattern, _rank("rank_pattern", rank)) for pattern, rank in _patterns(raw, "rank_pattern", effort)],
-        alphas=[
-            (pattern, _alpha("alpha_pattern", alpha)) for pattern, alpha in _patterns(raw, "alpha_pattern", effort)
-        ],
+        excluded=_modules("exclude_modules", excluded, effort),
+        layers=frozenset(_listed(fields.layers_to_transform)) or None,
+        layer_lists=tuple(filter(None, _listed(fields.layers_pattern))),
+        ranks=[(NamePattern(one, "rank_pattern", effort), rank) for one, rank in (fields.rank_pattern or {}).items()],
+        alphas=[(NamePattern(one, "alpha_pattern", effort), a) for one, a in (fields.alpha_pattern or {}).items()],
     )
+
+
+def _modules(field: str, value: str | list[str], effort: Effort) -> frozenset[str] | NamePattern:
+    return NamePattern(value, field, effort) if isinstance(value, str) else frozenset(value)
+
+
+def _listed(value: T | list[T] | None) -> list[T]:
+    return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _check_kind(raw: Mapping[str, Any]) -> None:
@@ -315,54 +346,7 @@ def _check_kind(raw: Mapping[str, Any]) -> None:
     for field, reason in _REFUSED.items():
         if raw.get(field):
             raise ModelRefused(f"{field} is set: {reason}, which is not supported")
-    known = _FOLLOWED | _WITHOUT_EFFECT | _REFUSED.keys() | {"bias"}
+    checked = {"peft_type", "task_type", "bias", "init_lora_weights"}
+    known = checked.union(Fields.__struct_fields__, _WITHOUT_EFFECT, _REFUSED)
     if strange := sorted(name for name, value in raw.items() if value and name not in known):
         raise ModelRefused(f"{CONFIG} sets {shown(strange[0])}, which is unknown and could change what it computes")
-
-
-def _modules(field: str, value: Any, effort: Effort) -> frozenset[str] | NamePattern:
-    if isinstance(value, str) and value:
-        return NamePattern(value, field, effort)
-    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
-        raise ModelRefused(f"{field} is {shown(value)}; a list of names or a pattern is needed")
-    return frozenset(value)
-
-
-def _layers(raw: Mapping[str, Any]) -> frozenset[int] | None:
-    value = raw.get("layers_to_transform")
-    if value is None or value == []:
-        return None
-    layers: Any = [value] if _is_whole(value) else value
-    if not isinstance(layers, list) or not all(_is_whole(one) and one >= 0 for one in layers):
-        raise ModelRefused(f"layers_to_transform is {shown(value)}; numbers of layers are needed")
-    return frozenset(layers)
-
-
-def _layer_lists(value: Any) -> tuple[str, ...]:
-    lists = [value] if isinstance(value, str) else value
-    if not isinstance(lists, list) or not all(isinstance(one, str) and re.fullmatch(r"[\w.]+", one) for one in lists):
-        raise ModelRefused(f"layers_pattern is {shown(value)}; names of lists of layers are needed, like layers")
-    return tuple(lists)
-
-
-def _patterns(raw: Mapping[str, Any], field: str, effort: Effort) -> list[tuple[NamePattern, Any]]:
-    value = raw.get(field) or {}
-    if not isinstance(value, dict) or len(value) > MOST_PATTERNS:
-        raise ModelRefused(f"{field} is {shown(value)}; a value for each of up to {MOST_PATTERNS} patterns is needed")
-    return [(NamePattern(str(pattern), field, effort), one) for pattern, one in value.items()]
-
-
-def _rank(field: str, value: Any) -> int:
-    if not _is_whole(value) or not 0 < value <= MOST_RANK:
-        raise ModelRefused(f"{field} has the rank {shown(value)}; a whole number from 1 to {MOST_RANK} is needed")
-    return value
-
-
-def _alpha(field: str, value: Any) -> float:
-    if not (_is_whole(value) or isinstance(value, float)) or not math.isfinite(value):
-        raise ModelRefused(f"{field} has the value {shown(value)}; a finite number is needed")
-    return float(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

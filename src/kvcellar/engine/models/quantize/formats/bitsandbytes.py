@@ -6,15 +6,14 @@ A weight W of 4 bits is `W` U8, two codes in a byte, the first one in the highes
 [o].
 """
 
-import json
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 from torch import Tensor
 
 from kvcellar.engine.models.quantize.formats.part import (
@@ -31,12 +30,11 @@ from kvcellar.engine.models.quantize.formats.part import (
     stored_as,
 )
 from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles
-from kvcellar.errors import ModelRefused, shown
+from kvcellar.errors import ModelRefused
 
 _KINDS = ("nf4", "fp4")
 _STATE = ".quant_state.bitsandbytes__"
 _MOST_STATE = 1 << 12  # bytes of a state
-_BLOCKS = tuple(1 << n for n in range(4, 17))  # weights that share a scale
 
 
 class BitsAndBytes:
@@ -76,18 +74,22 @@ def _eight_bits(module: str, weights: WeightsFiles) -> Part:
     return integer_part(weight, dense, uses, form, read_as, check)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    kind: str
-    shape: tuple[int, int]
-    block: int
-    nested_block: int | None
-    offset: float
-    dtype: str
+Block = Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]  # weights that share a scale
+Size = Annotated[int, Meta(gt=0, lt=1 << 31)]
+
+
+class _State(Struct):
+    """What a file has about a weight. Its numbers are compared with the shapes of others before they are used."""
+
+    shape: tuple[Size, Size]
+    blocksize: Block
+    dtype: Any = None
+    nested_blocksize: Block | None = None
+    nested_offset: float = 0.0
 
     @property
     def scales(self) -> int:
-        return ceil(self.shape[0] * self.shape[1] / self.block)
+        return ceil(self.shape[0] * self.shape[1] / self.blocksize)
 
 
 def _four_bits(weight: str, weights: WeightsFiles) -> Part:
@@ -96,16 +98,17 @@ def _four_bits(weight: str, weights: WeightsFiles) -> Part:
     if len(names) != 1:
         raise ModelRefused(f"there is no {weight}{_STATE}nf4, which describes it")
     nested = f"{weight}.nested_absmax" in tensors
-    state = _state(names[0], weights, nested)
+    state, kind = _state(names[0], weights, nested), names[0].removeprefix(f"{weight}{_STATE}")
     codes = stored_as(weight, tensors, "U8")
     check_shape(weight, codes, (ceil(state.shape[0] * state.shape[1] / 2), 1))
     absmax, values = f"{weight}.absmax", f"{weight}.quant_map"
     check_shape(absmax, stored_as(absmax, tensors, "U8" if nested else "F32"), (state.scales,))
     check_shape(values, stored_as(values, tensors, "F32"), (16,))
     uses = (weight, absmax, values, names[0])
-    if state.nested_block is not None:
+    if nested:
+        assert state.nested_blocksize is not None
         outer, inner = f"{weight}.nested_absmax", f"{weight}.nested_quant_map"
-        check_shape(outer, stored_as(outer, tensors, "F32"), (ceil(state.scales / state.nested_block),))
+        check_shape(outer, stored_as(outer, tensors, "F32"), (ceil(state.scales / state.nested_blocksize),))
         check_shape(inner, stored_as(inner, tensors, "F32"), (256,))
         uses = (*uses, outer, inner)
 
@@ -113,44 +116,33 @@ def _four_bits(weight: str, weights: WeightsFiles) -> Part:
         check_scales(lambda _: _scales(weight, state, read), absmax, codes.file)
         check_scales(read, values, codes.file)
 
-    form = f"bitsandbytes {state.kind}, one {'nested ' if nested else ''}scale for {state.block} weights"
-    dense = Stored(codes.file, state.shape, state.dtype)
+    form = f"bitsandbytes {kind}, one {'nested ' if nested else ''}scale for {state.blocksize} weights"
+    dense = Stored(codes.file, state.shape, {"float16": "F16", "float32": "F32"}.get(str(state.dtype), "BF16"))
     return Part(weight, dense, uses, form, partial(_rows, weight, state), check)
 
 
 def _state(name: str, weights: WeightsFiles, nested: bool) -> _State:
-    """The JSON object in a tensor, whose numbers are compared with the shapes of others before they are used."""
+    """The JSON object in a tensor."""
     stored = stored_as(name, weights.tensors, "U8")
     if len(stored.shape) != 1 or stored.shape[0] > _MOST_STATE:
         raise ModelRefused(f"{name} is {list(stored.shape)}; at most {_MOST_STATE} bytes are allowed")
     try:
-        raw = json.loads(bytes(weights.slices[name][...].tolist()))
-    except (ValueError, RecursionError) as error:
-        raise ModelRefused(f"{name} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ModelRefused(f"{name} holds a {type(raw).__name__}, not an object")
-    shape: Any = raw.get("shape")
-    block: Any = raw.get("blocksize")
-    offset: Any = raw.get("nested_offset", 0.0)
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
-        raise ModelRefused(f"{name} has the shape {shown(shape)}; two sizes are needed")
-    inner = raw.get("nested_blocksize") if nested else None
-    for what, size in (("blocksize", block), *([("nested_blocksize", inner)] if nested else [])):
-        if type(size) is not int or size not in _BLOCKS:
-            raise ModelRefused(f"{name} has the {what} {shown(size)}; a power of 2 from {_BLOCKS[0]} is needed")
-    if type(offset) not in (int, float) or not abs(offset) <= sys.float_info.max:  # exact for any integer
-        raise ModelRefused(f"{name} has the nested_offset {shown(offset)}; a number that a float can hold is needed")
-    dtype = {"float16": "F16", "float32": "F32"}.get(str(raw.get("dtype")), "BF16")
-    return _State(name.removeprefix(name[:-3]), (shape[0], shape[1]), block, inner, float(offset), dtype)
+        found = msgspec.json.decode(bytes(weights.slices[name][...].tolist()), type=_State)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ModelRefused(f"{name} is not as it should be: {error}") from error
+    if nested and found.nested_blocksize is None:
+        raise ModelRefused(f"{name} has no nested_blocksize, and its scales are nested")
+    return found
 
 
 def _scales(weight: str, state: _State, read: Read) -> Tensor:
     """F32, one for each block of the flat matrix."""
     scales = read(f"{weight}.absmax")
-    if state.nested_block is None:
+    if scales.dtype is not torch.uint8:
         return scales
-    outer = read(f"{weight}.nested_absmax").repeat_interleave(state.nested_block)[: state.scales]
-    return read(f"{weight}.nested_quant_map")[scales.to(torch.int64)] * outer + state.offset
+    assert state.nested_blocksize is not None
+    outer = read(f"{weight}.nested_absmax").repeat_interleave(state.nested_blocksize)[: state.scales]
+    return read(f"{weight}.nested_quant_map")[scales.to(torch.int64)] * outer + state.nested_offset
 
 
 def _rows(weight: str, state: _State, read: Read) -> Rows:
@@ -161,7 +153,7 @@ def _rows(weight: str, state: _State, read: Read) -> Rows:
         start, stop = block.start * inputs, block.stop * inputs  # of the flat matrix
         first = start // 2 * 2
         found = looked_up(codes[start // 2 : ceil(stop / 2)], values, high_first=True)[start - first : stop - first]
-        own = scales[torch.arange(start, stop, device="cpu") // state.block]
+        own = scales[torch.arange(start, stop, device="cpu") // state.blocksize]
         return (found * own).view(-1, inputs)
 
     return rows

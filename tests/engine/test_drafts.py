@@ -68,9 +68,9 @@ def engine(draft: Any, model: PreTrainedModel | None = None, **settings: Any) ->
     [
         ({"draft": 5}, "draft", "a function that makes a drafter, not 5"),
         ({"draft": ""}, "draft", "not ''"),
-        ({"draft": "ngram", "draft_depth": 0}, "draft_depth", "at least 1, not 0"),
-        ({"draft": "ngram", "draft_depth": True}, "draft_depth", "at least 1, not True"),
-        ({"draft": "ngram", "draft_depth": MOST_DEPTH + 1}, "draft_depth", f"at most {MOST_DEPTH} are drafted"),
+        ({"draft": "ngram", "draft_depth": 0}, "draft_depth", "from 1 to 64, not 0"),
+        ({"draft": "ngram", "draft_depth": True}, "draft_depth", "from 1 to 64, not true"),
+        ({"draft": "ngram", "draft_depth": MOST_DEPTH + 1}, "draft_depth", f"from 1 to {MOST_DEPTH}"),
         ({"draft": "ngram", "draft_bytes": 0}, "draft_bytes", "at least 1, not 0"),
     ],
 )

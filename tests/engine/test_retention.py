@@ -160,7 +160,7 @@ def test_what_is_pinned_of_a_chat_is_what_all_that_begin_so_have_in_common() -> 
     [("pin_share", 1.0), ("pin_share", -0.1), ("pin_share", None), ("tenant_share", 0), ("tenant_share", "1")],
 )
 def test_a_share_out_of_bounds_is_refused(name, value) -> None:
-    with pytest.raises(BadRequest, match=f"^{name} must be a number from"):
+    with pytest.raises(BadRequest, match=f"^{name} must be a finite number from"):
         Engine(**{name: value})
 
 

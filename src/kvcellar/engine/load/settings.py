@@ -16,6 +16,7 @@ from kvcellar.memory.shapes import StoredAs
 from kvcellar.memory.tiers.codec import AesGcm, Cipher, Plain
 from kvcellar.places import state
 from kvcellar.text.tokens import SHORT, bytes_for
+from kvcellar.values import UNBOUNDED, Flag, Kind, Real, Whole
 
 RECORD = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -25,17 +26,31 @@ USUAL_TEXT = 256 * 2**10  # bytes of a text that every engine can tokenize by de
 LEAST_TEXT_BYTES = 2 * bytes_for(SHORT)
 MOST_TEXT_BYTES = 4 * 2**30  # unless more is set
 KEY_BYTES = 32
-TIERS = (("store_bytes", 2**18), ("store_remote_bytes", 2**18), ("staging_bytes", 2**16))  # with the least values
 HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
-MOST_PINNED = 0.9
-LEAST_QUOTA = 0.001  # so that few tenants at once are above it
 CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conversations
 NO_DRAFT = "none"
-LEAST_GAP, MOST_GAP = 0.001, 60.0  # seconds
 MOST_DEPTH = 64  # drafts of a completion in a step
 # A forward of a GPU takes some 15 ms to launch, whatever it computes: see docs/howto/cuda.md.
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too
+
+
+_KINDS: Mapping[str, Kind] = {  # of fields; None is allowed where it is the default
+    **dict.fromkeys(("cache_bytes", "context", "max_sequences", "step_tokens", "max_waiting"), Whole(1, UNBOUNDED)),
+    **dict.fromkeys(("threads", "draft_bytes", "kv_events_block"), Whole(1, UNBOUNDED)),
+    **dict.fromkeys(("replay_bytes", "host_bytes", "adapter_bytes"), Whole(0, UNBOUNDED)),
+    **dict.fromkeys(("store_bytes", "store_remote_bytes"), Whole(2**18, UNBOUNDED)),
+    "staging_bytes": Whole(2**16, UNBOUNDED),
+    "text_bytes": Whole(LEAST_TEXT_BYTES, UNBOUNDED),
+    "draft_depth": Whole(1, MOST_DEPTH),
+    "pin_share": Real(0.0, 0.9),
+    "tenant_share": Real(0.001, 1.0),  # so that few tenants at once are above it
+    "stream_gap": Real(0.001, 60.0),
+    "pack": Flag(),
+}
+_TEXTS = frozenset({
+    "adapter", "attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay", "kv_events_topic",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,23 +125,17 @@ class Settings:
             if isinstance(self.device, str) and (why := why_not_on(self.device)) is not None:
                 raise BadRequest(f"device is {shown(self.device)}: {why}", "device")
             raise BadRequest(f"device must be auto, cpu, cuda or cuda:N, not {shown(self.device)}", "device")
-        for name in ("adapter", "attention", "kv_dtype", "store", "store_remote", "kv_events", "kv_events_replay"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise BadRequest(f"{name} must be text, not {shown(value)}", name)
+        for one in fields(self):
+            kind, value = _KINDS.get(one.name), getattr(self, one.name)
+            if kind is not None and not (value is None and one.default is None):
+                object.__setattr__(self, one.name, kind.check(one.name, value))
+            if one.name in _TEXTS and not isinstance(value, str | type(one.default)):
+                raise BadRequest(f"{one.name} must be text, not {shown(value)}", one.name)
         self._tiers()
-        self._kv_events()
-        if not isinstance(self.pack, bool):
-            raise BadRequest(f"pack must be True or False, not {shown(self.pack)}", "pack")
+        if self.kv_events is None and self.kv_events_replay is not None:
+            raise BadRequest("kv_events_replay needs kv_events", "kv_events_replay")
         if self.kv_dtype is not None:
             StoredAs.parse(self.kv_dtype)
-        for name, least in (("max_sequences", 1), ("max_waiting", 1), *TIERS):
-            self._whole(name, getattr(self, name), least)
-        self._whole("replay_bytes", self.replay_bytes, 0)
-        optional = (("cache_bytes", 1), ("context", 1), ("threads", 1), ("text_bytes", LEAST_TEXT_BYTES))
-        for name, least in (*optional, ("step_tokens", 1), ("host_bytes", 0), ("draft_bytes", 1)):
-            if getattr(self, name) is not None:
-                self._whole(name, getattr(self, name), least)
-        self._numbers()
         self._threads()
         self._draft()
         self._adapters()
@@ -137,7 +146,6 @@ class Settings:
             raise BadRequest(f"{name} must be {listed}, not {shown(value)}", name)
 
     def _adapters(self) -> None:
-        self._whole("adapter_bytes", self.adapter_bytes, 0)
         if self.adapters is None:
             return
         if not isinstance(self.adapters, Mapping):
@@ -152,10 +160,6 @@ class Settings:
                 f"{shown(draft)}",
                 "draft",
             )
-        if self.draft_depth is not None:
-            self._whole("draft_depth", self.draft_depth, 1)
-            if self.draft_depth > MOST_DEPTH:
-                raise BadRequest(f"draft_depth is {self.draft_depth}; at most {MOST_DEPTH} are drafted", "draft_depth")
 
     def _tiers(self) -> None:
         """No message has a key or a URL, which may have a password."""
@@ -164,31 +168,11 @@ class Settings:
         if self.store_key is not None and (not isinstance(self.store_key, bytes) or len(self.store_key) != KEY_BYTES):
             raise BadRequest(f"store_key must be {KEY_BYTES} bytes", "store_key")
 
-    def _numbers(self) -> None:
-        shares = ("pin_share", 0.0, MOST_PINNED), ("tenant_share", LEAST_QUOTA, 1.0)
-        for name, least, most in (*shares, ("stream_gap", LEAST_GAP, MOST_GAP)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not least <= value <= most:
-                raise BadRequest(f"{name} must be a number from {least:g} to {most:g}, not {shown(value)}", name)
-
     def _threads(self) -> None:
         if self.threads is not None and self.threads > (most := most_threads()):
             raise BadRequest(
                 f"threads is {self.threads}; at most {most} are allowed here, {PER_CPU} for each logical CPU", "threads"
             )
-
-    def _kv_events(self) -> None:
-        if not isinstance(self.kv_events_topic, str):
-            raise BadRequest(f"kv_events_topic must be text, not {shown(self.kv_events_topic)}", "kv_events_topic")
-        if self.kv_events is None and self.kv_events_replay is not None:
-            raise BadRequest("kv_events_replay needs kv_events", "kv_events_replay")
-        self._whole("kv_events_block", self.kv_events_block, 1)
-
-    def _whole(self, name: str, value: object, least: int) -> None:
-        plain = int.__int__(value) if isinstance(value, int) and not isinstance(value, bool) else -1
-        if not least <= plain < 2**63:
-            raise BadRequest(f"{name} must be a whole number of at least {least}, not {shown(value)}", name)
-        object.__setattr__(self, name, plain)  # an int of a subclass may compare as it likes
 
 
 def _places(name: object, path: object) -> tuple[str, ...]:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import ExpertsKernel, OwnExperts, panel_experts
-from kvcellar.kernels.layers import PanelKernel, panel_bytes
+from kvcellar.kernels.layers import ExpertsKernel, OwnExperts, PanelKernel, panel_bytes, panel_experts
 
 
 @pytest.fixture(scope="module")

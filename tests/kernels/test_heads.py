@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.heads import HeadsKernel, panel_heads
+from kvcellar.kernels.layers import HeadsKernel, panel_heads
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.weights.packing import CHILDREN, pack_experts, pack_model, wrap_routers
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.layers import OwnExperts
 from kvcellar.memory.attention.choose import backends
 from kvcellar.verify.bits import same_bits
 from tests.own_layers import need_own_layers

@@ -16,7 +16,7 @@ from kvcellar.engine.models.gguf.gguf_models import ARCHITECTURES, llama3_parame
 from kvcellar.engine.models.load import load
 from kvcellar.engine.models.quantize.served import kernels_for
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.layers import OwnExperts
 from kvcellar.kernels.quantised import QuantisedLinear
 from tests.models import gguf_files as gguf
 from tests.zoo import ARCHS, reference_logits

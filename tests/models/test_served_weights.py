@@ -18,7 +18,7 @@ from kvcellar.engine.models.weights.weights_files import opened
 from kvcellar.engine.models.weights.weights_loading import fill, stacked_targets, targets_of
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import OwnExperts
+from kvcellar.kernels.layers import OwnExperts
 from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
 from tests.kernels.rounded import Emulated
 from tests.models import foreign

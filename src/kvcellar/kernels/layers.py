@@ -1,10 +1,11 @@
 """layers: linear layers of our own on CPUs, whatever their weights are: the module, and what it passes to its kernel.
 
 Weights of several layers with the same input can be one call (`merged`). Plain weights, in bfloat16 or float32, are in
-panels (`linear.cpp`); quantised ones are in `quantised.py`.
+panels (`linear.cpp`); quantised ones are in `quantised.py`. Layers of one shape can be a set: one for each expert
+(`experts.cpp`), or for each head (`heads.cpp`).
 
-Always true: the bits of a row of outputs depend only on that row and on the weights: not on other rows, on their
-number, on layers that are computed in the same call, or on threads.
+Always true: the bits of a row of outputs depend only on that row, on the weights, and on its expert: not on other rows,
+on their number or their experts, on layers that are computed in the same call, or on threads.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ TYPES = {dtype: constant(_HEADER, str(dtype).removeprefix("torch.").upper()) for
 )}  # fmt: skip
 PER_THREAD = 1 << 19  # products that are worth another thread
 Part, _Layer, _Call = (structure(_HEADER, name) for name in ("Part", "Layer", "LayerCall"))
+_EXPERTS, _HEADS = SOURCES / "experts.cpp", SOURCES / "heads.cpp"
+_ExpertsCall, _HeadsCall = structure(_EXPERTS, "Call"), structure(_HEADS, "Call")
 
 
 class LayerKernel(Kernel):
@@ -149,10 +152,9 @@ PAIRS, WIDENED, FOREIGN = range(3)  # how the kernel multiplies bfloat16: `kvcel
 
 
 class PanelKernel(LayerKernel):
-    """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
+    """The kernel, compiled."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment` names the compiler, and the directory of compiled libraries."""
         super().__init__(SOURCE, "kvcellar_linear", environment)
         self._pack = self.library.kvcellar_pack
         self._pack.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]
@@ -214,3 +216,130 @@ def panel_linear(kernel: PanelKernel, arena: Arena, weight: Tensor, bias: Tensor
     panels = arena.tensor(panel_elements(out, inner, weight.dtype), weight.dtype)
     kernel.pack(weight, panels)
     return PanelLinear(kernel, [_Panels(panels, bias, weight.shape)], inner, weight.dtype)
+
+
+# -- sets of layers ----------------------------------------------------------------------------------------------------
+
+
+class _LayerSet(nn.Module):
+    """Layers of one shape. It has no parameters."""
+
+    def __init__(self, kernel: Kernel, layers: Sequence[OwnLinear]) -> None:
+        super().__init__()
+        first = layers[0]
+        self.kernel, self.layers, self.dtype, self.computed = kernel, tuple(layers), first.dtype, first.computed
+        self.inner, self.out = first.in_features, first.out_features
+        assert all((one.in_features, one.out_features) == (self.inner, self.out) for one in layers)
+        self._addresses = (ctypes.c_void_p * len(layers))(*(one.address for one in layers))
+
+    def _where(self) -> tuple[int, int]:
+        """The addresses of the function of a layer, and of the layers."""
+        return address_of(self.layers[0].kernel.run), ctypes.addressof(self._addresses)
+
+    def _run(self, call: Any, rows: int) -> None:
+        if rows and self.kernel.run(ctypes.byref(call)):
+            raise MemoryError(f"there is not enough memory for {rows} rows of {len(self.layers)} layers")
+
+
+class ExpertsKernel(Kernel):
+    """The kernel, compiled."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__(_EXPERTS, "kvcellar_experts", environment)
+
+
+class OwnExperts(_LayerSet):
+    """Replaces the stacked weights of experts by a layer for each."""
+
+    def __init__(self, kernel: ExpertsKernel, layers: Sequence[OwnLinear]) -> None:
+        super().__init__(kernel, layers)
+        self.in_features, self.out_features, self.rounds = self.inner, self.out, layers[0].rounds
+
+    def forward(self, x: Tensor, index: Tensor, share: int) -> Tensor:
+        """x [n,in] and the experts of each row, index [n*share] -> [n*share,out]: row i is expert index[i] of row
+        i // share. An index that is no expert gives zeros. Raises for other types and sizes."""
+        types = x.dtype is self.dtype and index.dtype is torch.int64 and x.device.type == index.device.type == "cpu"
+        if not types or x.shape[1:] != (self.in_features,) or index.shape != (len(x) * share,):
+            raise RuntimeError(
+                f"experts of {self.in_features} inputs in {self.dtype} on the CPU got {tuple(x.shape)} in {x.dtype} "
+                f"and {tuple(index.shape)} experts in {index.dtype}, {share} for each row"
+            )
+        rows = x.to(self.computed)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        out = rows.new_empty(len(index), self.out_features)
+        self._run(self._call(rows, index.contiguous(), share, out), len(index))
+        return out.to(x.dtype)
+
+    def native(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> Native:
+        """The call that fills out [n*share,out] from x [n,in] and index [n*share], all at fixed addresses, the elements
+        of a row beside each other."""
+        assert x.dtype is out.dtype is self.computed
+        assert (*index.shape, index.dtype, index.stride(0)) == (len(x) * share, torch.int64, 1)
+        return Native(address_of(self.kernel.run), self._call(x, index, share, out), (self, x, index, out))
+
+    def _call(self, x: Tensor, index: Tensor, share: int, out: Tensor) -> Any:
+        return _ExpertsCall(
+            *self._where(), x.data_ptr(), index.data_ptr(), out.data_ptr(), len(self.layers), len(x), share,
+            self.inner, self.out, x.stride(0), out.stride(0), x.itemsize, threads_for(self.inner, self.out, len(index)),
+        )  # fmt: skip
+
+
+def panel_experts(
+    kernel: ExpertsKernel, by: PanelKernel, arena: Arena, weights: Tensor, biases: Tensor | None
+) -> OwnExperts:
+    """Experts with a copy of plain weights [experts,out,in] and biases [experts,out], in bfloat16 or float32 on the
+    CPU, in an arena."""
+    each = range(len(weights))
+    return OwnExperts(
+        kernel, [panel_linear(by, arena, weights[e], None if biases is None else biases[e].clone()) for e in each]
+    )
+
+
+class HeadsKernel(Kernel):
+    """The kernel, compiled."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        super().__init__(_HEADS, "kvcellar_heads", environment)
+        self.linear = PanelKernel(environment)
+
+
+class OwnHeads(_LayerSet):
+    """A layer for each head."""
+
+    def __init__(self, kernel: HeadsKernel, layers: Sequence[OwnLinear], tail: int) -> None:
+        """`tail`: elements of a head behind its inputs that are copied behind its results."""
+        super().__init__(kernel, layers)
+        self.tail, self.in_features, self.out_features = tail, self.inner + tail, self.out + tail
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [...,H,in] -> [...,H,out]. Raises for other types and sizes."""
+        shape = (len(self.layers), self.in_features)
+        if x.dtype is not self.dtype or tuple(x.shape[-2:]) != shape or x.device.type != "cpu":
+            raise RuntimeError(
+                f"{shape[0]} heads of {shape[1]} inputs in {self.dtype} on the CPU got {tuple(x.shape)} in {x.dtype} "
+                f"on {x.device}"
+            )
+        rows = x.reshape(-1, *shape)
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        out = rows.new_empty(*rows.shape[:2], self.out_features)
+        self._run(self._call(rows, out), len(rows))
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def native(self, x: Tensor, out: Tensor) -> Native:
+        """The call that fills out [T,H,out] from x [T,H,in], both at fixed addresses, the elements of a head beside
+        each other."""
+        assert x.dtype is out.dtype is self.computed
+        assert x.stride(2) == 1 == out.stride(2)
+        return Native(address_of(self.kernel.run), self._call(x, out), (self, x, out))
+
+    def _call(self, x: Tensor, out: Tensor) -> Any:
+        return _HeadsCall(
+            *self._where(), x.data_ptr(), out.data_ptr(), len(self.layers), len(x), self.inner, self.out, self.tail,
+            *x.stride()[:2], *out.stride()[:2], x.itemsize, threads_for(self.inner, self.out, len(x)),
+        )  # fmt: skip
+
+
+def panel_heads(kernel: HeadsKernel, weights: Tensor, tail: int = 0) -> OwnHeads:
+    """With a copy of plain weights [heads,out,in], in bfloat16 or float32 on the CPU."""
+    arena = Arena(sum(panel_bytes(one) for one in weights))
+    return OwnHeads(kernel, [panel_linear(kernel.linear, arena, one, None) for one in weights], tail)

@@ -26,10 +26,9 @@ _HALF = 128  # added to bytes, so that they have no sign
 
 
 class QuantisedKernel(LayerKernel):
-    """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
+    """The kernel, compiled."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """`environment` names the compiler, and the directory of compiled libraries."""
         super().__init__(SOURCE, "kvcellar_quantised", environment)
 
 

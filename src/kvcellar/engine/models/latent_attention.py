@@ -19,8 +19,7 @@ from kvcellar.engine.models.seam import Binding, Extras, Latent
 from kvcellar.engine.models.shape import PROBE_TOKENS, StoreProbe, probe
 from kvcellar.errors import KvcellarError
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.heads import HeadsKernel, panel_heads
-from kvcellar.kernels.layers import FOREIGN, PACKED, OwnLinear
+from kvcellar.kernels.layers import FOREIGN, PACKED, HeadsKernel, OwnLinear, panel_heads
 
 RANDOM = 16  # latents
 CHILD = "kvcellar_latent"  # name of what is added to an attention module

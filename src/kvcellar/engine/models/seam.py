@@ -47,7 +47,7 @@ from kvcellar.engine.models.adapters.adapter_rows import AdapterRows
 from kvcellar.engine.models.mixers import Forward, Mixing, StateView, conv
 from kvcellar.engine.models.weights.scan import Call, recurrent
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
-from kvcellar.kernels.heads import OwnHeads
+from kvcellar.kernels.layers import OwnHeads
 from kvcellar.memory.kv.history import LayerHistory
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Plan

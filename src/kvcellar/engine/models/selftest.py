@@ -18,8 +18,7 @@ from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.seam import our_attention, own_attention
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.experts import OwnExperts
-from kvcellar.kernels.layers import OwnLinear
+from kvcellar.kernels.layers import OwnExperts, OwnLinear
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
 

@@ -36,8 +36,7 @@ from kvcellar.engine.recording.program import Program
 from kvcellar.engine.recording.recording import Captured, NotRecordable, reason_of
 from kvcellar.engine.recording.trace import Sizes, Trace
 from kvcellar.errors import KvcellarError
-from kvcellar.kernels.experts import OwnExperts
-from kvcellar.kernels.heads import OwnHeads
+from kvcellar.kernels.layers import OwnExperts, OwnHeads
 from kvcellar.kernels.packed import LINEARS
 
 ROWS, WANTED, CELLS = 11, 5, (23, 29, 31, 37, 41, 43, 47, 53)  # sizes while tracing: all different, and none a weight's

@@ -25,8 +25,7 @@ from kvcellar.engine.recording.program import size_of
 from kvcellar.engine.recording.recording import NotRecordable
 from kvcellar.engine.recording.trace import Sizes, Trace
 from kvcellar.errors import ModelRefused, NotSupported
-from kvcellar.kernels.experts import OwnExperts
-from kvcellar.kernels.heads import OwnHeads
+from kvcellar.kernels.layers import OwnExperts, OwnHeads
 from kvcellar.memory.shapes import Scoring
 
 

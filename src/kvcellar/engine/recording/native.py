@@ -25,9 +25,7 @@ from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined
 from kvcellar.engine.recording.recording import Execute, RecordedStep, Results
 from kvcellar.engine.recording.replay import constants_of, layers_of_cells
-from kvcellar.kernels.experts import OwnExperts
-from kvcellar.kernels.heads import OwnHeads
-from kvcellar.kernels.layers import OwnLinear, merged
+from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, merged
 from kvcellar.memory.attention.cpu import TYPES, Cpu
 from kvcellar.memory.kv.history import LayerHistory
 from kvcellar.memory.memory import Memory

@@ -31,7 +31,7 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Coded, Codes, side_by_side
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import ExpertsKernel, OwnExperts
+from kvcellar.kernels.layers import ExpertsKernel, OwnExperts
 from kvcellar.kernels.quantised import ARITHMETIC, QuantisedKernel, QuantisedLinear, most_bytes, unfit
 
 Read = Callable[[str], Codes | str]  # the codes of a stored matrix by its name

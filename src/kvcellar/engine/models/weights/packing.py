@@ -1,7 +1,7 @@
 """packing: weights of a CPU model, reordered once at load: those of experts, of routers and of linear layers.
 
 transformers calls a registered function with a module of experts, the rows, and the experts and weights that the router
-chose. Ours multiplies by the panels (`kernels/experts.py`) that replace the module's stacked weights, under the same
+chose. Ours multiplies by the panels (`kernels/layers.py`) that replace the module's stacked weights, under the same
 names; gate, activation and norm are the module's own code. A row's result does not depend on the rows beside it, nor on
 their experts.
 
@@ -26,8 +26,17 @@ from transformers.pytorch_utils import Conv1D
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.experts import ExpertsKernel, OwnExperts, panel_experts
-from kvcellar.kernels.layers import FOREIGN, PACKED, PanelKernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import (
+    FOREIGN,
+    PACKED,
+    ExpertsKernel,
+    OwnExperts,
+    PanelKernel,
+    PanelLinear,
+    panel_bytes,
+    panel_experts,
+    panel_linear,
+)
 from kvcellar.kernels.packed import Packing, pack
 
 NAME = "kvcellar"  # in transformers' registry

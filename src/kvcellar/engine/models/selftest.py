@@ -36,7 +36,7 @@ def judged_as(network: PreTrainedModel) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Token ids of three sequences, and the logits [L,V] of the model's own eager forward over each."""
+    """Token ids of sequences, and the logits [L,V] of the model's own eager forward over each."""
 
     texts: Mapping[int, list[int]]
     logits: Mapping[int, Tensor]
@@ -219,9 +219,9 @@ def _difference(guest: Guest, number: int, seed: int) -> Generator[None, None, f
     expected = yield from _own(guest, texts, {0: number, 1: 0})
     if not all(bool(rows.isfinite().all()) for rows in expected.values()):
         raise ModelRefused(f"with it, logits are not finite: it is damaged, or {guest.dtype} is too narrow for it")
-    scale = max(1.0, max(float(rows.abs().max()) for rows in expected.values()))
-    found = yield from _in_steps(guest, texts, number)
-    return worst([(found[seq] - rows).abs().amax(-1) / scale for seq, rows in expected.items()], judged_as(guest.model))
+    replay = _Replay(guest, Reference(texts, expected))
+    yield from _in_steps(replay, number)
+    return worst(replay.gaps, judged_as(guest.model))
 
 
 def _own(
@@ -240,25 +240,18 @@ def _own(
     return found
 
 
-def _in_steps(guest: Guest, texts: dict[int, list[int]], number: int) -> Generator[None, None, dict[int, Tensor]]:
-    """Logits [L,V] of each text, in two steps of both, of which the second has them in the other order."""
-    memory = guest.memory({group.name: 2 * (LONG + SHORT) for group in guest.shape.groups}, rows=4)
-    found: dict[int, list[Tensor]] = {seq: [] for seq in texts}
+def _in_steps(replay: _Replay, number: int) -> Iterator[None]:
+    """Two steps of both texts, of which the second has them in the other order."""
+    guest = replay.guest
     first, second = Feed(0, Span(0, LONG - 1), adapter=number), Feed(1, Span(0, SHORT - 2))
     for feeds in ((first, second), (Feed(1, Span(SHORT - 2, SHORT)), Feed(0, Span(LONG - 1, LONG), adapter=number))):
         for part in [feeds] if guest.mode == "flat" else [(feed,) for feed in feeds]:
             with _forward(guest), ExitStack() as hooks:
-                plan = memory.begin(Batch(part))
-                ids = [token for feed in part for token in texts[feed.seq][feed.pos.start : feed.pos.end]]
                 called = _counted(guest, number, hooks)
-                logits = guest.forward(memory, plan, ids, range(len(ids))[::-1]).float().flip(0)
+                replay.step(*part)
                 if any(feed.adapter for feed in part):
                     _check_called(guest, number, called)
-                memory.commit({feed.seq: len(feed.pos) for feed in part})
-            for feed, rows in zip(part, logits.split([len(feed.pos) for feed in part]), strict=True):
-                found[feed.seq].append(rows)
             yield
-    return {seq: torch.cat(rows) for seq, rows in found.items()}
 
 
 def _counted(guest: Guest, number: int, hooks: ExitStack) -> Counter[str]:

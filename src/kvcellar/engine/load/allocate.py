@@ -47,17 +47,17 @@ class Needs:
         return cls(guest.shape.groups, size, guest.backends, kind, row, context, scratch, shifts)
 
     def demands(self) -> list[Demand]:
-        return [self._demand(group) for group in self.groups]
-
-    def _demand(self, group: Group) -> Demand:
-        size, backend = self.itemsize, self.backends[group.name]
-        return Demand(
-            group.name,
-            group.layout,
-            bytes=lambda cells: group.bytes(cells, size, backend),
-            staging=lambda cells: group.staging(cells, size),
-            undo=group.undo(size) if self.shifts and group.no_shift is None else 0,
-        )
+        size = self.itemsize
+        return [
+            Demand(
+                group.name,
+                group.layout,
+                bytes=lambda cells, group=group: group.bytes(cells, size, self.backends[group.name]),
+                staging=lambda cells, group=group: group.staging(cells, size),
+                undo=group.undo(size) if self.shifts and group.no_shift is None else 0,
+            )
+            for group in self.groups
+        ]
 
     def each(self, tokens: int) -> int:
         """Bytes of a sequence of so many tokens, with the rows that it takes at most."""

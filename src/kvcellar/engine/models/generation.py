@@ -93,11 +93,6 @@ class GenerationCache(Cache):
         keys, values = (torch.stack(planes).transpose(1, 2) for planes in zip(*held, strict=True))
         return keys.to(key_states.dtype), values.to(value_states.dtype)
 
-    @property
-    def in_step(self) -> bool:
-        """Whether some layers of a forward have stored and others have not."""
-        return bool(self._stored)
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.memory.length(self.rows[0]) if self.rows else 0
 
@@ -269,7 +264,7 @@ class DecoderCache(GenerationCache):
 
         If that fails, the tokens that this forward stored are removed.
         """
-        if self._pending.keys() != self.cross_layers.keys() or self.in_step:
+        if self._pending.keys() != self.cross_layers.keys() or self._stored:
             return
         pending, self._pending, self._read = self._pending, {}, None
         try:

@@ -30,7 +30,7 @@ class AdaptedLayer:
     """Replaces the `forward` of a linear layer."""
 
     def __init__(self, name: str, module: nn.Module, network: "AdaptedNetwork", *, head: bool) -> None:
-        self._module, self._own, self._instance = module, module.forward, "forward" in vars(module)
+        self.module, self._own, self._instance = module, module.forward, "forward" in vars(module)
         self.loras: dict[int, Lora] = {}
         self._name, self._network, self._head = name, network, head
 
@@ -41,16 +41,12 @@ class AdaptedLayer:
                 _add(x.reshape(-1, x.shape[-1]), lora, out.view(-1, out.shape[-1]), rows)
         return out
 
-    @property
-    def module(self) -> nn.Module:
-        return self._module
-
     def restore(self) -> None:
         """Let the layer be as it was."""
         if self._instance:
-            self._module.forward = self._own
+            self.module.forward = self._own
         else:
-            del self._module.forward
+            del self.module.forward
 
     def _parts(self, x: Tensor) -> Sequence[Part]:
         if (door := current_door()) is None:

@@ -74,11 +74,6 @@ class Quantisation:
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...]
 
-    @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """All different ones."""
-        return tuple(dict.fromkeys(scheme for _, scheme in self.groups))
-
     def targeting(self, module: str) -> Scheme | None:
         """The scheme of a module by its name: exact names are before patterns, and patterns before class names."""
         for matches in (
@@ -163,7 +158,7 @@ class Compressed:
         module = name.removesuffix(_SCALE)
         fitting: dict[Scheme, Part] = {}
         refused: dict[Scheme, str] = {}
-        for scheme in self._quantisation.schemes:
+        for scheme in dict.fromkeys(scheme for _, scheme in self._quantisation.groups):
             try:
                 fitting[scheme] = _part(module, scheme, weights)
             except ModelRefused as error:

@@ -174,8 +174,8 @@ def _model(
         cache = DraftMemory(
             memory, in_parts=in_parts, shares=uses.shares, open_store=partial(uses.open_store, source=source)
         )
-        how = {**limits, "deepest": deepest, "batched": own.mode == "flat"}
-        return ModelDrafter(loaded.name, forward, cache, **how), cache
+        batched = own.mode == "flat"
+        return ModelDrafter(loaded.name, forward, cache, deepest=deepest, batched=batched, **limits), cache
 
     return Drafts(fit, deepest, make, Needs.of(own, limits["context"], scratch(own, measures=measures, **limits)), own)
 

@@ -15,6 +15,7 @@ from tests.library.made import made
 from tests.serve.fake_library import source_in
 
 CACHES = Caches(10**9, 0.5)
+NONE = LibraryModels(None, lambda *_: None, lambda *_: None, CACHES)  # type: ignore[arg-type,return-value]
 
 
 def options(**given: Any) -> Any:
@@ -38,12 +39,12 @@ def test_a_draft_and_adapters_count_for_the_first_model_of_files(source: Path, a
     plain = bytes_in_memory(source, dtype="float32")
     adapters = {"a": [str(adapter)], "b": [str(adapter), str(adapter)]}
     given = options(draft=str(source), adapters=adapters)
-    spec = hosting._of_files(str(source), given, CACHES)
+    spec = hosting._spec(str(source), NONE, given, CACHES)
     assert spec.weights == 2 * plain + 3 * 2 * 1000
     assert (spec.least_cache, spec.cache) == CACHES.of(spec.weights)
     given.of_command.append("the first")
-    assert hosting._of_files(str(source), given, CACHES).weights == 2 * plain
-    assert hosting._of_files(str(source), options(draft="ngram"), CACHES).weights == plain
+    assert hosting._spec(str(source), NONE, given, CACHES).weights == 2 * plain
+    assert hosting._spec(str(source), NONE, options(draft="ngram"), CACHES).weights == plain
 
 
 def test_they_count_for_a_model_of_the_library(
@@ -55,8 +56,7 @@ def test_they_count_for_a_model_of_the_library(
     catalogue: Any = LibraryModels(library, lambda *_: None, lambda *_: None, CACHES, dtype="float32")  # type: ignore[arg-type,return-value]
     plain = catalogue.find("one").weights
     given = options(draft=str(source), adapters={"a": [str(adapter)]})
-    spec = hosting._of_library("one", catalogue, given, CACHES)
-    assert spec is not None
+    spec = hosting._spec("one", catalogue, given, CACHES)
     assert spec.weights == plain + bytes_in_memory(source, dtype="float32") + 2 * 1000
     assert (spec.least_cache, spec.cache) == CACHES.of(spec.weights)
 

@@ -304,9 +304,9 @@ def test_wrong_usage_has_exit_code_2(words):
     ],
 )
 def test_forms_of_sizes(text, size):
-    from kvcellar.cli.options import Size
+    from kvcellar.cli.options import SIZE
 
-    assert Size().convert(text, None, None) == size
+    assert SIZE.convert(text, None, None) == size
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("run", "--help"), ("serve", "--help"), ("doctor", "--help")])

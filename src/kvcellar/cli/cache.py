@@ -8,13 +8,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from heapq import nlargest
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
-from kvcellar.cli.options import Command, Size
+from kvcellar.cli.options import FILE, IDS, SIZE, Command, Decorator, json_option, together
+from kvcellar.cli.store_options import KEY, store_key
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.tiers import upkeep
@@ -23,8 +24,7 @@ from kvcellar.memory.tiers.disk import DiskTier
 from kvcellar.memory.tiers.upkeep import opened
 from kvcellar.progress import rounded
 
-F = TypeVar("F", bound=Callable[..., Any])
-TIERS, STORE_KEY = ("device", "disk"), "KVCELLAR_STORE_KEY"
+TIERS = ("device", "disk")
 Json = dict[str, Any]
 
 
@@ -39,7 +39,8 @@ class Target:
     """A running server, or a store."""
 
     def __init__(self, store: Path | None, store_key_file: Path | None, url: str, admin_key_file: Path | None) -> None:
-        self.store, self.cipher = store, _cipher(store_key_file) if store is not None else None
+        key = None if store is None else store_key(store_key_file, os.environ)
+        self.store, self.cipher = store, AesGcm(key) if key is not None else None
         self.client = AdminClient(url, admin_key_file) if store is None else None
 
     def ask(self, method: str, path: str, of_store: Callable[[DiskTier], Any], **fields: Any) -> Any:
@@ -54,35 +55,22 @@ class Target:
             disk.close()
 
 
-def _cipher(key_file: Path | None) -> AesGcm | None:
-    if key_file is None and STORE_KEY not in os.environ:
-        return None
-    from kvcellar.cli.store_options import store_key  # imports the server
-
-    key = store_key(key_file, os.environ)
-    return AesGcm(key) if key is not None else None
-
-
-def target_options(function: F) -> F:
-    key = click.option(
-        "--store-key-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help=f"With --store: the key that it is encrypted with. Default: ${STORE_KEY}.",
-    )
-    store = click.option(
+target_options = together(
+    click.option(
         "--store",
         type=click.Path(exists=True, file_okay=False, path_type=Path),
         help="Directory of a store, in place of a server.",
-    )
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-    return store(key(server_options(as_json(function))))
+    ),
+    click.option(
+        "--store-key-file", type=FILE, help=f"With --store: the key that it is encrypted with. Default: ${KEY}."
+    ),
+    server_options,
+    json_option,
+)
 
 
-def _verb(name: str) -> Callable[[Callable[..., Any]], click.Command]:
-    def made(function: Callable[..., Any]) -> click.Command:
-        return command.command(name, cls=Command)(target_options(function))
-
-    return made
+def _verb(name: str) -> Decorator:
+    return together(command.command(name, cls=Command), target_options)
 
 
 def _print(found: Json, as_json: bool, lines: Iterator[str]) -> None:
@@ -122,9 +110,10 @@ def _namespace(one: Json) -> str:
     return "(sealed with another key)" if one["namespace"] is None else one["namespace"] or "(no namespace)"
 
 
-def list_options(function: F) -> F:
-    tier = click.option("--tier", type=click.Choice(TIERS), help="Default: device; disk with --store.")
-    return tier(click.option("--limit", default=200, show_default=True, help="Most entries.")(function))
+list_options = together(
+    click.option("--tier", type=click.Choice(TIERS), help="Default: device; disk with --store."),
+    click.option("--limit", default=200, show_default=True, help="Most entries."),
+)
 
 
 @_verb("tree")
@@ -193,14 +182,18 @@ def hot(tier: str | None, limit: int, as_json: bool, **target: Any) -> None:
 @click.argument("entry", required=False)
 @click.option("--namespace", help="Only in this one; without ENTRY and --prefix, all that it has.")
 @click.option("--prefix", help="What begins with this text (with a server).")
-@click.option("--prefix-ids", help="What begins with these token ids: 12,7,5.")
+@click.option("--prefix-ids", "ids", type=IDS, help="What begins with these token ids: 12,7,5.")
 def rm(
-    entry: str | None, namespace: str | None, prefix: str | None, prefix_ids: str | None, as_json: bool, **target: Any
+    entry: str | None,
+    namespace: str | None,
+    prefix: str | None,
+    ids: tuple[int, ...] | None,
+    as_json: bool,
+    **target: Any,
 ) -> None:
     """Remove ENTRY, as `tree` names it, and all that continue it; or what begins with a prefix; or a namespace. What
     running requests use stays.
     """
-    ids = _ids(prefix_ids) if prefix_ids is not None else None
     upkeep.check_named(namespace, entry, prefix if prefix is not None else ids)
 
     def of_store(disk: DiskTier) -> Json:
@@ -216,13 +209,6 @@ def rm(
     fields = {"namespace": namespace, "entry": entry, "prefix": prefix if prefix is not None else ids}
     found = Target(**target).ask("POST", "/admin/cache/remove", of_store, **fields)
     _print(found, as_json, _removed(found))
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(one) for one in text.split(",")]
-    except ValueError:
-        raise BadRequest(f"{text!r} is not token ids like 12,7,5", "prefix_ids") from None
 
 
 def _removed(found: Json) -> Iterator[str]:
@@ -317,7 +303,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 @click.argument("file", type=click.File("rb"))
 @click.option(
     "--store-bytes",
-    type=Size(),
+    type=SIZE,
     default="10G",
     show_default=True,
     help="With --store: most bytes of the store, and no more than a tenth of what is free.",

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from kvcellar.cli.library import library
-from kvcellar.cli.options import Command, quiet_option
+from kvcellar.cli.options import FILE, Command, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.models.quantize.kinds import report_lines
 from kvcellar.errors import BadRequest
@@ -36,10 +36,10 @@ MOST_TEXT = 1 << 20  # characters of a text to calibrate on
 @click.option("--calibrate", is_flag=True, help="Choose codes of 4 bits by GPTQ, on samples of the model.")
 @click.option(
     "--calibration-text",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=FILE,
     help="The same, on the first tokens of this text file.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @quiet_option
 def command(
     name: str,

@@ -96,7 +96,7 @@ def hosting(
         def load() -> None:
             for at, model in enumerate(named):
                 startup.loads(at)
-                host.open(_of_library(model, catalogue, made, caches) or _of_files(model, made, caches))
+                host.open(_spec(model, catalogue, made, caches))
             for name in options.get("adapters") or ():
                 host.name_adapter(name)
 
@@ -156,32 +156,24 @@ def _shown(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def _of_library(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> ModelSpec | None:
-    """The model of the library of this name, unless there is a file of the name. Its engine is that of models on demand
-    which are equal, where the command line sets nothing for it."""
-    if (found := in_library(model)) is None:
-        return None
-    spec = catalogue.find(found.name)
-    key = engine_key(found, **{name: made.options.get(name) for name in OF_ONE_MODEL})
+def _spec(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> ModelSpec:
+    """The model of the library of this name, unless there is a file of the name; else a directory, a name in the local
+    Hugging Face cache, or the embedded model. The engine of one of the library is that of models on demand which are
+    equal, where the command line sets nothing for it."""
+
+    def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
+        return made.stays(model, cache)
+
+    if (found := in_library(model)) is not None:
+        spec = catalogue.find(found.name)
+        spec = replace(spec, key=engine_key(found, **{name: made.options.get(name) for name in OF_ONE_MODEL}))
+    else:
+        name, path = _place(model)
+        weights = bytes_in_memory(path, dtype=made.options["dtype"])
+        spec = ModelSpec(name, str(path), weights, 0, 0, load, directory=path)
     weights = spec.weights + _beside(made)
     least, most = caches.of(weights)
-
-    def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
-        return made.stays(model, cache)
-
-    return replace(spec, key=key, weights=weights, cache=most, least_cache=least, load=load)
-
-
-def _of_files(model: str | None, made: Engines, caches: Caches) -> ModelSpec:
-    """A directory, a name in the local Hugging Face cache, or the embedded model."""
-    name, path = _place(model)
-    weights = bytes_in_memory(path, dtype=made.options["dtype"]) + _beside(made)
-    least, most = caches.of(weights)
-
-    def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
-        return made.stays(model, cache)
-
-    return ModelSpec(name, str(path), weights, most, least, load, directory=path)
+    return replace(spec, weights=weights, cache=most, least_cache=least, load=load)
 
 
 def _place(model: str | None) -> tuple[str, Path]:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvcellar import places
-from kvcellar.cli.options import Command, quiet_option
+from kvcellar.cli.options import Command, json_option, quiet_option
 from kvcellar.cli.printing import date, table
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.library.library import Library
@@ -28,7 +28,7 @@ def library() -> Library:
 @click.command("list", cls=Command, epilog="Example: kvcellar list --json")
 @click.option("--verify", is_flag=True, help="Read every file. Exit code 1 if one is damaged.")
 @click.option("--cached", is_flag=True, help="Also models in the local Hugging Face cache, like pulled ones.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @quiet_option
 def list_command(verify: bool, cached: bool, as_json: bool, quiet: bool) -> None:
     """List the models of the library: name, id, bytes on disk, and when each was created. Also: kvcellar ls."""
@@ -93,9 +93,6 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 # -- show -------------------------------------------------------------------------------------------------------------
 
 
-PARTS = ("modelfile", "template", "system", "parameters", "license")
-
-
 def _part(name: str, text: str) -> Any:
     return click.option(f"--{name}", "part", flag_value=name, help=text)
 
@@ -107,7 +104,7 @@ def _part(name: str, text: str) -> Any:
 @_part("system", "Print SYSTEM.")
 @_part("parameters", "Print the parameters.")
 @_part("license", "Print the licenses.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def show_command(name: str, part: str | None, as_json: bool) -> None:
     """Print what is known about the model NAME of the library."""
     if part is not None and as_json:

@@ -30,7 +30,7 @@ class TextFormat(logging.Formatter):
     """`TIME LEVEL logger: message`; further lines are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = f"{_time(record)} {record.levelname} {record.name}: "
+        head = f"{_stamp(record.created)} {record.levelname} {record.name}: "
         return head + "\n    ".join(map(_escaped, _lines(self, record)))
 
 
@@ -38,7 +38,7 @@ class JsonFormat(logging.Formatter):
     """One ASCII object per record. Request lines have named fields; other records have a `message`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        head = {"time": _time(record), "level": record.levelname.lower(), "logger": record.name}
+        head = {"time": _stamp(record.created), "level": record.levelname.lower(), "logger": record.name}
         fields = vars(record).get("request") or {"message": "\n".join(_lines(self, record))}
         return json.dumps(head | fields, separators=(",", ":"))
 
@@ -59,7 +59,7 @@ class BackgroundHandler(logging.Handler):
         try:
             line = self.format(record)
         except Exception:  # noqa: BLE001 - a formatting error must not reach the code that logs
-            line = f"{_time(record)} ERROR kvcellar: a record of {record.name} could not be formatted"
+            line = f"{_stamp(record.created)} ERROR kvcellar: a record of {record.name} could not be formatted"
         if os.getpid() != self._process or self._queue.qsize() >= MAX_QUEUED:
             self._dropped += 1  # a forked process does not have the thread
         else:
@@ -75,7 +75,9 @@ class BackgroundHandler(logging.Handler):
     def _work(self) -> None:
         while (line := self._queue.get()) is not None:
             dropped, self._dropped = self._dropped, 0
-            note = f"{_now()} WARNING kvcellar: {dropped} lines of the log were dropped\n" if dropped else ""
+            note = (
+                f"{_stamp(time.time())} WARNING kvcellar: {dropped} lines of the log were dropped\n" if dropped else ""
+            )
             try:
                 self._write(f"{note}{line}\n".encode(errors="backslashreplace"))
             except (OSError, ValueError):  # ValueError: the stream is closed
@@ -135,14 +137,6 @@ def _lines(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]
 
 def _escaped(line: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
-
-
-def _time(record: logging.LogRecord) -> str:
-    return _stamp(record.created)
-
-
-def _now() -> str:
-    return _stamp(time.time())
 
 
 def _stamp(seconds: float) -> str:

@@ -39,7 +39,10 @@ COMMANDS = {
     "verify": "Check on this machine that using the cache does not change a model's logits.",
     "bench": "Measure kvcellar and other engines on the same weights.",
 }
-FILES = {"list": "library", "show": "library", "cp": "library", "rm": "library", "ps": "client", "stop": "client"}
+FILES = {
+    **dict.fromkeys(("list", "show", "cp", "rm"), "library"),
+    **dict.fromkeys(("ps", "stop", "why"), "client"),
+}
 ALIASES = {"ls": "list"}
 
 

@@ -2,97 +2,64 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import click
 
-from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
-F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[Any], Any]
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-class Size(click.ParamType):
-    """A number of bytes: 800000000, 800M, 1.5G, 512MiB."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        text = str(value).strip().lower()
-        number = text.rstrip("bgikm")
-        unit = text[len(number) :].removesuffix("b") if text[len(number) :] != "b" else "b"
-        try:
-            return int(float(number) * _UNITS[unit])
-        except (KeyError, ValueError, OverflowError):
-            self.fail(f"{value!r} is not a size like 800M, 1.5G or 512MiB", param, ctx)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-class KeepAlive(click.ParamType):
-    """A time: 30s, 1h30m, a number of seconds; negative: without end."""
+class Written(click.ParamType):
+    """What `read` makes of a text; it raises `ValueError` or `LookupError` where that is not `what`."""
 
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        try:
-            return seconds_of(value)
-        except BadRequest as error:
-            self.fail(error.message, param, ctx)
-
-
-class Bias(click.ParamType):
-    """A token id and what is added to its logit: 13=-100."""
-
-    name = "id=bias"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
-        if isinstance(value, tuple):
-            return value
-        token, _, bias = value.partition("=")
-        try:
-            return int(token), float(bias)
-        except ValueError:
-            self.fail(f"{value!r} is not a token id and a number, like 13=-100", param, ctx)
-
-
-class Ids(click.ParamType):
-    """Token ids separated by commas; with `biased`, also what is added to the logit of the last: 12,7=-5."""
-
-    name = "ids"
-
-    def __init__(self, *, biased: bool = False) -> None:
-        self.biased = biased
+    def __init__(self, name: str, read: Callable[[str], Any], what: str) -> None:
+        self.name, self._read, self._what = name, read, what
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, tuple):
+        if not isinstance(value, str):  # it was converted before
             return value
-        ids, _, bias = value.partition("=")
         try:
-            tokens = tuple(int(token) for token in ids.split(","))
-            return (tokens, float(bias)) if self.biased else tokens
-        except ValueError:
-            self.fail(f"{value!r} is not token ids like {'12,7=-5' if self.biased else '12,7'}", param, ctx)
+            return self._read(value)
+        except (ValueError, LookupError, OverflowError):
+            self.fail(f"{value!r} is not {self._what}", param, ctx)
 
 
-class NamedPath(click.ParamType):
-    """A name and a path: style=./adapters/style."""
+def _bytes(text: str) -> int:
+    number = text.strip().lower().rstrip("bgikm")
+    return int(float(number) * _UNITS[text.strip().lower()[len(number) :].removesuffix("b")])
 
-    name = "name=path"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        name, _, path = value.partition("=")
-        if not name or not path:
-            self.fail(f"{value!r} is not a name and a path, like style=./adapters/style", param, ctx)
-        return name, path
+def _ids(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _biased(text: str) -> tuple[tuple[int, ...], float]:
+    ids, _, bias = text.partition("=")
+    return _ids(ids), float(bias)
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    return int(token), float(bias)
+
+
+def _named_path(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise ValueError("one of them is missing")
+    return name, path
+
+
+SIZE = Written("size", _bytes, "a size like 800M, 1.5G or 512MiB")
+IDS = Written("ids", _ids, "token ids like 12,7,5")
 
 
 class Command(click.Command):
@@ -108,114 +75,105 @@ class Command(click.Command):
             raise
 
 
-def _with(function: F, *options: Callable[[F], F]) -> F:
-    for option in reversed(options):
-        function = option(function)
-    return function
+def together(*options: Decorator) -> Decorator:
+    """One decorator that adds these options, in this order."""
+
+    def added(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return added
 
 
-def adapter_option(function: F) -> F:
-    """Adds --adapter. The first one is that of requests which name none."""
-
-    def by_name(ctx: click.Context, param: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> Any:
-        if not pairs:
-            return None
-        ctx.params["adapter"] = pairs[0][0]
-        paths: dict[str, list[str]] = {}
-        for name, path in pairs:
-            paths.setdefault(name, []).append(path)
-        return paths
-
-    return click.option(
-        "--adapter",
-        "adapters",
-        type=NamedPath(),
-        multiple=True,
-        callback=by_name,
-        help="A LoRA adapter (a directory as peft saves it) and its name: style=./style. May be repeated; paths of one "
-        "name are added up. What is run has the first; served, each is a model of its name, beside the one without.",
-    )(function)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+# Without a terminal, progress and timings are never printed.
+quiet_option = click.option("--quiet", is_flag=True, help="At a terminal, print neither progress nor timings.")
 
 
-def quiet_option(function: F) -> F:
-    """Adds --quiet. Without a terminal, progress and timings are never printed."""
-    return click.option("--quiet", is_flag=True, help="At a terminal, print neither progress nor timings.")(function)
+def _by_name(ctx: click.Context, _: click.Parameter, pairs: tuple[tuple[str, str], ...]) -> Any:
+    """The paths of each adapter. The first one is that of requests which name none."""
+    if not pairs:
+        return None
+    ctx.params["adapter"] = pairs[0][0]
+    paths: dict[str, list[str]] = {}
+    for name, path in pairs:
+        paths.setdefault(name, []).append(path)
+    return paths
 
 
-def model_options(function: F) -> F:
-    """Adds the options for loading and running a model, named like the settings of the engine."""
-    return _with(
-        function,
-        click.option(
-            "--dtype",
-            default="auto",
-            show_default=True,
-            help="Type of computation: auto, float32, bfloat16 or float16.",
-        ),
-        click.option(
-            "--weights",
-            default="auto",
-            show_default=True,
-            help="How linear layers multiply: auto (as the files are), int8, int4, mixed (quantised at load) or dense.",
-        ),
-        click.option(
-            "--record",
-            default="auto",
-            show_default=True,
-            help="Whether steps run as a recording of the model's forward: auto (where its bits are the same; on CUDA "
-            "devices decoding steps, as graphs) or off.",
-        ),
-        click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
-        click.option("--attention", help="Attention backend. Default: the first that supports the model."),
-        click.option(
-            "--threads",
-            type=int,
-            help="CPU threads, at most 4 for each CPU. Default: torch's, within the CPU quota.",
-        ),
-    )
+adapter_option = click.option(
+    "--adapter",
+    "adapters",
+    type=Written("name=path", _named_path, "a name and a path, like style=./adapters/style"),
+    multiple=True,
+    callback=_by_name,
+    help="A LoRA adapter (a directory as peft saves it) and its name: style=./style. May be repeated; paths of one "
+    "name are added up. What is run has the first; served, each is a model of its name, beside the one without.",
+)
 
 
-def engine_options(function: F) -> F:
-    """Adds the options of an engine, named like its settings."""
-    return _with(
-        function,
-        model_options,
-        click.option(
-            "--cache-bytes", type=Size(), help="Bytes of K/V and steps, like 2G. Default: a share of free memory."
-        ),
-        click.option("--kv-dtype", help="Storage of K/V: int8, or k=int8+hadamard,v=int4. Default: as computed."),
-        click.option("--context", type=int, help="Most tokens of one sequence. Default: from the config of the model."),
-        click.option(
-            "--max-sequences", type=int, default=64, show_default=True, help="Most completions that run at once."
-        ),
-        click.option(
-            "--step-tokens", type=int, help="Most new tokens in one step. Default: 512 on CPUs, 4096 on CUDA devices."
-        ),
-        click.option(
-            "--draft",
-            help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",
-        ),
-        click.option(
-            "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: what the drafter allows."
-        ),
-        click.option(
-            "--draft-bytes",
-            type=Size(),
-            help="Bytes of the cache for a draft model or MTP layers. Default: a share by the bytes of a token.",
-        ),
-    )
+# For loading and running a model, named like the settings of the engine.
+model_options = together(
+    click.option(
+        "--dtype",
+        default="auto",
+        show_default=True,
+        help="Type of computation: auto, float32, bfloat16 or float16.",
+    ),
+    click.option(
+        "--weights",
+        default="auto",
+        show_default=True,
+        help="How linear layers multiply: auto (as the files are), int8, int4, mixed (quantised at load) or dense.",
+    ),
+    click.option(
+        "--record",
+        default="auto",
+        show_default=True,
+        help="Whether steps run as a recording of the model's forward: auto (where its bits are the same; on CUDA "
+        "devices decoding steps, as graphs) or off.",
+    ),
+    click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
+    click.option("--attention", help="Attention backend. Default: the first that supports the model."),
+    click.option(
+        "--threads",
+        type=int,
+        help="CPU threads, at most 4 for each CPU. Default: torch's, within the CPU quota.",
+    ),
+)
+
+
+# Of an engine, named like its settings.
+engine_options = together(
+    model_options,
+    click.option("--cache-bytes", type=SIZE, help="Bytes of K/V and steps, like 2G. Default: a share of free memory."),
+    click.option("--kv-dtype", help="Storage of K/V: int8, or k=int8+hadamard,v=int4. Default: as computed."),
+    click.option("--context", type=int, help="Most tokens of one sequence. Default: from the config of the model."),
+    click.option("--max-sequences", type=int, default=64, show_default=True, help="Most completions that run at once."),
+    click.option(
+        "--step-tokens", type=int, help="Most new tokens in one step. Default: 512 on CPUs, 4096 on CUDA devices."
+    ),
+    click.option(
+        "--draft",
+        help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",
+    ),
+    click.option(
+        "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: what the drafter allows."
+    ),
+    click.option(
+        "--draft-bytes",
+        type=SIZE,
+        help="Bytes of the cache for a draft model or MTP layers. Default: a share by the bytes of a token.",
+    ),
+)
 
 
 MAX_TOKENS = 512  # of a completion at the command line, which models seldom limit
 _EXAMPLES = {"logit_bias": "13=-100", "sequence_bias": "12,7=-5", "bad_words_ids": "12,7"}
 
 
-def sampling_options(function: F) -> F:
-    """Adds the sampling parameters as options. Their defaults are those of the model."""
-    return _with(function, *map(_sampling_option, names_in("option").values()))
-
-
-def _sampling_option(one: Parameter) -> Callable[[F], F]:
+def _sampling_option(one: Parameter) -> Decorator:
     how = _option_of(one.kind)
     about = re.sub(r"`(\w+)`", lambda name: flag(PARAMETERS[name[1]]), one.about)
     if one.name in _EXAMPLES:
@@ -238,11 +196,11 @@ def _option_of(kind: Kind) -> dict[str, Any]:
         case Pair():
             return {"type": (int, float)}
         case Pairs(pair=Pair(first=Whole())):
-            return {"type": Bias(), "multiple": True}
+            return {"type": Written("id=bias", _bias, "a token id and a number, like 13=-100"), "multiple": True}
         case Pairs():
-            return {"type": Ids(biased=True), "multiple": True}
+            return {"type": Written("ids", _biased, "token ids like 12,7=-5"), "multiple": True}
         case Items(item=Items()):
-            return {"type": Ids(), "multiple": True}
+            return {"type": IDS, "multiple": True}
         case Items(item=Whole()):
             return {"type": int, "multiple": True}
         case _:
@@ -252,6 +210,10 @@ def _option_of(kind: Kind) -> dict[str, Any]:
 def flag(one: Parameter) -> str:
     """How a parameter is written at the command line."""
     return f"--{(one.option or one.name).replace('_', '-')}"
+
+
+# The sampling parameters. Their defaults are those of the model.
+sampling_options = together(*map(_sampling_option, names_in("option").values()))
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -4,14 +4,13 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from kvcellar import progress
-from kvcellar.cli.options import Command, quiet_option
+from kvcellar.cli.options import Command, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.errors import BadRequest, ModelNotFound
 from kvcellar.library.library import Library
@@ -23,12 +22,8 @@ from kvcellar.repository import Repository
 if TYPE_CHECKING:
     from kvcellar.library.hub import Available, Pulled
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def pull_option(function: F) -> F:
-    """Adds --pull."""
-    return click.option("--pull", is_flag=True, help="Download MODEL first, if it is not on this machine.")(function)
+pull_option = click.option("--pull", is_flag=True, help="Download MODEL first, if it is not on this machine.")
 
 
 def download(name: str, *, revision: str | None = None, quiet: bool, confirm: bool = False) -> "Pulled | None":
@@ -43,7 +38,7 @@ def download(name: str, *, revision: str | None = None, quiet: bool, confirm: bo
         return None
     try:
         with show_progress(quiet=quiet) as listener:
-            return hub.fetch(available, progress=listener)
+            return hub.fetch(available, listener)
     except KeyboardInterrupt:
         click.echo(f"interrupted; what was downloaded is kept: `kvcellar pull {name}` continues", err=True)
         raise
@@ -96,7 +91,7 @@ def _is_missing(model: str) -> bool:
 @click.command("pull", cls=Command, epilog="Example: kvcellar pull Qwen/Qwen3-0.6B && kvcellar run Qwen/Qwen3-0.6B")
 @click.argument("model")
 @click.option("--revision", help="Branch, tag or commit. Default: main. Or MODEL@REVISION.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @quiet_option
 def command(model: str, revision: str | None, as_json: bool, quiet: bool) -> None:
     """Download MODEL (owner/name) from a hub into the local Hugging Face cache, where `kvcellar run` and others find

@@ -7,12 +7,22 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from kvcellar.cli.chat import Chat, PromptFormat
-from kvcellar.cli.options import Command, adapter_option, engine_options, given, quiet_option, sampling_options
+from kvcellar.cli.options import (
+    FILE,
+    Command,
+    Decorator,
+    adapter_option,
+    engine_options,
+    given,
+    quiet_option,
+    sampling_options,
+    together,
+)
 from kvcellar.cli.printing import cost_line
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
@@ -23,48 +33,18 @@ from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.result import Result
 from kvcellar.sampling_params import SamplingParams
 
-F = TypeVar("F", bound=Callable[..., Any])
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+def _read(path: Path, param: str) -> str:
+    with path.open("rb") as file:
+        read = file.read(MAX_SOURCE_BYTES + 1)
+    try:
+        return read.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"{param}: the file is not UTF-8 text: byte {error.start}", param) from None
 
 
-def constraint_options(function: F) -> F:
-    """Adds --json-schema, --regex, --choice and --grammar, of which one may be given. It becomes the sampling parameter
-    `constraint`."""
-    for option in (
-        click.option(
-            "--grammar",
-            type=FILE,
-            callback=_becomes(lambda path: Constraint("grammar", _read(path, "grammar"), param="grammar")),
-            expose_value=False,
-            help="A file with a grammar that the answer has to match, in Lark's notation or in GBNF.",
-        ),
-        click.option(
-            "--choice",
-            multiple=True,
-            callback=_becomes(lambda texts: Constraint.choice(texts, param="choice")),
-            expose_value=False,
-            help="A text that the answer may be. May be repeated; the answer is one of them.",
-        ),
-        click.option(
-            "--regex",
-            callback=_becomes(lambda pattern: Constraint("regex", pattern, param="regex")),
-            expose_value=False,
-            help="A regular expression that the whole answer has to match.",
-        ),
-        click.option(
-            "--json-schema",
-            type=FILE,
-            callback=_becomes(lambda path: Constraint.json_schema(_read(path, "json_schema"), param="json_schema")),
-            expose_value=False,
-            help="A file with a JSON Schema that the answer has to match.",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
-def _becomes(make: Callable[[Any], Constraint]) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """A callback that sets the parameter `constraint`."""
+def _constraint(flag: str, make: Callable[[Any], Constraint], help: str, **how: Any) -> Decorator:
+    """An option that sets the sampling parameter `constraint`."""
 
     def callback(ctx: click.Context, param: click.Parameter, value: Any) -> None:
         if value is None or value == ():
@@ -76,16 +56,34 @@ def _becomes(make: Callable[[Any], Constraint]) -> Callable[[click.Context, clic
         except BadRequest as error:
             raise click.BadParameter(str(error), ctx, param) from error
 
-    return callback
+    return click.option(flag, callback=callback, expose_value=False, help=help, **how)
 
 
-def _read(path: Path, param: str) -> str:
-    with path.open("rb") as file:
-        read = file.read(MAX_SOURCE_BYTES + 1)
-    try:
-        return read.decode()
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"{param}: the file is not UTF-8 text: byte {error.start}", param) from None
+constraint_options = together(
+    _constraint(
+        "--json-schema",
+        lambda path: Constraint.json_schema(_read(path, "json_schema"), param="json_schema"),
+        "A file with a JSON Schema that the answer has to match.",
+        type=FILE,
+    ),
+    _constraint(
+        "--regex",
+        lambda pattern: Constraint("regex", pattern, param="regex"),
+        "A regular expression that the whole answer has to match.",
+    ),
+    _constraint(
+        "--choice",
+        lambda texts: Constraint.choice(texts, param="choice"),
+        "A text that the answer may be. May be repeated; the answer is one of them.",
+        multiple=True,
+    ),
+    _constraint(
+        "--grammar",
+        lambda path: Constraint("grammar", _read(path, "grammar"), param="grammar"),
+        "A file with a grammar that the answer has to match, in Lark's notation or in GBNF.",
+        type=FILE,
+    ),
+)
 
 
 @click.command("run", cls=Command, epilog="Example: echo 'def main():' | kvcellar run --max-tokens 40")

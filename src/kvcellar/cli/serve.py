@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,16 @@ import click
 
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.options import Command, KeepAlive, Size, adapter_option, engine_options, quiet_option
+from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, engine_options, quiet_option
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
+from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.page import PAGE
+from kvcellar.inspector.routes import inspector
 from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
 from kvcellar.serve.http.key_ring import Keys, Names
@@ -107,15 +109,17 @@ APIS = {
 SHOWN = 8  # names of keys of one kind
 
 
-def banner(url: str, host: ModelManager, settings: ServeSettings, keys: Keys) -> Iterator[str]:
-    """Lines of text. `url` is that of the server, without a path."""
-    yield f"Serving {', '.join(host.names)} at {url}/v1"
-    yield "; ".join(f"{name}: {url}{path}" for name, path in APIS.items())
+def show_banner(
+    announce: Callable[[str], object], host: ModelManager, settings: ServeSettings, keys: Keys, url: str
+) -> None:
+    """Announce each line. `url` is that of the server, without a path."""
+    announce(f"Serving {', '.join(host.names)} at {url}/v1")
+    announce("; ".join(f"{name}: {url}{path}" for name, path in APIS.items()))
     if settings.inspects:
-        yield f"See inside at {url}{PAGE}"
+        announce(f"See inside at {url}{PAGE}")
     used, limit = host.bytes, host.limits.max_bytes
-    yield f"Memory: {rounded(used)} of {rounded(limit)}, for at most {host.limits.max_models} models at once"
-    yield f"Keys: {_keys(settings, keys)}"
+    announce(f"Memory: {rounded(used)} of {rounded(limit)}, for at most {host.limits.max_models} models at once")
+    announce(f"Keys: {_keys(settings, keys)}")
 
 
 def _keys(settings: ServeSettings, keys: Keys) -> str:
@@ -150,17 +154,17 @@ SERVER_OPTIONS = (
 @click.option("--port", default=8080, show_default=True, help="Port to listen on; 0: any free port.")
 @click.option(
     "--api-key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="UTF-8 text with one key per line; # begins a comment line. $KVCELLAR_API_KEY is one more key.",
 )
 @click.option(
     "--admin-key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="The same for keys of the routes below /admin/, which exist only with such a key. $KVCELLAR_ADMIN_KEY, too.",
 )
 @click.option(
     "--metrics-key-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="The same for keys of /metrics alone. $KVCELLAR_METRICS_KEY, too.",
 )
 @click.option(
@@ -178,12 +182,12 @@ SERVER_OPTIONS = (
 @click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated.")
 @click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
 @click.option(
-    "--max-body", "max_body_bytes", type=Size(), default="8MiB", show_default=True, help="Largest request body."
+    "--max-body", "max_body_bytes", type=SIZE, default="8MiB", show_default=True, help="Largest request body."
 )
 @click.option(
     "--max-upload",
     "max_upload_bytes",
-    type=Size(),
+    type=SIZE,
     default="64GiB",
     show_default=True,
     help="Most bytes of files that were uploaded to create models, and that no model has.",
@@ -214,11 +218,11 @@ SERVER_OPTIONS = (
 @click.option(
     "--pin",
     "pin_file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help='Prompts to compute before serving and not to evict: a JSON object with "prompt" or "messages" per line.',
 )
 @click.option("--pin-share", type=float, help="Part of the cache that pinned prompts may hold. Default: 0.5.")
-@click.option("--memory", type=Size(), help="Bytes of all models with their caches. Default: 90 % of the free memory.")
+@click.option("--memory", type=SIZE, help="Bytes of all models with their caches. Default: 90 % of the free memory.")
 @click.option(
     "--engine-process",
     type=click.Choice(["yes", "no"]),
@@ -229,7 +233,7 @@ SERVER_OPTIONS = (
 @click.option("--max-models", type=int, default=3, show_default=True, help="Most models that are loaded at once.")
 @click.option(
     "--keep-alive",
-    type=KeepAlive(),
+    type=Written("time", seconds_of, "a time like 30s, 5m or 1h30m, a number of seconds, or -1 for ever"),
     default="5m",
     show_default=True,
     help="Unload a model that was not named here after this time without requests, like 30s or 1h; -1: never.",
@@ -280,20 +284,12 @@ def command(
     # The port is bound before the model is loaded, so that a port in use is an error at once.
     with log_to_stderr(log_level, log_format) as flush, bind(settings) as listener:
         timer = ShutdownTimer(settings.drain_seconds + SHUTDOWN_SECONDS + LAST_STEP, flush=flush)
+        own_process = engine_process == "yes"
         with (
             timer,
             closing(spans) if spans else nullcontext(),
-            hosting(
-                models, quiet=quiet or log_format == "json", engine_process=engine_process == "yes", **options
-            ) as hosted,
+            hosting(models, quiet=quiet or log_format == "json", engine_process=own_process, **options) as hosted,
         ):
-
-            def ready(url: str) -> None:
-                for line in banner(url, hosted.host, settings, keys):
-                    announce(line)
-
-            from kvcellar.inspector.routes import inspector
-
             run(
                 hosted.host,
                 settings,
@@ -304,7 +300,7 @@ def command(
                 read_keys=partial(read_again, *files) if any(files) else None,
                 traces=spans,
                 load=partial(load, hosted, pinned, announce),
-                ready=ready,
+                ready=partial(show_banner, announce, hosted.host, settings, keys),
                 signalled=timer.signalled,
             )
 

@@ -2,31 +2,31 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from kvcellar.cli.options import Size
+from kvcellar.cli.options import FILE, SIZE, together
 from kvcellar.engine.load.settings import KEY_BYTES, store_directory
 from kvcellar.errors import BadRequest
 from kvcellar.places import NoPlace
 
-F = TypeVar("F", bound=Callable[..., Any])
 log = logging.getLogger("kvcellar.serve")
 
 KEY, REMOTE = "KVCELLAR_STORE_KEY", "KVCELLAR_STORE_REMOTE"  # environment variables
-_OPTIONS = (
+# Of the tiers; `stored` makes settings of an engine of them.
+store_options = together(
     click.option(
         "--store",
         help="Directory where a later server finds what this one has computed. Default: ~/.local/state/kvcellar/store.",
     ),
     click.option("--no-store", is_flag=True, help="Store nothing on disk."),
-    click.option("--store-bytes", type=Size(), default="10G", show_default=True, help="Most bytes of the store."),
+    click.option("--store-bytes", type=SIZE, default="10G", show_default=True, help="Most bytes of the store."),
     click.option(
         "--store-key-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=FILE,
         help=f"Encrypt what is stored with the key in this file, {2 * KEY_BYTES} hexadecimal digits. Or set ${KEY}.",
     ),
     click.option(
@@ -35,11 +35,11 @@ _OPTIONS = (
         help=f"Store elsewhere, too: redis://HOST:PORT, or a URL of fsspec like s3://BUCKET/PATH. Or set ${REMOTE}.",
     ),
     click.option(
-        "--store-remote-bytes", type=Size(), default="10G", show_default=True, help="Most bytes that are kept there."
+        "--store-remote-bytes", type=SIZE, default="10G", show_default=True, help="Most bytes that are kept there."
     ),
     click.option(
         "--host-bytes",
-        type=Size(),
+        type=SIZE,
         help="Bytes of CPU memory for what leaves the device. Default: none on CPUs, else a tenth of what is free.",
     ),
     click.option(
@@ -52,7 +52,8 @@ _OPTIONS = (
     ),
 )
 
-_EVENTS = (
+# Of KV events, named like the settings of the engine.
+events_options = together(
     click.option(
         "--kv-events",
         help="Publish which blocks are cached at this address, like tcp://127.0.0.1:5557, in the wire of vLLM.",
@@ -61,20 +62,6 @@ _EVENTS = (
     click.option("--kv-events-topic", default="", help="Topic of KV events, like kv@HOST@MODEL for llm-d."),
     click.option("--kv-events-block", type=int, default=16, show_default=True, help="Tokens of a block in KV events."),
 )
-
-
-def store_options(function: F) -> F:
-    """Adds the options of the tiers; `stored` makes settings of an engine of them."""
-    for option in reversed(_OPTIONS):
-        function = option(function)
-    return function
-
-
-def events_options(function: F) -> F:
-    """Adds the options of KV events, named like the settings of the engine."""
-    for option in reversed(_EVENTS):
-        function = option(function)
-    return function
 
 
 def stored(options: dict[str, Any]) -> None:

@@ -86,6 +86,20 @@ def test_an_interrupt_during_a_load_erases_the_line(folder: str, place: str) -> 
     assert ran.err.endswith(" \r\n"), "click ends the line"
 
 
+def test_an_interrupt_while_a_text_is_executed_has_the_same_exit_code(tmp_path: Path) -> None:
+    """As that of a class of data, whose methods are compiled while its module is imported."""
+    (tmp_path / "interrupted.py").write_text(
+        "import signal\n"
+        "from unittest import mock\n"
+        "from kvcellar.cli.main import cli, main\n"
+        "with mock.patch.object(cli, 'main', side_effect=lambda **_: exec('signal.raise_signal(2)\\nprint()')):\n"
+        "    main()\n"
+    )
+    command = (sys.executable, "-m", "interrupted")
+    ran = subprocess.run(command, cwd=tmp_path, preexec_fn=ordinary_interrupts, timeout=120, check=False)
+    assert ran.returncode == 130
+
+
 def test_progress_is_not_written_to_stdout(tmp_path: Path, folder: str) -> None:
     screen, theirs = pty.openpty()
     with subprocess.Popen(

@@ -84,6 +84,9 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        # CPython notes an interrupt that ends `exec` of a text, as dataclasses do while a module is imported, until the
+        # next such text; `python -m` would then end by the signal, whatever is raised after it.
+        eval("0")
         code = 130
     except (KvcellarError, OSError) as error:
         click.echo(f"kvcellar: {' '.join(_message(error).split())}", err=True)

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import Command, engine_options, given, quiet_option
+from kvcellar.cli.options import Command, engine_options, given, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.load.capacity import sized
@@ -22,7 +23,7 @@ MOST_TEXT = 1 << 20  # characters that are read of a text: far more than are use
 
 @click.command("doctor", cls=Command, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option(
     "--kv-quality/--no-kv-quality",
     default=None,
@@ -57,7 +58,7 @@ def command(
         from kvcellar.verify.diagnosis import diagnose
 
         found = diagnose(model, settings, kv_quality=kv_quality, text=None if text is None else text.read(MOST_TEXT))
-    click.echo(json.dumps(found.as_dict()) if as_json else "\n".join(_lines(found)))
+    click.echo(json.dumps(asdict(found)) if as_json else "\n".join(_lines(found)))
     if found.draft is not None and not found.draft.fits:
         click.get_current_context().exit(1)
 

@@ -3,12 +3,14 @@
 import json
 from collections.abc import Iterator
 from itertools import count
+from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcellar import progress
-from kvcellar.cli.options import Command, given, model_options, quiet_option
+from kvcellar.cli.options import Command, given, json_option, model_options, quiet_option
+from kvcellar.cli.printing import table
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.load.settings import Settings
@@ -20,7 +22,7 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
 
 @click.command("verify", cls=Command, epilog="Example: kvcellar verify ./my-model --dtype float32")
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("--tokens", type=int, default=512, show_default=True, help="Most tokens of a text.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the texts.")
 @click.option(
@@ -69,7 +71,7 @@ def _lines(report: "Report") -> Iterator[str]:
         f"{report.name}: {report.architecture}, {report.parameters:,} parameters, {report.dtype} on {report.device}, "
         f"served {report.mode}"
     )
-    yield from _table([("check", "layers", "", "difference", "bound"), *map(_row, report.checks)])
+    yield indent(table([("check", "layers", "", "difference", "bound"), *map(_row, report.checks)]), "  ")
     for check in report.checks:
         if check.outcome != "does not hold" and check.note:
             yield f"  {check.name}: {check.note}"
@@ -98,9 +100,3 @@ def _difference(check: "CheckResult") -> str:
         return ""
     median = f" (median {check.difference:.1e})" if check.difference != check.largest else ""
     return f"{check.largest:.1e}{median}"
-
-
-def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -126,7 +126,10 @@ class _Watch:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-            for kind, parts in (("reads", (*args, *kwargs.values())), ("writes", out if _is_many(out) else (out,))):
+            for kind, parts in (
+                ("reads", (*args, *kwargs.values())),
+                ("writes", out if isinstance(out, tuple | list) else (out,)),
+            ):
                 for part in parts:
                     if isinstance(part, Tensor):
                         self._note(name, kind, part)
@@ -145,11 +148,7 @@ class _Watch:
             kept[name, number, kind] = x[row].flatten().clone()
 
 
-def _is_many(out: Any) -> bool:
-    return isinstance(out, tuple | list)
-
-
-def same_bits(guest: Guest, *, seed: int, watch: Callable[[str], None] = lambda way: None) -> tuple[SameBits, ...]:
+def same_bits(guest: Guest, *, seed: int) -> tuple[SameBits, ...]:
     """Each way in which the guest can compute a text, compared with computing it token by token, alone."""
     draw = torch.Generator().manual_seed(seed)
     length = min(LENGTH, context_of(guest.model))
@@ -161,7 +160,6 @@ def same_bits(guest: Guest, *, seed: int, watch: Callable[[str], None] = lambda 
         return (_failed(ALONE, error),)
     alone = cache(lambda: _watched(guest, text, others, _alone))  # a model that differs does in most ways
     for name, way in _ways(guest):
-        watch(name)
         try:
             found.append(_compared(_computed(guest, text, others, way, None), reference, name, way, alone))
         except MODEL_ERRORS as error:

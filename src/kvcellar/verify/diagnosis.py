@@ -5,7 +5,7 @@ this machine is not used, or was not tested.
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,9 +140,6 @@ class Diagnosis:
     draft: DraftDiagnosis | None = None
     # what the quantised weights of `weights` change, compared with dense ones
     weights_harm: Mapping[str, Any] | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None, text: str | None = None) -> Diagnosis:

@@ -7,8 +7,7 @@ the expected logits.
 Always true: `texts` are the tokens that each sequence has in memory, if the memory works correctly.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import random_tokens
-from kvcellar.engine.models.seam import ATTENTION
+from kvcellar.engine.models.seam import our_attention, own_attention
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.spans import Span
@@ -43,23 +42,16 @@ class ColdReference:
     def logits(self, text: tuple[int, ...]) -> Tensor:
         """[L,V] in float32. A prefix of the last text is not computed again."""
         if self._text[: len(text)] != text:
-            with _own_attention(self._guest), torch.inference_mode():
-                ids = torch.tensor([text], device=self._guest.device)
-                self._logits = self._guest.model(input_ids=ids, use_cache=False).logits[0].float()
+            own_attention(self._guest.model)
+            try:
+                with torch.inference_mode():
+                    ids = torch.tensor([text], device=self._guest.device)
+                    self._logits = self._guest.model(input_ids=ids, use_cache=False).logits[0].float()
+            finally:
+                if self._guest.mode == "flat":
+                    our_attention(self._guest.model)
             self._text = text
         return self._logits[: len(text)]
-
-
-@contextmanager
-def _own_attention(guest: Guest) -> Iterator[None]:
-    if guest.mode == "solo":  # it always uses its own
-        yield
-        return
-    guest.model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        guest.model.set_attn_implementation(ATTENTION)
 
 
 class Setup:
@@ -158,16 +150,11 @@ class Harness:
         for (_, ids), some in zip(pieces, rows, strict=True):
             want += [start + row for row in some]
             start += len(ids)
-        logits = self.guest.forward(
-            self.memory, plan, self._tensor([t for _, ids in pieces for t in ids]), self._tensor(want)
-        )
+        logits = self.guest.forward(self.memory, plan, [token for _, ids in pieces for token in ids], want)
         for (seq, ids), some, part in zip(pieces, rows, logits.float().split([*map(len, rows)]), strict=True):
             before = self.texts.get(seq, [])
             at = tuple(len(before) + row for row in some)
             self._seen.append(Seen((*before, *ids), at, part, seq in self.derived))
-
-    def _tensor(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self.guest.device)
 
     def keep(self, pieces: Sequence[Piece], counts: Sequence[int] | None = None) -> None:
         """Commit the open step: all of its tokens, or the first `counts[i]` of piece `i`."""

@@ -5,7 +5,7 @@ model's own eager forward over the same tokens, which uses no cache. If a check 
 the reason.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -89,8 +89,8 @@ class Report:
     seed: int
     promised: bool
     checks: tuple[CheckResult, ...]
-    kv_quality: tuple[KvQuality, ...] = ()
-    bits: tuple[SameBits, ...] = ()  # reported, and not a part of `holds`
+    kv_quality: tuple[KvQuality, ...]
+    bits: tuple[SameBits, ...]  # reported, and not a part of `holds`
 
     @property
     def holds(self) -> bool:
@@ -129,31 +129,23 @@ def verify(
     if tokens < LEAST:
         raise BadRequest(f"tokens is {tokens}; texts need at least {LEAST}", "tokens")
     settings = settings or Settings()
-    if isinstance(model, Guest):
-        parameters = sum(parameter.numel() for parameter in model.model.parameters())
-        return _report(type(model.model).__name__, model, parameters, settings, tokens, seed, quality, watch)
-    torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
-    loaded = load(located(model), dtype=settings.dtype, device=settings.device, weights=settings.weights)
-    if settings.pack and loaded.model.device.type == "cpu":
-        pack_model(loaded.model)
-    guest = build_guest(loaded.model, named(settings.attention))
-    return _report(loaded.name, guest, loaded.parameters, settings, tokens, seed, quality, watch)
-
-
-def _report(
-    name: str,
-    guest: Guest,
-    parameters: int,
-    settings: Settings,
-    tokens: int,
-    seed: int,
-    quality: bool | None,
-    watch: Callable[[str], None],
-) -> Report:
+    name, guest, parameters = _opened(model, settings)
     if any(plane.storage is not None for group in guest.shape.groups for plane in group.planes):
         raise BadRequest("quantised K/V give other logits; verify the guest without them")
-    layers = kinds(guest)
-    report = Report(
+    layers, tokens = kinds(guest), min(tokens, context_of(guest.model))
+    setup, checks = Setup(guest, tokens), list[CheckResult]()
+    for number, check in enumerate(CHECKS):
+        watch(check.name)
+        with silence_transformers():
+            checks.append(_tried(check, setup, seed * len(CHECKS) + number, layers))
+    watch(BITS)
+    with silence_transformers():
+        bits = same_bits(guest, seed=seed)
+    stored: list[KvQuality] = []
+    if guest.shape.groups and (is_small(parameters) if quality is None else quality):
+        watch("quantised K/V")
+        stored = kv_quality(guest, named(settings.attention), WAYS, tokens=SAMPLE)
+    return Report(
         name=name,
         architecture=type(guest.model).__name__,
         parameters=parameters,
@@ -161,22 +153,24 @@ def _report(
         device=str(guest.device),
         mode=guest.mode,
         layers=tuple(layers),
-        tokens=min(tokens, context_of(guest.model)),
+        tokens=tokens,
         seed=seed,
         promised=guest.dtype in EXACT,
-        checks=tuple(_checks(guest, min(tokens, context_of(guest.model)), seed, layers, watch)),
-        bits=_bits(guest, seed, watch),
+        checks=tuple(checks),
+        kv_quality=tuple(stored),
+        bits=bits,
     )
-    if not (is_small(parameters) if quality is None else quality) or not guest.shape.groups:
-        return report
-    watch("quantised K/V")
-    return replace(report, kv_quality=tuple(kv_quality(guest, named(settings.attention), WAYS, tokens=SAMPLE)))
 
 
-def _bits(guest: Guest, seed: int, watch: Callable[[str], None]) -> tuple[SameBits, ...]:
-    watch(BITS)
-    with silence_transformers():
-        return same_bits(guest, seed=seed)
+def _opened(model: "Guest | PreTrainedModel | str | Path | None", settings: Settings) -> tuple[str, Guest, int]:
+    """Its name, and how many parameters it has."""
+    if isinstance(model, Guest):
+        return type(model.model).__name__, model, sum(parameter.numel() for parameter in model.model.parameters())
+    torch.set_num_threads(threads_of(settings.threads, torch.get_num_threads()).count)
+    loaded = load(located(model), dtype=settings.dtype, device=settings.device, weights=settings.weights)
+    if settings.pack and loaded.model.device.type == "cpu":
+        pack_model(loaded.model)
+    return loaded.name, build_guest(loaded.model, named(settings.attention)), loaded.parameters
 
 
 def kinds(guest: Guest) -> list[str]:
@@ -185,16 +179,6 @@ def kinds(guest: Guest) -> list[str]:
     planes = guest.shape.recurrent.layers.values() if guest.shape.recurrent is not None else ()
     found += [plane.name.partition(" ")[0] for layer in planes for plane in layer]
     return list(dict.fromkeys(found))
-
-
-def _checks(
-    guest: Guest, tokens: int, seed: int, layers: Sequence[str], watch: Callable[[str], None]
-) -> Iterator[CheckResult]:
-    setup = Setup(guest, tokens)
-    for number, check in enumerate(CHECKS):
-        watch(check.name)
-        with silence_transformers():
-            yield _tried(check, setup, seed * len(CHECKS) + number, layers)
 
 
 def _tried(check: Check, setup: Setup, seed: int, layers: Sequence[str]) -> CheckResult:

@@ -32,7 +32,7 @@ from benchmarks import (
     waits,
 )
 from benchmarks.row import Given, Lines, Row
-from kvcellar.bench.report import about
+from kvcellar.bench.compared import about
 from kvcellar.engine.load.settings import RECORD
 
 ROWS: Mapping[str, Row] = MappingProxyType(

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.row import Given, Lines
-from kvcellar.bench.compare import QUICK, WORKS, Compared, Extent, Work, compared
+from kvcellar.bench.compare import IDLE, QUICK, WORKS, Compared, Extent, Work, compared
 from kvcellar.bench.network import SMALL, TINY, write
-from kvcellar.bench.others import IDLE
 from kvcellar.bench.peer import Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
 

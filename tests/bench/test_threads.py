@@ -10,7 +10,7 @@ from benchmarks import threads
 from benchmarks.row import Given
 from benchmarks.run import printed
 from benchmarks.threads import TARGETS
-from kvcellar.bench.others import BUSY, Others
+from kvcellar.bench.compare import BUSY, Others
 from kvcellar.bench.peer import Side
 from kvcellar.errors import BadRequest, KvcellarError
 
@@ -30,8 +30,8 @@ def tick(root: Path, *, busy: int, idle: int, of: dict[int, int]) -> None:
 
 def test_time_of_others_is_what_is_busy_without_those_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, hertz = [100.0], os.sysconf("SC_CLK_TCK")
-    monkeypatch.setattr("kvcellar.bench.others.time.perf_counter", lambda: seconds[0])
-    monkeypatch.setattr("kvcellar.bench.others.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("kvcellar.bench.compare.time.perf_counter", lambda: seconds[0])
+    monkeypatch.setattr("kvcellar.bench.compare.os.cpu_count", lambda: 2)
     me = os.getpid()
     tick(tmp_path, busy=6 * hertz, idle=5, of={me: 0, 77: hertz})
     others = Others([77, 78], root=tmp_path)

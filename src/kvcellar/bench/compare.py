@@ -7,8 +7,10 @@ Always true:
     fails, `PeerFailed` is raised.
 """
 
+import os
 import random
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,12 +18,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.bench.others import Others
 from kvcellar.bench.peer import Peer, PeerFailed, Side, running
 
 MOST_IDS = 500  # ids of prompts are below
 NEAR = 0.25  # lead of a token in log-probability that the rounding of a 16-bit type can turn over
 GIB = 1 << 30
+BUSY = (0, 1, 2, 5, 6, 7)  # columns of `/proc/stat`: user, nice, system, interrupts, soft interrupts, stolen
+IDLE = 0.05  # of the CPU time may be others': cores count as idle
 
 Prompts = list[list[int]]
 
@@ -144,10 +147,48 @@ class Compared:
     others: dict[str, float | None] = field(default_factory=dict)
 
 
+class Others:
+    """The CPU time of the machine that other processes than those measured have had, from when it is made.
+
+    Wall time says how fast something is only where cores were idle. Linux counts the time of all CPUs in `/proc/stat`,
+    with what a hypervisor took, and that of a process in `/proc/PID/stat`.
+    """
+
+    def __init__(self, pids: Sequence[int], *, root: Path = Path("/proc")) -> None:
+        """`pids` are of the processes that are measured, beside this one. `root` is where the kernel's files are."""
+        self._pids, self._root = (*pids, os.getpid()), root
+        self._began, self._before = time.perf_counter(), self._clocks()
+
+    def share(self) -> float | None:
+        """The part of all CPU time so far that other processes had; None where the system does not count it."""
+        after, seconds = self._clocks(), time.perf_counter() - self._began
+        if self._before is None or after is None:
+            return None
+        busy, measured = after[0] - self._before[0], after[1] - self._before[1]
+        return max(0.0, busy - measured) / (seconds * (os.cpu_count() or 1))
+
+    def _clocks(self) -> tuple[float, float] | None:
+        """CPU seconds of all processes, and of those measured."""
+        try:
+            columns = (self._root / "stat").read_text().partition("\n")[0].split()[1:]
+        except OSError:
+            return None
+        ticks = os.sysconf("SC_CLK_TCK")
+        return sum(int(columns[at]) for at in BUSY) / ticks, sum(map(self._ticks, self._pids)) / ticks
+
+    def _ticks(self, pid: int) -> int:
+        """User and system time of a process, and of its children that have ended; 0 if it has ended."""
+        try:
+            text = (self._root / str(pid) / "stat").read_text()
+        except OSError:
+            return 0
+        return sum(map(int, text.rpartition(")")[2].split()[11:15]))
+
+
 class Comparison:
     """Runs works on sides that are running."""
 
-    def __init__(self, peers: Sequence[Peer], extent: Extent, each_round: Callable[[], None]) -> None:
+    def __init__(self, peers: Sequence[Peer], extent: Extent, each_round: Callable[[], object]) -> None:
         """`each_round` is called once in a round, to be measured between the sides."""
         self._peers, self._extent, self._each_round = list(peers), extent, each_round
         self.found = Compared(about={peer.side.label: peer.about for peer in peers})
@@ -253,7 +294,7 @@ def compared(
     *,
     threads: int = 1,
     cache_bytes: int = GIB // 4,
-    each_round: Callable[[], None] = lambda: None,
+    each_round: Callable[[], object] = lambda: None,
     report: Callable[[Compared, Work], None] = lambda found, work: None,
 ) -> Compared:
     """Measure works on the model in this directory. The first side is ours, with the weights as stored. `report` is

@@ -6,22 +6,25 @@ import ctypes
 import json
 import mmap
 import os
+import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import kvcellar.kernels
-from kvcellar.bench import report
-from kvcellar.bench.compare import QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
+from kvcellar import __version__
+from kvcellar.bench.compare import IDLE, QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.gguf import write_gguf
-from kvcellar.bench.kinds import KINDS, kinds
+from kvcellar.bench.kinds import CACHE_BYTES, EXTENT, KINDS, write_kind
 from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
 from kvcellar.bench.network import LARGER, SMALL, TINY, Size, write
-from kvcellar.bench.others import IDLE
 from kvcellar.bench.peer import OURS, Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.kernels.compiled import library
@@ -116,11 +119,9 @@ def _run_works(works: Sequence[Work], sides: Sequence[Side], *, quick: bool, thr
     with tempfile.TemporaryDirectory() as place:
         parameters = write_for_peers(network, Path(place))
         _print([f"{parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
-        found = compared(
-            Path(place), sides, works, extent, threads=threads, each_round=lambda: _read(reads), report=table.show
-        )
-    about = {**report.about(threads=threads, quick=quick), "parameters": parameters}
-    print(json.dumps({**about, "read_gb_s": round(reads.rate / 1e9, 1), **as_json(found)}), flush=True)
+        found = compared(Path(place), sides, works, extent, threads=threads, each_round=reads.read, report=table.show)
+    ran = {**about(threads=threads, quick=quick), "parameters": parameters}
+    print(json.dumps({**ran, "read_gb_s": round(reads.rate / 1e9, 1), **as_json(found)}), flush=True)
     if wrong := [*found.failed.values(), *table.others]:
         raise KvcellarError("\n".join(wrong))
 
@@ -129,13 +130,17 @@ def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = F
     """Measure networks of one of `KINDS`, or of all, print a table and one line of JSON. Raises `KvcellarError` as
     `run_against`."""
     table, results, failed = Table(sides, Extent(), TARGETS), dict[str, Any](), list[str]()
-    for name, parameters, found in kinds(sides, only=only, quick=quick, threads=threads):
+    extent = QUICK if quick else EXTENT
+    for name in KINDS if only is None else (only,):
+        with tempfile.TemporaryDirectory() as place:
+            parameters = write_kind(name, Path(place), quick=quick)
+            found = compared(Path(place), sides, WORKS_OF_KINDS, extent, threads=threads, cache_bytes=CACHE_BYTES)
         _print([f"{name}: {parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
         for work in WORKS_OF_KINDS:
             table.show(found, work)
         results[name] = {"parameters": parameters, **as_json(found)}
         failed += found.failed.values()
-    print(json.dumps({**report.about(threads=threads, quick=quick), "kinds": results}), flush=True)
+    print(json.dumps({**about(threads=threads, quick=quick), "kinds": results}), flush=True)
     if wrong := [*failed, *table.others]:
         raise KvcellarError("\n".join(wrong))
 
@@ -145,10 +150,6 @@ def write_for_peers(size: Size, directory: Path) -> int:
     parameters = write(size, directory)
     write_gguf(size, directory)
     return parameters
-
-
-def _read(reads: Reads) -> None:
-    reads.read()
 
 
 class Table:
@@ -262,6 +263,26 @@ def _agreement_json(agreement: Agreement | None) -> dict[str, Any]:
     if agreement is None:
         return {}
     return {"equal": agreement.equal, "of": agreement.of, "lead": agreement.lead}
+
+
+def about(*, threads: int, quick: bool) -> dict[str, Any]:
+    """Versions, machine and settings of a run."""
+    return {
+        "kvcellar": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "cpu": _cpu(),
+        "threads": threads,
+        "dtype": "bfloat16",
+        "quick": quick,
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    rows = info.read_text().splitlines() if info.is_file() else []
+    names = [row.partition(":")[2].strip() for row in rows if row.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _print(lines: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """kinds: decoding of random networks of other kinds than Llama, of about 125 million parameters, against `generate`."""
 
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 import torch
 
 from kvcellar.bench import hf_baseline
-from kvcellar.bench.compare import QUICK, Compared, Extent, Work, compared
-from kvcellar.bench.peer import Side
+from kvcellar.bench.compare import Extent, Work
 from kvcellar.engine.models.hf_globals import silence_transformers
 
 WORKS = (Work("decode-1", (512,)), Work("decode-8", (512,) * 8))
@@ -102,23 +100,6 @@ SMALLER: Mapping[str, Any] = {  # to test the bench
     "moe_intermediate_size": 128,
     "block_ff_dim": 128,
 }
-
-
-def kinds(
-    sides: Sequence[Side], *, only: str | None = None, quick: bool = False, threads: int = 1
-) -> Iterator[tuple[str, int, Compared]]:
-    """Name, number of parameters and what was measured, kind by kind."""
-    extent = QUICK if quick else EXTENT
-    for name in KINDS:
-        if only not in (None, name):
-            continue
-        with tempfile.TemporaryDirectory() as place:
-            parameters = write_kind(name, Path(place), quick=quick)
-            yield (
-                name,
-                parameters,
-                compared(Path(place), sides, WORKS, extent, threads=threads, cache_bytes=CACHE_BYTES),
-            )
 
 
 def write_kind(name: str, place: Path, *, quick: bool = False) -> int:

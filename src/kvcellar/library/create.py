@@ -10,8 +10,8 @@ TEMPLATE has to be a chat template in Jinja, as models of Hugging Face have.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def create(
     `ModelRefused` and `OSError`, and then the library is as it was.
     """
     target = ModelName.parse(name)
-    texts = _texts(modelfile)
+    texts, notes = _texts(modelfile)
     kinds = [_kind(tools, quantize, "quantize"), _kind(tools, draft_quantize, "draft_quantize")]
 
     def source(command: Command) -> Source:
@@ -94,14 +94,14 @@ def create(
     one.check_kinds(*kinds)
     try:
         with library.disk.staging() as staging:
-            manifest = one.manifest(staging, texts, *kinds)
+            manifest = one.manifest(staging, *kinds)
             report("writing manifest")
             made = library.commit(target, manifest, staging)
     except BaseException:
         with suppress(OSError, KvcellarError):  # the first error is the one to report
             library.collect()
         raise
-    return Created(made, (*texts.notes, *one.notes))
+    return Created(made, tuple(notes))
 
 
 def _kind(tools: Tools, text: str | None, param: str) -> str | None:
@@ -111,20 +111,8 @@ def _kind(tools: Tools, text: str | None, param: str) -> str | None:
         raise BadRequest(error.message, param, hint=error.hint) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """What of a Modelfile needs no file. None and empty: nothing of the kind."""
-
-    parameters: dict[str, Any]
-    template: str | None
-    system: str | None
-    messages: tuple[Message, ...]
-    licenses: tuple[str, ...]
-    requires: str | None
-    notes: tuple[str, ...]
-
-
-def _texts(modelfile: Modelfile) -> _Texts:
+def _texts(modelfile: Modelfile) -> tuple[Manifest, list[str]]:
+    """What of a Modelfile needs no file, as a manifest without any; and notes on what is not used."""
     for name in ("renderer", "parser"):
         if (command := modelfile.last(name)) is not None:
             raise command.error(
@@ -134,40 +122,47 @@ def _texts(modelfile: Modelfile) -> _Texts:
     found, notes = parameters(modelfile.parameters)
     template, system, requires = (modelfile.last(name) for name in ("template", "system", "requires"))
     if template is not None:
-        _located(template, check_template)
-    messages = tuple(Message(*command.args.split(": ", 1)) for command in modelfile.all("message"))
-    licenses = tuple(command.args for command in modelfile.all("license"))
-    version = None if requires is None else _located(requires, required)
+        with _blamed(template):
+            check_template(template.args)
+    version = None
     if requires is not None:
-        _located(requires, lambda text: check_version(required(text)))
-    return _Texts(found, _args(template), _args(system), messages, licenses, version, tuple(notes))
+        with _blamed(requires):
+            check_version(version := required(requires.args))
+    texts = Manifest(
+        model=Part(()),
+        parameters=found,
+        template=_args(template),
+        system=_args(system),
+        messages=tuple(Message(*command.args.split(": ", 1)) for command in modelfile.all("message")),
+        licenses=tuple(command.args for command in modelfile.all("license")),
+        requires=version,
+    )
+    return texts, notes
 
 
 def _args(command: Command | None) -> str | None:
     return None if command is None else command.args
 
 
-def _located(command: Command, function: Callable[[str], Any]) -> Any:
-    """Call it with the value of a command, whose line its errors get."""
+@contextmanager
+def _blamed(command: Command, before: str = "") -> Generator[None]:
+    """Errors in the block get the line of a command."""
     try:
-        return function(command.args)
+        yield
     except (BadRequest, ModelRefused) as error:
-        raise command.error(str(error)) from error
+        raise command.error(f"{before}{error}") from error
 
 
-def _fitting(command: Command, check: Callable[[], object]) -> None:
-    """Run a check of what a command names; its errors get the command and its line."""
-    try:
-        check()
-    except (BadRequest, ModelRefused) as error:
-        raise command.error(f"{command.keyword} {command.args}: {error}") from error
+def _fitting(command: Command) -> AbstractContextManager[None]:
+    """Around a check of what a command names."""
+    return _blamed(command, f"{command.keyword} {command.args}: ")
 
 
 class _Creation:
     """One run of `create`. All sources are found before anything is written."""
 
-    def __init__(self, found: Callable[[Command], Source], tools: Tools, modelfile: Modelfile, texts: _Texts) -> None:
-        self._tools, self.notes = tools, list[str]()
+    def __init__(self, found: Callable[[Command], Source], tools: Tools, modelfile: Modelfile, texts: Manifest) -> None:
+        self._tools, self._texts = tools, texts
         for name in ("model", "draft"):
             if len(lines := modelfile.all(name)) > 1:
                 raise lines[1].error(f"there is a second {lines[0].keyword}; the first is in line {lines[0].line}")
@@ -197,9 +192,9 @@ class _Creation:
             if kind is not None and has is not None and has not in CASTS:
                 raise BadRequest(f"its weights are {has} already; quantise the model that it was made from", param)
 
-    def manifest(self, staging: Staging, texts: _Texts, quantize: str | None, draft_quantize: str | None) -> Manifest:
+    def manifest(self, staging: Staging, quantize: str | None, draft_quantize: str | None) -> Manifest:
         """Put all files into the library."""
-        old = self._base or Manifest(model=Part(()))
+        old, texts = self._base or Manifest(model=Part(())), self._texts
         for file in old.files.values():
             staging.reuse(file)  # before the checks, which take time: the model may be removed meanwhile
         target = self._directory(self._from, self._source, staging, "model", quantize)
@@ -238,15 +233,18 @@ class _Creation:
     def _check(self, target: "_Directory", draft: "_Directory | None", library: Path) -> None:
         """Raise `ModelRefused` for what cannot be loaded or does not fit, before anything is copied."""
         if target.part is None:
-            _fitting(self._from, lambda: _check_links(target.path, model_files(target.path), library))
-            _fitting(self._from, lambda: self._tools.check_model(target.path))
+            with _fitting(self._from):
+                _check_links(target.path, model_files(target.path), library)
+                self._tools.check_model(target.path)
         if draft is not None and self._draft_command is not None:
-            if draft.part is None:
-                _fitting(self._draft_command, lambda: _check_links(draft.path, model_files(draft.path), library))
-            _fitting(self._draft_command, lambda: self._tools.check_draft(target.path, draft.path))
+            with _fitting(self._draft_command):
+                if draft.part is None:
+                    _check_links(draft.path, model_files(draft.path), library)
+                self._tools.check_draft(target.path, draft.path)
         for command, source in self._adapters:
-            _fitting(command, lambda at=source.path: _check_links(at, adapter_files(at), library))
-            _fitting(command, lambda directory=source.path: self._tools.check_adapter(target.path, directory))
+            with _fitting(command):
+                _check_links(source.path, adapter_files(source.path), library)
+                self._tools.check_adapter(target.path, source.path)
 
     def _directory(
         self, command: Command, source: Source, staging: Staging, name: str, kind: str | None
@@ -258,7 +256,8 @@ class _Creation:
             return _Directory(source.path)
         into = staging.folder(f"{name}-gguf")
         report(f"converting {source.path.name}")
-        _fitting(command, lambda: self._tools.gguf(source.path, into, codes=kind is None))
+        with _fitting(command):
+            self._tools.gguf(source.path, into, codes=kind is None)
         return _Directory(into, made=True)
 
     def _part(self, source: "_Directory", staging: Staging, kind: str | None, *, draft: bool = False) -> "_Made":

@@ -101,8 +101,6 @@ def _object(file: Path) -> dict[str, Any]:
     """The object of a JSON file; empty if there is none."""
     try:
         found = json.loads(_bounded(file))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,8 @@ class Available:
     directory: Path  # where the files will be
     missing_bytes: int  # to be downloaded, less what interrupted downloads have left
     free_bytes: int  # of the disk
+    endpoint: str | None
+    token: str | bool | None = field(repr=False)
 
     @property
     def bytes(self) -> int:
@@ -181,6 +183,8 @@ def look_up(
         directory=directory,
         missing_bytes=max(0, sum(file.size for file in missing) - half),
         free_bytes=shutil.disk_usage(existing(storage)).free,
+        endpoint=endpoint,
+        token=token,
     )
 
 
@@ -200,21 +204,16 @@ def pull(
     """
     if progress is not None:
         progress(Progress(f"looking up {name}"))
-    return fetch(look_up(name, revision=revision, endpoint=endpoint, token=token), endpoint, token, progress)
+    return fetch(look_up(name, revision=revision, endpoint=endpoint, token=token), progress)
 
 
-def fetch(
-    available: Available,
-    endpoint: str | None = None,
-    token: str | bool | None = None,
-    progress: Listener | None = None,
-) -> Pulled:
+def fetch(available: Available, progress: Listener | None = None) -> Pulled:
     """Download what was looked up. As `pull`."""
     _check_space(available)
     repository, storage = available.repository, storage_of(available.repository)
-    with explained(repository, endpoint), _quiet(), locked(storage, repository, progress):
-        fresh = _download(available, endpoint, token, progress)
-        _link(available, endpoint, token)
+    with explained(repository, available.endpoint), _quiet(), locked(storage, repository, progress):
+        fresh = _download(available, progress)
+        _link(available)
         _check(available, fresh, progress)
         if repository.revision != available.commit:
             point(storage, repository.revision, available.commit)
@@ -297,12 +296,10 @@ class _Meter:
         self._stopped = True
 
 
-def _download(
-    available: Available, endpoint: str | None, token: str | bool | None, progress: Listener | None
-) -> set[Path]:
+def _download(available: Available, progress: Listener | None) -> set[Path]:
     """Download the missing files that have a digest; returns where they are."""
     repository, storage = available.repository, storage_of(available.repository)
-    headers = build_hf_headers(token=token)
+    headers = build_hf_headers(token=available.token)
     files = {  # one for each content: paths with the same content share it
         file.sha256: file
         for file in available.missing
@@ -312,7 +309,7 @@ def _download(
     (storage / "blobs").mkdir(parents=True, exist_ok=True)
 
     def one(file: Listed) -> Path:
-        url = hf_hub_url(repository.name, file.path, revision=available.commit, endpoint=endpoint)
+        url = hf_hub_url(repository.name, file.path, revision=available.commit, endpoint=available.endpoint)
         download(url, headers, file, blob_of(storage, file), meter.count)
         return blob_of(storage, file).resolve()
 
@@ -330,14 +327,14 @@ def _download(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _link(available: Available, endpoint: str | None, token: str | bool | None) -> None:
+def _link(available: Available) -> None:
     """Download all other files, and enter all of them into the cache at this commit."""
     snapshot_download(
         available.repository.name,
         revision=available.commit,
         allow_patterns=[glob.escape(file.path) for file in available.files],
-        endpoint=endpoint,
-        token=token,
+        endpoint=available.endpoint,
+        token=available.token,
         max_workers=_CONNECTIONS,
         tqdm_class=_NoBar,
     )

@@ -8,10 +8,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
+
+from msgspec import Struct, convert, structs, to_builtins
 
 from kvcellar.errors import KvcellarError
+from kvcellar.values import no_number
 
 FORMAT = 1
 MOST_BYTES = 64 << 20
@@ -41,8 +43,7 @@ class ManifestDamaged(KvcellarError):
     """The bytes are no manifest of this version."""
 
 
-@dataclass(frozen=True, slots=True)
-class File:
+class File(Struct, frozen=True):
     """One file of a model: its path in the model directory, and its content by digest (`sha256:HEX`) and size."""
 
     path: str
@@ -55,8 +56,7 @@ class File:
         return self.digest.replace(":", "-")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Struct, frozen=True):
     """The files of one model directory, ordered by path."""
 
     files: tuple[File, ...]
@@ -66,22 +66,20 @@ class Part:
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(Struct, frozen=True):
     """One message that precedes each conversation."""
 
     role: str
     content: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True):
     """A model of the library. `parameters` has fields of `SamplingParams`, and `context` and `draft_depth`."""
 
     model: Part
     draft: Part | None = None
     adapters: tuple[Part, ...] = ()
-    parameters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    parameters: Mapping[str, Any] = {}
     template: str | None = None
     system: str | None = None
     messages: tuple[Message, ...] = ()
@@ -115,26 +113,10 @@ class Manifest:
     @property
     def base_id(self) -> str:
         """Digest of model and draft alone: models of one base can share one network."""
-        draft = None if self.draft is None else _part(self.draft)
-        return hashlib.sha256(_canonical({"model": _part(self.model), "draft": draft})).hexdigest()
+        return hashlib.sha256(_canonical({"model": self.model, "draft": self.draft})).hexdigest()
 
     def to_bytes(self) -> bytes:
-        return _canonical({
-            "kvcellar": FORMAT,
-            "model": _part(self.model),
-            "draft": None if self.draft is None else _part(self.draft),
-            "adapters": [_part(part) for part in self.adapters],
-            "parameters": dict(self.parameters),
-            "template": self.template,
-            "system": self.system,
-            "messages": [{"role": one.role, "content": one.content} for one in self.messages],
-            "licenses": list(self.licenses),
-            "requires": self.requires,
-            "source": self.source,
-            "quantized": self.quantized,
-            "draft_quantized": self.draft_quantized,
-            "report": None if self.report is None else dict(self.report),
-        })  # fmt: skip
+        return _canonical({"kvcellar": FORMAT, **structs.asdict(self)})
 
     @classmethod
     def from_bytes(cls, content: bytes) -> "Manifest":
@@ -142,57 +124,29 @@ class Manifest:
         if len(content) > MOST_BYTES:
             raise ManifestDamaged(f"it has more than {MOST_BYTES} bytes")
         try:
-            raw = cast("dict[str, Any]", json.loads(content, parse_constant=_no_number))
+            raw = json.loads(content, parse_constant=no_number)
             if raw["kvcellar"] != FORMAT:
                 raise ManifestDamaged(f"it has version {raw['kvcellar']!r}; this kvcellar reads version {FORMAT}")
-            return cls(
-                model=_read_part(raw["model"]),
-                draft=None if raw["draft"] is None else _read_part(raw["draft"]),
-                adapters=tuple(map(_read_part, _of(list, raw["adapters"]))),
-                parameters=_of(dict, raw["parameters"]),
-                template=_text(raw["template"]),
-                system=_text(raw["system"]),
-                messages=tuple(Message(_of(str, one["role"]), _of(str, one["content"])) for one in raw["messages"]),
-                licenses=tuple(_of(str, one) for one in _of(list, raw["licenses"])),
-                requires=_text(raw["requires"]),
-                source=_of(str, raw["source"]),
-                quantized=_text(raw["quantized"]),
-                draft_quantized=_text(raw["draft_quantized"]),
-                report=None if raw["report"] is None else _of(dict, raw["report"]),
-            )
+            found = convert(raw, cls)
+            for part in found.parts.values():
+                _check_part(part)
+            same = found.to_bytes() == content
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ManifestDamaged(f"it is no manifest: {type(error).__name__}: {error}") from error
+        if not same:
+            raise ManifestDamaged("it is not as it is written")
+        return found
 
 
 def _canonical(raw: Mapping[str, Any]) -> bytes:
-    return json.dumps(raw, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+    plain = to_builtins(raw)
+    return json.dumps(plain, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False).encode() + b"\n"
 
 
-def _part(part: Part) -> dict[str, Any]:
-    files = [{"path": file.path, "digest": file.digest, "size": file.size} for file in part.files]
-    return {"files": files}
-
-
-def _read_part(raw: dict[str, Any]) -> Part:
-    files = tuple(File(_of(str, one["path"]), _of(str, one["digest"]), _of(int, one["size"])) for one in raw["files"])
-    names = [file.path for file in files]
+def _check_part(part: Part) -> None:
+    names = [file.path for file in part.files]
     if names != sorted(set(names)):
         raise ValueError("its files are not in order, or one occurs twice")
-    for file in files:
+    for file in part.files:
         if not is_file_path(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
             raise ValueError(f"a file is {file}")
-    return Part(files)
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number of JSON")
-
-
-def _of(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r:.80} is not of type {kind.__name__}")
-    return value
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else _of(str, value)

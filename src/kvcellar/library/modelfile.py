@@ -24,7 +24,9 @@ KEYWORDS = (
 )  # fmt: skip
 ROLES = ("system", "user", "assistant")
 _NAMES = {"model", *KEYWORDS} - {"from", "parameter"}  # of commands that are no parameters
-_BLANKS = " \t"
+_BLANKS = re.compile(r"[ \t]*")
+_SKIPPED = re.compile(r"(?:[ \t\r\n]++|#[^\r\n]*+)*+")  # blanks, empty lines and comments
+_WORD = re.compile(r"[^ \t\r\n]*")
 _NEWLINE = re.compile(r"\r\n|\r|\n")
 _NAME = re.compile(r"[A-Za-z0-9_]+")
 _END = r"[^\S\r\n]*(?=[\r\n]|\Z)"  # blanks up to the end of a line
@@ -123,22 +125,22 @@ class _Reader:
 
     def command(self) -> Command | None:
         """The next one; None at the end."""
-        self._skip_to_command()
+        self._read(_SKIPPED)
         if self._at == len(self._text):
             return None
         line = self._line_here()
-        keyword = self._word()
+        keyword = self._read(_WORD)
         name = keyword.lower()
         if name not in KEYWORDS or self._peek() in "\r\n":
             if name in KEYWORDS and not self._peek():
                 raise ModelfileError(f"unexpected EOF: {keyword} has no value", line)
             listed = ", ".join(f'"{one}"' for one in KEYWORDS[:-1])
             raise ModelfileError(f'command must be one of {listed}, or "{KEYWORDS[-1]}"', line)
-        self._skip_blanks()
+        self._read(_BLANKS)
         if name == "parameter":
             return Command(self._parameter(line), self._value(line), line)
         if name == "message":
-            role = self._word()
+            role = self._read(_WORD)
             if not role or not self._peek().strip("\r\n"):
                 raise ModelfileError("unexpected EOF: MESSAGE needs a role and a text", line)
             if role not in ROLES:
@@ -147,7 +149,7 @@ class _Reader:
         return Command("model" if name == "from" else name, self._value(line), line)
 
     def _parameter(self, line: int) -> str:
-        name = self._word()
+        name = self._read(_WORD)
         if not _NAME.fullmatch(name) or not self._peek().strip("\r\n"):
             raise ModelfileError("unexpected EOF: PARAMETER needs a name and a value", line)
         if name in _NAMES:
@@ -155,39 +157,23 @@ class _Reader:
         return name
 
     def _value(self, line: int) -> str:
-        self._skip_blanks()
+        self._read(_BLANKS)
         text, at = self._text, self._at
         quotes = next((q for q in ('"""', '"') if text.startswith(q, at)), "")
         if not quotes:
-            found = _REST.match(text, at)
-            assert found is not None
-            self._at = found.end()
-            return found.group().strip()
+            return self._read(_REST).strip()
         closing = _CLOSING[quotes].search(text, at + len(quotes))
         if closing is None:
             raise ModelfileError(f"unexpected EOF: the value that begins with {quotes} here does not end with it", line)
         self._at = closing.end()
         return text[at + len(quotes) : closing.start()]
 
-    def _skip_to_command(self) -> None:
-        """Past blanks, empty lines and comments."""
-        text = self._text
-        while self._at < len(text) and (text[self._at] in _BLANKS + "\r\n" or text[self._at] == "#"):
-            if text[self._at] == "#":
-                found = _REST.match(text, self._at)
-                self._at = found.end() if found is not None else len(text)
-            else:
-                self._at += 1
-
-    def _skip_blanks(self) -> None:
-        while self._peek() and self._peek() in _BLANKS:
-            self._at += 1
-
-    def _word(self) -> str:
-        start = self._at
-        while self._peek() and self._peek() not in _BLANKS + "\r\n":
-            self._at += 1
-        return self._text[start : self._at]
+    def _read(self, pattern: re.Pattern[str]) -> str:
+        """What matches here, which may be nothing."""
+        found = pattern.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+        return found.group()
 
     def _peek(self) -> str:
         """The next character; empty at the end."""

@@ -5,11 +5,12 @@ of enums. Whether the grammar can be honoured is known when it is compiled (`gra
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from kvcellar.errors import BadRequest, shown
+from kvcellar.values import deeper, no_number
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
@@ -134,28 +135,15 @@ def _dumped(value: Any, param: str) -> str:
 def _loaded(text: str, param: str) -> Any:
     """JSON of at most `MAX_DEPTH` levels."""
     try:
-        found = json.loads(text, parse_constant=_no_number)
+        found = json.loads(text, parse_constant=no_number)
     except RecursionError:
         found = None
     except ValueError as error:
         raise _bad(f"a constraint is made of JSON, and this is none: {shown(str(error))}", param) from error
     else:
-        level: list[Any] = [found]
-        for _ in range(MAX_DEPTH):
-            level = [child for node in level for child in _children(node)]
-            if not level:
-                return found
+        if not deeper(found, MAX_DEPTH):
+            return found
     raise _bad(f"a schema is nested more than {MAX_DEPTH} deep", param)
-
-
-def _children(node: Any) -> Iterable[Any]:
-    if isinstance(node, dict):
-        return node.values()
-    return node if isinstance(node, list) else ()
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
 
 
 def _checked_choices(source: str, param: str) -> str:

@@ -5,10 +5,10 @@ subclass of int or float, whose comparisons may be overridden, becomes the plain
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from kvcellar.errors import BadRequest, shown
 
@@ -178,6 +178,27 @@ class Pairs(Kind):
 
 
 TOKEN = Whole(0)
+
+
+def deeper(value: Any, most: int) -> bool:
+    """Are lists and objects within each other more than `most` levels deep?"""
+    level: list[Any] = [value]
+    for _ in range(most):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _inside(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return tuple(cast("Mapping[Any, Any]", value).values())
+    return cast("Sequence[Any]", value) if isinstance(value, list | tuple) else ()
+
+
+def no_number(name: str) -> NoReturn:
+    """For `parse_constant` of `json.loads`: NaN and infinity are not JSON."""
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def sent(value: object) -> str:

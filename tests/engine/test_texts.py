@@ -50,7 +50,7 @@ def test_what_cannot_fit_is_refused_without_being_tokenized(engine, ask, monkeyp
 
 
 def test_a_text_of_the_longest_tokens_is_taken(engine) -> None:
-    longest = engine._codec._tokenizer.bound.characters
+    longest = engine._codec._tokenizer.longest
     blanks = (" " * longest + "\n") * (CONTEXT // 2 - 1)  # one token is for the beginning of the text, and one is drawn
     assert engine.generate(blanks, max_tokens=1).usage.prompt_tokens == CONTEXT - 1
 

@@ -50,7 +50,7 @@ def nested(levels: int) -> dict[str, Any]:
         (lambda: Constraint.regex("é" * (MAX_SOURCE_BYTES // 2 + 1)), f"{MAX_SOURCE_BYTES} are allowed"),
         (lambda: Constraint.json_schema("{"), "made of JSON"),
         (lambda: Constraint.json_schema("[1]"), r"a schema is a JSON object, not \[1\]"),
-        (lambda: Constraint.json_schema('{"const": NaN}'), "NaN is no JSON number"),
+        (lambda: Constraint.json_schema('{"const": NaN}'), "NaN is no number of JSON"),
         (lambda: Constraint.json_schema('{"const": 1e999}'), "made of JSON"),
         (lambda: Constraint.json_schema('{"const": "\\ud800"}'), "half a surrogate pair"),
         (lambda: Constraint.json_schema({"const": {1, 2}}), "made of JSON"),

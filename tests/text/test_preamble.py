@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.text.preamble import Preamble
+from kvcellar.text.conversation import Preamble
 
 ROLES = ("system", "developer", "user", "assistant")
 MESSAGES = st.lists(st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(ROLES), st.text()))

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.text.turns import TURN_BYTES, Turn, Turns, prompt_key
+from kvcellar.text.turns import TURN_BYTES, PromptTurn, Turns, prompt_key
 
 TEXTS = st.text(st.sampled_from("ab"), min_size=1, max_size=6)
 NAMES = st.sampled_from(["", "other"])
@@ -23,7 +23,7 @@ def ids_of(text: str) -> list[int]:
     return list(text.encode())
 
 
-def add(turns: Turns, name: str, text: str, parent: Turn | None) -> Turn:
+def add(turns: Turns, name: str, text: str, parent: PromptTurn | None) -> PromptTurn:
     how: dict[str, Any] = {"marks": (), "said": (), "history": f"{name} {text}".encode()}
     return turns.add(name, text, ids_of(text), parent=parent, **how)
 
@@ -31,7 +31,7 @@ def add(turns: Turns, name: str, text: str, parent: Turn | None) -> Turn:
 @settings(max_examples=200, deadline=None)
 @given(acts=ACTS, most=st.sampled_from([2, 5, 1000]))
 def test_turns_are_found_by_text_and_by_tokens(acts: list[tuple[str, str, str]], most: int) -> None:
-    turns, added = Turns(most * TURN_BYTES), dict[tuple[str, str], Turn]()
+    turns, added = Turns(most * TURN_BYTES), dict[tuple[str, str], PromptTurn]()
     for act, name, text in acts:
         walk = turns.walk(name, text)
         there = {key: turn for key, turn in added.items() if turn in turns}

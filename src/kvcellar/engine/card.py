@@ -9,7 +9,7 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.events import Pooling
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.sampling_params import SamplingParams, check_ids
-from kvcellar.text.preamble import Preamble
+from kvcellar.text.conversation import Preamble
 from kvcellar.text.tokens import TextAssets
 
 

@@ -14,7 +14,7 @@ from kvcellar.text.replies.form import ReplyForm
 from kvcellar.text.replies.grammar import Grammar
 from kvcellar.text.replies.machine import Outline, opened
 from kvcellar.text.replies.tools import Tool, Tools, checked
-from kvcellar.text.template import OpeningOptions, checked_options
+from kvcellar.text.template import OpeningOptions
 
 if TYPE_CHECKING:
     from kvcellar.frontend.text_codec import TextCodec
@@ -87,7 +87,7 @@ class Replies:
             message = "tool_choice cannot require a call where the answer continues a message"
             raise BadRequest(message, "tool_choice")
         begun = continued is not None and any(texts(continued))
-        machine = opened(outline, self._codec.template.opening(checked_options(options)), begun=begun)
+        machine = opened(outline, self._codec.template.opening(options), begun=begun)
         return RequestReading(machine, self._constraint(machine.thinking, wanted, choice, answer, parallel=parallel))
 
     def _constraint(

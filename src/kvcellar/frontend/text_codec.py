@@ -7,13 +7,12 @@ from typing import Any, Unpack
 from kvcellar.engine.arguments import namespace_name
 from kvcellar.engine.card import EngineCard
 from kvcellar.errors import BadRequest
-from kvcellar.text.conversation import caps_for
+from kvcellar.text.conversation import NO_PREAMBLE, Preamble, caps_for
 from kvcellar.text.output import LONG_RUN, Output, ReadOutput, Stops, open_stream
-from kvcellar.text.preamble import NO_PREAMBLE, Preamble
 from kvcellar.text.rendering import Renderer
 from kvcellar.text.replay import Replays, StoredTexts
 from kvcellar.text.replies.machine import Machine
-from kvcellar.text.template import ChatTemplate, RenderOptions, checked_options
+from kvcellar.text.template import ChatTemplate, RenderOptions
 from kvcellar.text.tokens import TextAssets, TextTokenizer, longest_text
 
 
@@ -79,7 +78,7 @@ class TextCodec:
         return made
 
     def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
-        caps = caps_for(tokenizer.bound.characters, self._context)
+        caps = caps_for(tokenizer.longest, self._context)
         return None if template is None else ChatTemplate(template, tokenizer, self._renderer, caps)
 
     @property
@@ -116,7 +115,7 @@ class TextCodec:
     ) -> list[int]:
         """As `Engine.render`."""
         namespace, tokenizer = namespace_name(namespace), self._checked()
-        rendered = self.template.render(self._preamble.before(messages), **checked_options(options))
+        rendered = self.template.render(self._preamble.before(messages), **options)
         if replay and self.replays is not None:
             return self.replays.encode(rendered, namespace, limit=limit)
         return rendered.encode(tokenizer, limit=limit)

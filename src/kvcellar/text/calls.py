@@ -13,10 +13,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from kvcellar.errors import BadRequest
 from kvcellar.text.conversation import texts
+from kvcellar.values import no_number
 
 Message = dict[str, Any]
 Trial = Callable[[list[Message]], str]  # the template's output for these messages; "" if it fails
@@ -119,16 +120,12 @@ def _function(call: Message) -> Message:
 
 def _parsed(text: str, where: str, copy: Copy) -> Any:
     try:
-        value = json.loads(text or "{}", parse_constant=_no_constant)
+        value = json.loads(text or "{}", parse_constant=no_number)
     except RecursionError:
         raise BadRequest(f"{where} is nested too deep", "messages") from None
     except ValueError:
         return text
     return copy(value, where) if isinstance(value, dict) else text
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _flat(call: Message) -> Message:

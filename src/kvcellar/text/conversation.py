@@ -43,6 +43,33 @@ def caps_for(characters: int | None, context: int) -> Caps:
     return replace(caps, message_chars=min(caps.message_chars, max(LEAST_MESSAGE_CHARS, SPARE * context * characters)))
 
 
+_SYSTEM = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The messages that a model puts in front of those of a request: `system` where a conversation does not begin with
+    a system message of its own, and always `examples` of turns."""
+
+    system: str | None = None
+    examples: tuple[Mapping[str, Any], ...] = ()
+
+    def before(self, messages: Sequence[Any]) -> Sequence[Any]:
+        """The conversation with its preamble. What is not a conversation is returned as it is, to be refused."""
+        if not (self.system or self.examples) or not isinstance(messages, list | tuple):
+            return messages
+        own = next((at for at, one in enumerate(messages) if _role(one) not in _SYSTEM), len(messages))
+        system = messages[:own] or ([{"role": "system", "content": self.system}] if self.system else [])
+        return [*system, *self.examples, *messages[own:]]
+
+
+def _role(message: Any) -> Any:
+    return cast("Mapping[str, Any]", message).get("role") if isinstance(message, Mapping) else None
+
+
+NO_PREAMBLE = Preamble()
+
+
 def checked(messages: object, caps: Caps) -> list[dict[str, Any]]:
     """A copy of `messages` that is safe to pass to a template. Raises `BadRequest` with the place and the error."""
     if not isinstance(messages, list | tuple):

@@ -234,8 +234,8 @@ class StopFinder:
     """Finds the first of `stops` in one text. Without stop strings it holds nothing back."""
 
     def __init__(self, stops: Stops) -> None:
-        self._matches = [_Match(table) for table in stops.tables]
-        self._firsts = stops.firsts
+        self._stops = stops
+        self._matched = [0] * len(stops.tables)  # how many characters of each stop string the text ends with
         self._held = ""
         self._over = False
 
@@ -246,23 +246,24 @@ class StopFinder:
         """
         if self._over:
             raise WrongStage("push() after a stop string was met or the text was flushed; nothing may follow")
-        if not self._held and self._firsts.isdisjoint(text):
+        if not self._held and self._stops.firsts.isdisjoint(text):
             return text, None  # nothing matches, before or after
         whole = self._held + text
         for end in range(len(self._held), len(whole)):
             if met := self._advance(whole[end]):
                 self._held, self._over = "", True
                 return whole[: end + 1 - len(met)], met
-        keep = max(match.matched for match in self._matches)
+        keep = max(self._matched)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep], None
 
     def _advance(self, char: str) -> str:
-        """Advance every match; the longest stop string complete at this character, or ""."""
+        """The longest stop string that is complete at this character, or "". Not to be called after one was met."""
         met = ""
-        for match in self._matches:
-            if match.advance(char) and len(match.text) > len(met):
-                met = match.text
+        for number, table in enumerate(self._stops.tables):
+            self._matched[number] = table.longer(self._matched[number], char)
+            if self._matched[number] == len(table.text) > len(met):
+                met = table.text
         return met
 
     def flush(self) -> str:
@@ -274,22 +275,9 @@ class StopFinder:
     def check(self) -> None:
         """Assert what is always true."""
         if not self._over:
-            assert len(self._held) == max((match.matched for match in self._matches), default=0)
-            assert all(self._held.endswith(match.text[: match.matched]) for match in self._matches)
-
-
-class _Match:
-    """How many characters of a stop string the text ends with."""
-
-    def __init__(self, table: "_Table") -> None:
-        self._table = table
-        self.text = table.text
-        self.matched = 0
-
-    def advance(self, char: str) -> bool:
-        """Is the stop string complete at this character? Not to be called after that."""
-        self.matched = self._table.longer(self.matched, char)
-        return self.matched == len(self.text)
+            assert len(self._held) == max(self._matched, default=0)
+            found = zip(self._stops.tables, self._matched, strict=True)
+            assert all(self._held.endswith(table.text[:matched]) for table, matched in found)
 
 
 class _Table:

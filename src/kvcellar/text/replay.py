@@ -38,7 +38,7 @@ from kvcellar.text.conversation import common, texts
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import KNOWN_BYTES, TextTokenizer
-from kvcellar.text.turns import Node, Turn, Turns, Walk, packed, prompt_key
+from kvcellar.text.turns import Node, PromptTurn, Turns, Walk, packed, prompt_key
 
 MOST_COMPARED = 2**17  # tokens that one text is compared with: some 50 ms
 Spell = Callable[[int], bytes]  # the bytes of a token
@@ -158,7 +158,7 @@ class Fit(NamedTuple):
     """How a prompt goes on after that of a turn: with `ids`, which begin with the first `kept` tokens of a reply, whose
     text has `covers` bytes."""
 
-    turn: Turn
+    turn: PromptTurn
     reply: Sequence[int]
     kept: int
     covers: int
@@ -178,9 +178,9 @@ class Earlier(NamedTuple):
     """The last prompt of the same conversation, if one is known, with its text if the new prompt does not begin with
     that; and one that has the longest common text with the new prompt."""
 
-    turn: Turn | None
+    turn: PromptTurn | None
     text: str | None
-    near: Turn | None
+    near: PromptTurn | None
 
 
 class Replays:
@@ -258,7 +258,7 @@ class Replays:
 
     # -- a prompt that continues another one ------------------------------------------------------------------------
 
-    def _fitting(self, known: Sequence[Turn], rendered: Rendered) -> Fit | None:
+    def _fitting(self, known: Sequence[PromptTurn], rendered: Rendered) -> Fit | None:
         """The fit of the longest prompt that has a reply with which the text goes on."""
         answered = [turn for turn in reversed(known) if turn.replies][:TRIED]
         return next((fit for turn in answered if (fit := self._fit(turn, rendered)) is not None), None)
@@ -279,7 +279,8 @@ class Replays:
             return None
         node = Node(None, "", namespace)
         return self._fit(
-            Turn(node, None, packed(before), end, len(before), marks, (), b"", b"", replies=(packed(reply),)), rendered
+            PromptTurn(node, None, packed(before), end, len(before), marks, (), b"", b"", replies=(packed(reply),)),
+            rendered,
         )
 
     def _spelled(self, token: int) -> bytes:
@@ -287,7 +288,7 @@ class Replays:
         written = self._tokenizer.control.get(token)
         return self._bytes_of(token) if written is None else written.encode()
 
-    def _fit(self, turn: Turn, rendered: Rendered) -> Fit | None:
+    def _fit(self, turn: PromptTurn, rendered: Rendered) -> Fit | None:
         text, marks = _from(rendered.text, rendered.marks, turn.end)
         rest = self._rest(text, marks)
         if rest is None:
@@ -295,7 +296,9 @@ class Replays:
         fits = (self._fit_of(turn, reply, text, marks, rest) for reply in reversed(turn.replies))
         return max((fit for fit in fits if fit.kept), key=lambda fit: fit.covers, default=None)
 
-    def _fit_of(self, turn: Turn, reply: Sequence[int], text: str, marks: tuple[int, ...], rest: Sequence[int]) -> Fit:
+    def _fit_of(
+        self, turn: PromptTurn, reply: Sequence[int], text: str, marks: tuple[int, ...], rest: Sequence[int]
+    ) -> Fit:
         kept, used, covers = self._cut(reply, rest)
         if kept < len(reply) and (found := self._after(reply, text, marks, rest)) is not None:
             covers, after = found
@@ -449,7 +452,7 @@ class Replays:
             return _lost(rendered, index, "client", near, (), ids)
         return None
 
-    def _other_reply(self, rendered: Rendered, turn: Turn, ids: Sequence[int], fit: Fit | None) -> Rewrite | None:
+    def _other_reply(self, rendered: Rendered, turn: PromptTurn, ids: Sequence[int], fit: Fit | None) -> Rewrite | None:
         """Whether the prompt has a reply to `turn`, with whose text it begins, in another form."""
         index = len(turn.said)
         if index >= len(rendered.messages) or (message := rendered.messages[index])["role"] != "assistant":
@@ -476,7 +479,7 @@ def _lost(
     rendered: Rendered,
     index: int | None,
     by: Literal["template", "client"],
-    turn: Turn,
+    turn: PromptTurn,
     reply: Sequence[int],
     ids: Sequence[int],
 ) -> Rewrite | None:

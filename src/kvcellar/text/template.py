@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 from jinja2 import TemplateSyntaxError
 
@@ -97,26 +97,12 @@ class RenderOptions(CommonOptions, total=False):
     tools: Sequence[Mapping[str, Any]] | None
 
 
-Options = TypeVar("Options", OpeningOptions, RenderOptions)
-
-
-def checked_options(options: Options) -> Options:
-    """The same. Raises `BadRequest` for values of other types."""
-    variables: Any = options.get("variables")
-    effort: Any = options.get("effort")
-    if variables is not None and not isinstance(variables, Mapping):
-        raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
-    if effort is not None and not isinstance(effort, str):
-        raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
-    return options
-
-
 class ChatTemplate:
     """A model's compiled template. Thread-safe: each run has an environment of its own."""
 
     def __init__(self, source: str, tokenizer: TextTokenizer, renderer: Renderer, caps: Caps | None = None) -> None:
         """Raises `ModelRefused` if `source` is not a template."""
-        self._source, self._tokenizer, self._renderer, self._caps = source, tokenizer, renderer, caps or Caps()
+        self.source, self._tokenizer, self._renderer, self._caps = source, tokenizer, renderer, caps or Caps()
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelRefused(f"the chat template has {len(source)} characters; {MAX_SOURCE_CHARS} are allowed")
         try:
@@ -128,10 +114,6 @@ class ChatTemplate:
         self.variables = ChatEnvironment().variables(source)  # read by the template
         self._marker = Marker(tokenizer.control.values(), self._caps.marks)
 
-    @property
-    def source(self) -> str:
-        return self._source
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -139,7 +121,6 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         effort: str | None = None,
     ) -> Rendered:
@@ -157,9 +138,9 @@ class ChatTemplate:
         """
         conversation = checked(messages, self._caps)
         settings = {
-            **self._settings(variables or {}, effort),
+            **self._settings(variables, effort),
             "tools": Copier(self._caps, "tools").copy(tools, "tools"),
-            "documents": Copier(self._caps, "documents").copy(documents, "documents"),
+            "documents": None,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
         }
         if continue_final_message:
@@ -213,14 +194,14 @@ class ChatTemplate:
 
     def _written(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
         given = {**settings, "messages": self._fitted(conversation)}
-        mark = unused((self._source, *strings(given)))
+        mark = unused((self.source, *strings(given)))
         variables = {**self._tokenizer.special_tokens, **self._marker.marked(given, mark)}
         return Rendered(*unmarked(self._run(variables, mark), mark), conversation, settings)
 
     def _continued(self, conversation: Sequence[dict[str, Any]], settings: Mapping[str, Any]) -> Rendered:
         """What is written up to the end of the content of the last message, which is found by a character that occurs
         nowhere else, and a space behind it: as transformers, which looks whether the template trims the content."""
-        sign = unused((self._source, *strings([list(conversation), dict(settings)])))
+        sign = unused((self.source, *strings([list(conversation), dict(settings)])))
         written = self._written([*conversation[:-1], _extended(conversation[-1], sign + " ")], settings)
         end = written.text.rfind(sign)
         if end < 0:
@@ -235,10 +216,14 @@ class ChatTemplate:
             conversation = self._calls.fit(conversation, Copier(self._caps, "messages").copy)
         return [self._fitting(message) for message in conversation]
 
-    def _settings(self, variables: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+    def _settings(self, variables: Any, effort: Any) -> dict[str, Any]:
         """The client's variables that the template reads."""
+        if variables is not None and not isinstance(variables, Mapping):
+            raise BadRequest(f"variables of a template are given by name, not as {shown(variables)}", "variables")
+        if effort is not None and not isinstance(effort, str):
+            raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         name = "chat_template_kwargs"
-        copy: dict[str, Any] = Copier(self._caps, name).copy(variables, name)
+        copy: dict[str, Any] = Copier(self._caps, name).copy(variables or {}, name)
         if taken := sorted(copy.keys() & {*_OWN, *self._tokenizer.special_tokens}):
             raise BadRequest(f"{name}.{taken[0]} cannot be set: the template gets it from the server", name)
         thinks = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(_THINKING, effort != "none")}
@@ -250,7 +235,7 @@ class ChatTemplate:
 
     def _run(self, variables: Mapping[str, Any], mark: str) -> str:
         caps = self._caps
-        outcome = self._renderer.run(self._source, variables, mark, seconds=caps.seconds, most=caps.output_chars)
+        outcome = self._renderer.run(self.source, variables, mark, seconds=caps.seconds, most=caps.output_chars)
         if outcome.fault:
             raise _failed(outcome, mark)
         return outcome.text

@@ -10,7 +10,7 @@ on the regular expressions of the model's files, which can backtrack. A text can
 tokens of the whole, whatever the tokenizer: a word may be as long as the text, and where it ends may depend on what
 follows. So a text is checked before it is tokenized:
 
-* one that must have more tokens than the limit, by its length alone, is not tokenized at all (`LengthBound`);
+* one that must have more tokens than the limit, by its length alone, is not tokenized at all (`length_bound`);
 * long texts are tokenized one at a time, up to a limit in bytes; short ones beside them, `SHORTS` at a time
   (`TokenizingLimit`); every text on a thread of its own, without the interpreter lock;
 * a text that takes longer than its limit in seconds is given up: its request fails, and its thread ends by itself.
@@ -98,7 +98,7 @@ class TextTokenizer:
         self._by_bytes = [step["type"] for step in self.decoder_steps if step["type"] != "Fuse"] == ["ByteLevel"]
         self._byte_fallback = any(step["type"] == "ByteFallback" for step in self.decoder_steps)
         self._known_bytes: dict[int, bytes] = {}  # of up to `KNOWN_BYTES` tokens
-        self.bound = length_bound(tokenizer)
+        self.longest = length_bound(tokenizer)
         self.limit = TokenizingLimit(most_bytes)
 
     def encode(
@@ -132,7 +132,7 @@ class TextTokenizer:
 
     def check_length(self, text: str, limit: int | None) -> None:
         """Raise `PromptTooLong` if the length of a text implies that it has more than `limit` tokens."""
-        least = self.bound.least_tokens(len(text))
+        least = 0 if self.longest is None else -(-len(text) // self.longest)
         if limit is not None and least > limit:
             raise PromptTooLong(least, limit, "the model's context", at_least=True)
 
@@ -261,7 +261,7 @@ class _Job(Generic[T]):
 
     def __init__(self, work: Callable[[], T], release: Callable[[], None]) -> None:
         self._work, self._release = work, release
-        self._lock, self._holders, self._ended = threading.Lock(), 2, threading.Event()
+        self._lock, self._holders, self.ended = threading.Lock(), 2, threading.Event()
         self._found: list[T] = []
         self._error: BaseException | None = None
 
@@ -270,11 +270,8 @@ class _Job(Generic[T]):
             self._found.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller
             self._error = error
-        self._ended.set()
+        self.ended.set()
         self.leave()
-
-    def wait(self, seconds: float) -> bool:
-        return self._ended.wait(seconds)
 
     def result(self) -> T:
         """Raises `NativePanic` and `TokenizerFailed`."""
@@ -389,7 +386,7 @@ class TokenizingLimit:
         job = _Job(work, lambda: lane.leave(stuck=given_up))
         lane.push(job.run)
         try:
-            if not job.wait(seconds):
+            if not job.ended.wait(seconds):
                 given_up = True
                 lane.give_up()
                 raise TextTooSlow(param, size, seconds)
@@ -408,39 +405,28 @@ def longest_text(memory: int) -> int:
     return memory // BYTES_PER_BYTE - SHORTS * SHORT
 
 
-@dataclass(frozen=True, slots=True)
-class LengthBound:
+def length_bound(tokenizer: Tokenizer) -> int | None:
     """The most characters of a text that one token can stand for; None where that is not bounded.
 
     It is bounded if no part of the tokenizer can remove any number of characters: it is a BPE that has tokens for every
     single character (its bytes, or an unknown token each), and the parts before it only add, replace or compose
     characters. A token then stands for at most as many characters as the longest entry of the vocabulary has (for
-    byte-level vocabularies: bytes), times as many as normalizers may merge into one.
+    byte-level vocabularies: bytes), times as many as normalizers may merge into one. Unknown parts are not bounded.
     """
-
-    characters: int | None
-
-    def least_tokens(self, length: int) -> int:
-        """A lower bound of the tokens of a text of `length` characters."""
-        return 0 if self.characters is None else -(-length // self.characters)
-
-
-def length_bound(tokenizer: Tokenizer) -> LengthBound:
-    """The bound of `tokenizer`, by its parts. Unknown parts have none."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     splitters = steps_of(tokenizer.pre_tokenizer, "pretokenizers")
     normalizers = steps_of(tokenizer.normalizer, "normalizers")
     strips = any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
     by_bytes = any(step["type"] == "ByteLevel" for step in (*splitters, *normalizers))
     if strips or not vocabulary or not _keeps_unknown(tokenizer.model, vocabulary, by_bytes=by_bytes):
-        return LengthBound(None)
+        return None
     shrinks = [*map(_shrink_of_normalizer, normalizers), *map(_shrink_of_splitter, splitters)]
     reach = max(map(len, vocabulary))
     for shrink in shrinks:
         if shrink is None:
-            return LengthBound(None)
+            return None
         reach *= shrink
-    return LengthBound(reach)
+    return reach
 
 
 def steps_of(part: Any, inner: str) -> list[dict[str, Any]]:

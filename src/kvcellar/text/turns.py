@@ -1,7 +1,7 @@
 """turns: the prompts of chats by their text, with the tokens that they had, and the replies to them.
 
-The texts of a namespace are a compressed trie of characters. A node where a prompt ends has a `Turn`. The tokens of a
-turn are those that follow the tokens of the turn that it continues, its `parent`: a conversation is in memory once.
+The texts of a namespace are a compressed trie of characters. A node where a prompt ends has a `PromptTurn`. The tokens
+of a turn follow those of the turn that it continues, its `parent`: a conversation is in memory once.
 
 Always true:
   * a turn was used no later than the turn that it continues: what is evicted is never continued by another one;
@@ -38,7 +38,7 @@ class Node:
     edge: str
     namespace: str
     children: dict[str, "Node"] = field(default_factory=dict[str, "Node"])  # by first character
-    turn: "Turn | None" = None
+    turn: "PromptTurn | None" = None
 
     def text(self) -> str:
         edges: list[str] = []
@@ -50,13 +50,13 @@ class Node:
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class PromptTurn:
     """A prompt of `end` characters and `count` tokens. `said` are digests of its messages, `marks` the positions in its
     text at which control tokens are plain text (see `conversation`), and `borders` those of its tokens where messages
     begin."""
 
     node: Node
-    parent: "Turn | None"
+    parent: "PromptTurn | None"
     ids: "array[int]"  # that follow those of the parent
     end: int
     count: int
@@ -71,7 +71,7 @@ class Turn:
 
     def all_ids(self) -> list[int]:
         parts: list[array[int]] = []
-        turn: Turn | None = self
+        turn: PromptTurn | None = self
         while turn is not None:
             parts.append(turn.ids)
             turn = turn.parent
@@ -88,7 +88,7 @@ class Turn:
 class Walk(NamedTuple):
     """The turns whose texts a text begins with, shortest first, and the last node that has some of its characters."""
 
-    turns: list[Turn]
+    turns: list[PromptTurn]
     node: Node
 
 
@@ -98,18 +98,18 @@ class Turns:
     def __init__(self, most: int) -> None:
         self.most, self.bytes = most, 0
         self._roots: dict[str, Node] = {}
-        self._used: OrderedDict[Turn, None] = OrderedDict()  # the longest unused first
-        self._by_prompt: dict[bytes, Turn] = {}
-        self._by_history: dict[bytes, Turn] = {}
+        self._used: OrderedDict[PromptTurn, None] = OrderedDict()  # the longest unused first
+        self._by_prompt: dict[bytes, PromptTurn] = {}
+        self._by_history: dict[bytes, PromptTurn] = {}
 
     def __len__(self) -> int:
         return len(self._used)
 
-    def __contains__(self, turn: Turn) -> bool:
+    def __contains__(self, turn: PromptTurn) -> bool:
         return turn in self._used
 
     def walk(self, namespace: str, text: str) -> Walk:
-        turns: list[Turn] = []
+        turns: list[PromptTurn] = []
         node, at = self._roots.get(namespace) or Node(None, "", namespace), 0
         while (child := node.children.get(text[at : at + 1])) is not None:
             node = child
@@ -120,17 +120,17 @@ class Turns:
                 turns.append(node.turn)
         return Walk(turns, node)
 
-    def below(self, node: Node) -> Turn | None:
+    def below(self, node: Node) -> PromptTurn | None:
         """A turn whose text begins with that of `node`, and that no longer text begins with."""
         while node.children:
             node = next(reversed(node.children.values()))
         return node.turn
 
-    def of_prompt(self, key: bytes) -> Turn | None:
+    def of_prompt(self, key: bytes) -> PromptTurn | None:
         """The turn whose prompt has this key (`prompt_key`)."""
         return self._by_prompt.get(key)
 
-    def of_history(self, key: bytes) -> Turn | None:
+    def of_history(self, key: bytes) -> PromptTurn | None:
         return self._by_history.get(key)
 
     def add(
@@ -139,12 +139,12 @@ class Turns:
         text: str,
         ids: Sequence[int],
         *,
-        parent: Turn | None,
+        parent: PromptTurn | None,
         marks: tuple[int, ...],
         said: tuple[bytes, ...],
         history: bytes,
         borders: tuple[int, ...] = (),
-    ) -> Turn:
+    ) -> PromptTurn:
         """Know a prompt of the tokens `ids`, of which the first are those of `parent`; returns its turn. Its text may
         have a turn already, which stays if another one continues it, or if it is the same."""
         node = self._node(namespace, text)
@@ -156,7 +156,7 @@ class Turns:
             node.turn = None
             self._forget(before)
         new = packed(ids[parent.count if parent is not None else 0 :])
-        node.turn = turn = Turn(node, parent, new, len(text), len(ids), marks, said, key, history, borders)
+        node.turn = turn = PromptTurn(node, parent, new, len(text), len(ids), marks, said, key, history, borders)
         if parent is not None:
             parent.continued += 1
         self.bytes += turn.size
@@ -167,7 +167,7 @@ class Turns:
             self._evict()
         return turn
 
-    def reply(self, turn: Turn, ids: Iterable[int]) -> None:
+    def reply(self, turn: PromptTurn, ids: Iterable[int]) -> None:
         """Know the tokens of a reply to a prompt."""
         reply = packed(ids)
         if turn not in self._used or not reply:
@@ -183,7 +183,7 @@ class Turns:
         while self._used:
             self._evict()
 
-    def _use(self, turn: Turn | None) -> None:
+    def _use(self, turn: PromptTurn | None) -> None:
         while turn is not None:
             self._used.move_to_end(turn)
             turn = turn.parent
@@ -194,7 +194,7 @@ class Turns:
         self._forget(turn)
         self._prune(turn.node)
 
-    def _forget(self, turn: Turn) -> None:
+    def _forget(self, turn: PromptTurn) -> None:
         del self._used[turn]
         if turn.parent is not None:
             turn.parent.continued -= 1
@@ -244,7 +244,7 @@ class Turns:
 
     def check(self) -> None:
         """Assert what is always true."""
-        chars, found = 0, set[Turn]()
+        chars, found = 0, set[PromptTurn]()
         for node in self._nodes():
             chars += len(node.edge)
             assert node.parent is None or node.parent.children[node.edge[0]] is node

@@ -48,7 +48,7 @@ from kvcellar.memory.memory import Memory
 from kvcellar.memory.prefixes import Shares
 from kvcellar.memory.shapes import StoredAs
 from kvcellar.progress import report
-from kvcellar.text.preamble import Preamble
+from kvcellar.text.conversation import Preamble
 from kvcellar.text.replay import first_of
 
 if TYPE_CHECKING:

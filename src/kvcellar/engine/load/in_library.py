@@ -8,7 +8,7 @@ from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.manifest import Manifest
 from kvcellar.library.names import LATEST
 from kvcellar.places import NoPlace, models
-from kvcellar.text.preamble import Preamble
+from kvcellar.text.conversation import Preamble
 
 
 def in_library(model: object) -> LibraryModel | None:

@@ -14,7 +14,7 @@ from kvcellar.engine.models.generation_defaults import SAMPLING
 from kvcellar.engine.models.load import Loaded, load
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.library.library import LibraryModel
-from kvcellar.text.preamble import NO_PREAMBLE, Preamble
+from kvcellar.text.conversation import NO_PREAMBLE, Preamble
 from kvcellar.text.tokens import TextAssets
 
 if TYPE_CHECKING:

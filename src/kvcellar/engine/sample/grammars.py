@@ -19,7 +19,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
+
+from tokenizers import Tokenizer
 
 from kvcellar.constraint import PARAM, Constraint
 from kvcellar.engine.sample.compiler import Compiler, Vocabulary
@@ -33,19 +34,10 @@ KEPT = 32
 SECONDS = 10.0  # until a trial is ended; in this process it then takes about as long
 
 
-class ReadTokenizer(Protocol):
-    """What is read of a `tokenizers.Tokenizer`."""
-
-    def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]: ...
-    def to_str(self) -> str: ...
-
-
 class Grammars:
     """Of one model. Safe to use from several threads."""
 
-    def __init__(
-        self, tokenizer: ReadTokenizer | None, why_not: str, *, vocab_size: int, end_ids: Iterable[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, why_not: str, *, vocab_size: int, end_ids: Iterable[int]) -> None:
         """`why_not` is the reason where there is no tokenizer. `end_ids` end a completion."""
         self._source, self._why_not, self._vocab_size = tokenizer, why_not, vocab_size
         self._end_ids = sorted(end_ids)

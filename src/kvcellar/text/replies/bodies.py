@@ -98,15 +98,6 @@ class BodyReader(Protocol):
     def copy(self) -> "BodyReader": ...
 
 
-def whole(arguments: str) -> str | None:
-    """The arguments as JSON, if they are an object; None otherwise."""
-    try:
-        found = read_json(arguments)
-    except ValueError:
-        return None
-    return json.dumps(found, ensure_ascii=False) if isinstance(found, dict) else None
-
-
 class ArgumentsBody:
     """A JSON object, of a call whose name is known."""
 
@@ -270,12 +261,16 @@ class ObjectBody:
 
 
 def _as_object(text: str) -> str | None:
-    """Arguments that are an object, a text with one, or null."""
+    """Arguments that are an object, a text with one, or null; None for others."""
     if text[0] == "{":
         return text
     if text == "null":
         return "{}"
-    return whole(json.loads(text)) if text[0] == '"' else None
+    try:
+        found = read_json(json.loads(text)) if text[0] == '"' else None
+    except ValueError:
+        return None
+    return json.dumps(found, ensure_ascii=False) if isinstance(found, dict) else None
 
 
 MOST_TEXT = 2**20  # characters of one call that is read as a whole

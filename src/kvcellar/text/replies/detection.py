@@ -176,24 +176,24 @@ HARMONY = Channels(
     section=Section(begin=("",), body=Body.ARGUMENTS, tail=("<|call|>",)),
 )
 
-# Name, texts that the chat template has, and the form. The first that fits is taken.
-CALLS: Sequence[tuple[str, Sequence[str], ReplyForm]] = (
-    ("harmony", ("<|channel|>", "to=functions."), ReplyForm("harmony", TABLE, channels=HARMONY)),
-    ("deepseek_v32", ("｜DSML｜",), ReplyForm("deepseek_v32", TABLE, (DSML,))),
-    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json"), ReplyForm("deepseek_v3", TABLE, (DEEPSEEK_V3,))),
-    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",), ReplyForm("deepseek_v31", TABLE, (DEEPSEEK_V31,))),
-    ("kimi_k2", ("<|tool_calls_section_begin|>",), ReplyForm("kimi_k2", TABLE, (KIMI,), ids=Ids.WRITTEN)),
-    ("gemma4", ("<|tool_call>", "call:"), ReplyForm("gemma4", TABLE, (GEMMA4,))),
-    ("minimax_m2", ("minimax:tool_call", "<invoke"), ReplyForm("minimax_m2", TABLE, (MINIMAX,))),
-    ("glm4_moe", ("<tool_call>", "<arg_key>"), ReplyForm("glm4_moe", TABLE, (GLM,))),
-    ("qwen3_coder", ("<tool_call>", "<function="), ReplyForm("qwen3_coder", TABLE, (QWEN_CODER,))),
-    ("hermes", ("<tool_call>", "arguments"), ReplyForm("hermes", TABLE, (HERMES,))),
-    ("mistral", ("[TOOL_CALLS]", "[ARGS]"), ReplyForm("mistral", TABLE, (MISTRAL_NAMED,), ids=Ids.SHORT)),
-    ("mistral_list", ("[TOOL_CALLS]",), ReplyForm("mistral_list", TABLE, (MISTRAL_LIST,), ids=Ids.SHORT)),
-    ("lfm2", ("<|tool_call_start|>",), ReplyForm("lfm2", TABLE, (LFM2,))),
-    ("pythonic", ("<|python_start|>", "func_name1("), ReplyForm("pythonic", TABLE, (PYTHONIC, PYTHON_TAGGED))),
-    ("pythonic", ("func_name1(",), ReplyForm("pythonic", TABLE, (PYTHONIC,))),
-    ("llama3_json", ('"parameters": ', "ipython"), ReplyForm("llama3_json", TABLE, (LLAMA_JSON, LLAMA_TAGGED))),
+# Texts that the chat template has, and the form. The first that fits is taken.
+CALLS: Sequence[tuple[Sequence[str], ReplyForm]] = (
+    (("<|channel|>", "to=functions."), ReplyForm("harmony", TABLE, channels=HARMONY)),
+    (("｜DSML｜",), ReplyForm("deepseek_v32", TABLE, (DSML,))),
+    (("<｜tool▁calls▁begin｜>", "```json"), ReplyForm("deepseek_v3", TABLE, (DEEPSEEK_V3,))),
+    (("<｜tool▁calls▁begin｜>",), ReplyForm("deepseek_v31", TABLE, (DEEPSEEK_V31,))),
+    (("<|tool_calls_section_begin|>",), ReplyForm("kimi_k2", TABLE, (KIMI,), ids=Ids.WRITTEN)),
+    (("<|tool_call>", "call:"), ReplyForm("gemma4", TABLE, (GEMMA4,))),
+    (("minimax:tool_call", "<invoke"), ReplyForm("minimax_m2", TABLE, (MINIMAX,))),
+    (("<tool_call>", "<arg_key>"), ReplyForm("glm4_moe", TABLE, (GLM,))),
+    (("<tool_call>", "<function="), ReplyForm("qwen3_coder", TABLE, (QWEN_CODER,))),
+    (("<tool_call>", "arguments"), ReplyForm("hermes", TABLE, (HERMES,))),
+    (("[TOOL_CALLS]", "[ARGS]"), ReplyForm("mistral", TABLE, (MISTRAL_NAMED,), ids=Ids.SHORT)),
+    (("[TOOL_CALLS]",), ReplyForm("mistral_list", TABLE, (MISTRAL_LIST,), ids=Ids.SHORT)),
+    (("<|tool_call_start|>",), ReplyForm("lfm2", TABLE, (LFM2,))),
+    (("<|python_start|>", "func_name1("), ReplyForm("pythonic", TABLE, (PYTHONIC, PYTHON_TAGGED))),
+    (("func_name1(",), ReplyForm("pythonic", TABLE, (PYTHONIC,))),
+    (('"parameters": ', "ipython"), ReplyForm("llama3_json", TABLE, (LLAMA_JSON, LLAMA_TAGGED))),
 )
 
 THOUGHTS: Sequence[tuple[str, Thought]] = (
@@ -208,7 +208,7 @@ THOUGHTS: Sequence[tuple[str, Thought]] = (
 def known(template: str) -> ReplyForm | None:
     """The form of a family whose chat template this is, if it is known."""
     thoughts = tuple(thought for mark, thought in THOUGHTS if mark in template)
-    for _, marks, form in CALLS:
+    for marks, form in CALLS:
         if all(mark in template for mark in marks):
             return replace(form, thoughts=thoughts)
     return ReplyForm("reasoning", TABLE, (), thoughts) if thoughts else None

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvcellar.errors import BadRequest
+from kvcellar.values import deeper, sent
 
 MOST_TOOLS = 512
 MOST_CHARS = 256 * 2**10  # of all tools as JSON: what a grammar is made of
 MOST_DEPTH = 64
-MOST_SHOWN = 80  # characters of a wrong value in a message
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _EMPTY: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -48,14 +48,14 @@ class Tools:
         known, wanted = self.names, frozenset(names)
         for name in names:
             if name not in known:
-                raise BadRequest(f"tool_choice names {_shown(name)}, and no tool has that name", "tool_choice")
+                raise BadRequest(f"tool_choice names {sent(name)}, and no tool has that name", "tool_choice")
         return Tools(tuple(tool for tool in self.every if tool.name in wanted)) if names else self
 
 
 def checked(tools: Any) -> Tools:
     """The tools of a request, as OpenAI's chat API has them, or flat as in its Responses. Raises `BadRequest`."""
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
-        raise BadRequest(f"tools is a list, not {_shown(tools)}", "tools")
+        raise BadRequest(f"tools is a list, not {sent(tools)}", "tools")
     listed = cast("Sequence[Any]", tools)
     if len(listed) > MOST_TOOLS:
         raise BadRequest(f"tools has {len(listed)} entries; at most {MOST_TOOLS} are allowed", "tools")
@@ -69,56 +69,31 @@ def checked(tools: Any) -> Tools:
 
 def _checked(tool: Any, where: str) -> Tool:
     if not isinstance(tool, Mapping):
-        raise BadRequest(f"{where} is an object with a function, not {_shown(tool)}", where)
+        raise BadRequest(f"{where} is an object with a function, not {sent(tool)}", where)
     entry = cast("Mapping[str, Any]", tool)
     if entry.get("type", "function") != "function":
-        raise BadRequest(f"{where}.type is {_shown(entry['type'])}; only function is supported", f"{where}.type")
+        raise BadRequest(f"{where}.type is {sent(entry['type'])}; only function is supported", f"{where}.type")
     inner: Any = entry.get("function", entry)
     if not isinstance(inner, Mapping):
-        raise BadRequest(f"{where}.function is an object with a name, not {_shown(inner)}", f"{where}.function")
+        raise BadRequest(f"{where}.function is an object with a name, not {sent(inner)}", f"{where}.function")
     function = cast("Mapping[str, Any]", inner)
     name: Any = function.get("name")
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         said = "up to 64 letters, digits, _ and -"
-        raise BadRequest(f"{where}.function.name is {said}, not {_shown(name)}", f"{where}.function.name")
+        raise BadRequest(f"{where}.function.name is {said}, not {sent(name)}", f"{where}.function.name")
     schema: Any = function.get("parameters")
     if schema is not None and not isinstance(schema, Mapping):
         where = f"{where}.function.parameters"
-        raise BadRequest(f"{where} is a JSON Schema, an object, not {_shown(schema)}", where)
+        raise BadRequest(f"{where} is a JSON Schema, an object, not {sent(schema)}", where)
     strict = function.get("strict") is True or entry.get("strict") is True
     return Tool(name, cast("Mapping[str, Any]", schema) if schema else _EMPTY, strict)
 
 
-def _shown(value: Any) -> str:
-    """The beginning of a value, as JSON."""
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "…"
-
-
 def _size(value: Any) -> int:
     """Characters of a value as JSON. Raises `BadRequest` for what is no JSON, or nested too deep."""
-    if _deeper(value, MOST_DEPTH):
+    if deeper(value, MOST_DEPTH):
         raise BadRequest(f"tools is nested more than {MOST_DEPTH} levels deep", "tools")
     try:
         return len(json.dumps(value, ensure_ascii=False, default=dict))
     except (TypeError, ValueError) as error:
         raise BadRequest(f"tools is not JSON: {error}", "tools") from None
-
-
-def _deeper(value: Any, most: int) -> bool:
-    """Are lists and objects within each other more than `most` levels deep?"""
-    level: list[Any] = [value]
-    for _ in range(most):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            return False
-    return True
-
-
-def _inside(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return tuple(cast("Mapping[Any, Any]", value).values())
-    return cast("Sequence[Any]", value) if isinstance(value, list | tuple) else ()

@@ -62,7 +62,10 @@ class JsonScan:
         """Read from `start` on, and append what is told. Returns the place behind what belongs to the value: that of
         the first character that does not, or the end of the text."""
         while start < len(text) and self.status is Status.MORE:
-            start = self._READ[self._at](self, text, start, told)
+            spaced, read = self._READ[self._at]
+            if spaced and (start := self._space(text, start, told)) == len(text):
+                break
+            start = read(self, text, start, told)
         return start
 
     def end(self) -> None:
@@ -80,9 +83,6 @@ class JsonScan:
     # -- each reads one or more characters, and returns the place behind them ---------------------------------------
 
     def _value(self, text: str, at: int, told: list[str]) -> int:
-        at = self._space(text, at, told)
-        if at == len(text):
-            return at
         char = text[at]
         if char == "]" and self._at is _At.ITEM:
             return self._close(char, at, told)
@@ -102,9 +102,6 @@ class JsonScan:
         return at + 1
 
     def _read_key(self, text: str, at: int, told: list[str]) -> int:
-        at = self._space(text, at, told)
-        if at == len(text):
-            return at
         if text[at] == "}" and self._at is _At.FIRST_KEY:
             return self._close("}", at, told)
         if text[at] != '"':
@@ -114,9 +111,6 @@ class JsonScan:
         return at + 1
 
     def _colon(self, text: str, at: int, told: list[str]) -> int:
-        at = self._space(text, at, told)
-        if at == len(text):
-            return at
         if text[at] != ":":
             return self._failed(at)
         self._at = _At.VALUE
@@ -124,9 +118,6 @@ class JsonScan:
         return at + 1
 
     def _after(self, text: str, at: int, told: list[str]) -> int:
-        at = self._space(text, at, told)
-        if at == len(text):
-            return at
         if text[at] == ",":
             self._at = _At.KEY if self._open[-1] == "}" else _At.VALUE
             told.append(",")
@@ -231,17 +222,17 @@ class JsonScan:
         self.status = Status.FAILED
         return at
 
-    _READ: ClassVar = {
-        _At.VALUE: _value,
-        _At.ITEM: _value,
-        _At.FIRST_KEY: _read_key,
-        _At.KEY: _read_key,
-        _At.COLON: _colon,
-        _At.AFTER: _after,
-        _At.STRING: _string,
-        _At.ESCAPE: _escape,
-        _At.HEX: _digit,
-        _At.WORD: _in_word,
+    _READ: ClassVar = {  # whether white space may come before it, and what reads it
+        _At.VALUE: (True, _value),
+        _At.ITEM: (True, _value),
+        _At.FIRST_KEY: (True, _read_key),
+        _At.KEY: (True, _read_key),
+        _At.COLON: (True, _colon),
+        _At.AFTER: (True, _after),
+        _At.STRING: (False, _string),
+        _At.ESCAPE: (False, _escape),
+        _At.HEX: (False, _digit),
+        _At.WORD: (False, _in_word),
     }
 
 

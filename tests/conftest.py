@@ -1,7 +1,7 @@
 """The ground every test stands on: one thread, no network, the same random numbers each time.
 
 `pytest --long` runs the slow tests too, and gives Hypothesis `KVCELLAR_EXAMPLES` examples (2000) instead of 50. `--part
-3/12` runs the third of twelve parts of the slow tests, and nothing else.
+3/48` runs the third of 48 parts of the slow tests, and nothing else.
 
 Parametrized tests are slow in all cells but a few that cover them (`selection.py`).
 
@@ -54,7 +54,7 @@ hypothesis.settings.register_profile(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the slow tests too, with many more examples")
-    parser.addoption("--part", type=_part, help="run only this part of the slow tests: 3/12 is the third of twelve")
+    parser.addoption("--part", type=_part, help="run only this part of the slow tests: 3/48 is the third of 48")
     parser.addoption("--seconds", type=float, help="skip what has not begun after so many seconds of tests")
     parser.addoption("--record", choices=RECORD, help="`record` of engines of which a test does not say it")
 

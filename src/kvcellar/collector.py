@@ -8,8 +8,6 @@ whose collections are short as long as it has no engine in its own process.
 """
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 # Collections of the middle generation before one of all objects, where CPython has 10. Each moves at most 7 700
 # objects, so that what is in cycles, and outlived two collections, is at most 770 000 objects.
@@ -24,15 +22,3 @@ def settle(*, rarely: bool) -> None:
     if rarely:
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, RARE)
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """As after `settle`, until the end of the block."""
-    before = gc.get_threshold()
-    settle(rarely=True)
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)

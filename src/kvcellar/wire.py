@@ -51,22 +51,20 @@ def record_of(error: Exception) -> ErrorRecord:
     kind = type(error)
     if _ERRORS.get(kind.__name__) is not kind:
         return ErrorRecord(EngineFailed.__name__, _utf8(f"{kind.__name__}: {error}"), {})
-    return ErrorRecord(kind.__name__, _utf8(str(error)), {name: _utf8(getattr(error, name)) for name in _fields(kind)})
+    return ErrorRecord(
+        kind.__name__, _utf8(str(error)), {name: _utf8(getattr(error, name)) for name in get_type_hints(kind)}
+    )
 
 
 def error_of(record: ErrorRecord) -> Exception:
     """The exception again: its class, text and attributes. Raises `ValueError` for what is none."""
     if (kind := _ERRORS.get(record.kind)) is None:
         raise ValueError(f"kvcellar.errors has no class {record.kind!r}")
-    declared = msgspec.defstruct(kind.__name__, list(_fields(kind).items()))
+    declared = msgspec.defstruct(kind.__name__, list(get_type_hints(kind).items()))
     fields = structs.asdict(msgspec.convert(record.fields, declared))
     error = kind.__new__(kind, record.text)  # without its __init__, which makes the text of other arguments
     error.__dict__.update(fields)
     return error
-
-
-def _fields(kind: type[Exception]) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _utf8(value: Any) -> Any:

@@ -16,10 +16,9 @@ import torch
 
 from benchmarks.interleave import in_rounds
 from benchmarks.networks import group
-from benchmarks.row import Given, Lines
+from benchmarks.row import Given, Lines, settled
 from benchmarks.zeros import put_zeros
 from kvcellar.bench.network import SMALL, TINY, Size
-from kvcellar.collector import settled
 from kvcellar.engine.core.compaction import Compaction
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.kv.history import Backend

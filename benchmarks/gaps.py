@@ -18,10 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from benchmarks.row import Given, Lines
+from benchmarks.row import Given, Lines, settled
 from benchmarks.structured import write_tokenizer
 from kvcellar.bench.network import TINY, Size, write
-from kvcellar.collector import settled
 from kvcellar.constraint import Constraint
 from kvcellar.engine.load.settings import EngineOptions
 from kvcellar.errors import ConstraintFailed

@@ -1,8 +1,12 @@
-"""row: what a row of `python -m benchmarks` is given, and what it gives."""
+"""row: what a row of `python -m benchmarks` is given, and what it gives; and what rows do alike."""
 
-from collections.abc import Callable, Generator
+import gc
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+from kvcellar.collector import settle
 
 ROOT = Path(__file__).parents[1]  # where processes that rows start are run, so that they find this package
 
@@ -19,3 +23,15 @@ class Given(NamedTuple):
 
 Lines = Generator[str, None, object]  # of the table, as they are known; then what is printed as JSON
 Row = Callable[[Given], Lines]
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """As a server whose models are loaded, until the end of the block."""
+    before = gc.get_threshold()
+    settle(rarely=True)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

@@ -27,9 +27,8 @@ from typing import NamedTuple, Unpack
 
 from tokenizers import Tokenizer, decoders, models
 
-from benchmarks.row import ROOT, Given, Lines
+from benchmarks.row import ROOT, Given, Lines, settled
 from kvcellar.bench.network import SMALL, TINY, Size, write
-from kvcellar.collector import settled
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.errors import KvcellarError
 from kvcellar.events import Delta, Event, Finished

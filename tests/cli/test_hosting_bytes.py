@@ -84,6 +84,6 @@ def test_models_share_an_engine_if_weights_draft_and_its_settings_are_the_same(t
 
 
 def test_the_embedded_model_can_be_a_draft(source: Path) -> None:
-    plain = hosting._of_files(str(source), options(), CACHES).weights
-    drafted = hosting._of_files(str(source), options(draft="embedded"), CACHES).weights
-    assert drafted - plain == hosting._of_files(None, options(), CACHES).weights > 0
+    plain = hosting._spec(str(source), NONE, options(), CACHES).weights
+    drafted = hosting._spec(str(source), NONE, options(draft="embedded"), CACHES).weights
+    assert drafted - plain == hosting._spec(None, NONE, options(), CACHES).weights > 0

@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.row import settled
 from kvcellar import Engine
 from kvcellar.cli.hosting import Engines
-from kvcellar.collector import settle
 from kvcellar.engine.models.load import load
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.process_client import ProcessClient
@@ -56,18 +56,6 @@ def library(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Libr
     for number, name in enumerate(("one", "two", "owner/three:small")):
         made(found, name, f"FROM {tiny}\nPARAMETER top_k {number + 5}", tiny.parent)
     return found
-
-
-@contextmanager
-def settled() -> Iterator[None]:
-    """A collection of all objects of the test session would hold the streams up."""
-    before = gc.get_threshold()
-    settle(rarely=True)
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)
 
 
 @contextmanager

@@ -223,7 +223,7 @@ class ChatTemplate:
         if effort is not None and not isinstance(effort, str):
             raise BadRequest(f"effort is a word, not {shown(effort)}", "effort")
         name = "chat_template_kwargs"
-        copy: dict[str, Any] = Copier(self._caps, name).copy(variables or {}, name)
+        copy: dict[str, Any] = Copier(self._caps, name).copy(cast("Any", variables or {}), name)
         if taken := sorted(copy.keys() & {*_OWN, *self._tokenizer.special_tokens}):
             raise BadRequest(f"{name}.{taken[0]} cannot be set: the template gets it from the server", name)
         thinks = {} if effort is None else {"reasoning_effort": effort, **dict.fromkeys(_THINKING, effort != "none")}

@@ -15,8 +15,8 @@ import click
 from pydantic import BaseModel
 
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
-from kvcellar.cli.options import flag
-from kvcellar.cli.store_options import KEY, REMOTE
+from kvcellar.cli.options import STORE_KEY, flag
+from kvcellar.cli.store_options import REMOTE
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.stats import (
     EngineStats,
@@ -327,7 +327,7 @@ def _environment() -> str:
         (f"`{VARIABLE}`", "one more API key of `kvcellar serve`"),
         (f"`{ADMIN_VARIABLE}`", "one more admin key of `kvcellar serve`; the admin key of `why` and `cache`"),
         (f"`{METRICS_VARIABLE}`", "one more metrics key of `kvcellar serve`"),
-        (f"`{KEY}`", "key of what is stored, as in the file of `--store-key-file`"),
+        (f"`{STORE_KEY}`", "key of what is stored, as in the file of `--store-key-file`"),
         (f"`{REMOTE}`", "as `--store-remote`, for URLs with a password"),
         (
             "`XDG_CACHE_HOME`",

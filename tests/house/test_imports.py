@@ -47,6 +47,6 @@ def test_running_a_prompt_loads_no_server():
 
 def test_asking_a_server_loads_neither_an_engine_nor_what_a_server_consists_of():
     """It would take 2 s of CPU before the first byte is sent."""
-    commands = [f"kvcellar.cli.{name}" for name in ("client", "top", "why", "cache", "library")]
+    commands = [f"kvcellar.cli.{name}" for name in ("client", "top", "cache", "library")]
     unwanted = ("kvcellar.engine", "kvcellar.serve.http.server", "uvicorn", "pydantic", "jinja2", "torch")
     assert loaded([*commands, "kvcellar.serve.http.keys"], *unwanted) == []

@@ -14,8 +14,7 @@ from urllib.parse import quote
 import click
 
 from kvcellar.cli.client import PART, AdminClient, server_options
-from kvcellar.cli.options import FILE, IDS, SIZE, Command, Decorator, json_option, together
-from kvcellar.cli.store_options import KEY, store_key
+from kvcellar.cli.options import FILE, IDS, SIZE, STORE_KEY, Command, Decorator, json_option, together
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.tiers import upkeep
@@ -39,8 +38,7 @@ class Target:
     """A running server, or a store."""
 
     def __init__(self, store: Path | None, store_key_file: Path | None, url: str, admin_key_file: Path | None) -> None:
-        key = None if store is None else store_key(store_key_file, os.environ)
-        self.store, self.cipher = store, AesGcm(key) if key is not None else None
+        self.store, self.cipher = store, _cipher(store_key_file) if store is not None else None
         self.client = AdminClient(url, admin_key_file) if store is None else None
 
     def ask(self, method: str, path: str, of_store: Callable[[DiskTier], Any], **fields: Any) -> Any:
@@ -55,6 +53,13 @@ class Target:
             disk.close()
 
 
+def _cipher(key_file: Path | None) -> AesGcm | None:
+    from kvcellar.cli.store_options import store_key  # imports settings of engines
+
+    key = store_key(key_file, os.environ)
+    return AesGcm(key) if key is not None else None
+
+
 target_options = together(
     click.option(
         "--store",
@@ -62,7 +67,7 @@ target_options = together(
         help="Directory of a store, in place of a server.",
     ),
     click.option(
-        "--store-key-file", type=FILE, help=f"With --store: the key that it is encrypted with. Default: ${KEY}."
+        "--store-key-file", type=FILE, help=f"With --store: the key that it is encrypted with. Default: ${STORE_KEY}."
     ),
     server_options,
     json_option,

@@ -13,6 +13,7 @@ from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
 Decorator = Callable[[Any], Any]
 
+STORE_KEY = "KVCELLAR_STORE_KEY"  # the environment variable
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 

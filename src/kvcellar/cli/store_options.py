@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import FILE, SIZE, together
+from kvcellar.cli.options import FILE, SIZE, STORE_KEY, together
 from kvcellar.engine.load.settings import KEY_BYTES, store_directory
 from kvcellar.errors import BadRequest
 from kvcellar.places import NoPlace
 
 log = logging.getLogger("kvcellar.serve")
 
-KEY, REMOTE = "KVCELLAR_STORE_KEY", "KVCELLAR_STORE_REMOTE"  # environment variables
+REMOTE = "KVCELLAR_STORE_REMOTE"  # an environment variable, too
 # Of the tiers; `stored` makes settings of an engine of them.
 store_options = together(
     click.option(
@@ -27,7 +27,8 @@ store_options = together(
     click.option(
         "--store-key-file",
         type=FILE,
-        help=f"Encrypt what is stored with the key in this file, {2 * KEY_BYTES} hexadecimal digits. Or set ${KEY}.",
+        help=f"Encrypt what is stored with the key in this file, {2 * KEY_BYTES} hexadecimal digits. "
+        f"Or set ${STORE_KEY}.",
     ),
     click.option(
         "--store-remote",
@@ -74,7 +75,7 @@ def stored(options: dict[str, Any]) -> None:
 def store_key(file: Path | None, environment: Mapping[str, str]) -> bytes | None:
     """The key in a file, or in the environment, or None. Raises `BadRequest`, without any of the key."""
     if file is None:
-        return _parsed(environment[KEY], f"${KEY}") if KEY in environment else None
+        return _parsed(environment[STORE_KEY], f"${STORE_KEY}") if STORE_KEY in environment else None
     try:
         with file.open(encoding="ascii") as opened:
             text = opened.read(4 * KEY_BYTES)

@@ -8,6 +8,7 @@ import errno
 import importlib
 import os
 import sys
+from dataclasses import make_dataclass
 
 import click
 
@@ -84,9 +85,9 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        # CPython notes an interrupt that ends `exec` of a text, as dataclasses do while a module is imported, until the
-        # next such text; `python -m` would then end by the signal, whatever is raised after it.
-        eval("0")
+        # CPython notes an interrupt that ends the execution of a text, as while a dataclass is made by an import, until
+        # the next such text; `python -m` would then end by the signal, whatever is raised after it.
+        make_dataclass("Last", ())
         code = 130
     except (KvcellarError, OSError) as error:
         click.echo(f"kvcellar: {' '.join(_message(error).split())}", err=True)

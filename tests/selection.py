@@ -2,23 +2,24 @@
 
 A test of several architectures is played on as few of them as have all mechanisms among them. Of what remains, so many
 cells are played that each value of each parameter occurs in one, and in the folders `PAIRED`, whose tests take
-milliseconds, each pair of values. Of `seed` and `batch`, whose values only repeat a test, the first third is played.
+milliseconds, each pair of values. Of `seed` and `batch`, whose values only repeat a test, the first two are played.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
-from math import ceil
 from typing import Any
 
 import pytest
 
 from tests.zoo import ARCHS, Arch
 
-# Kinds that decide what memory holds and how a step is cut. All others are matters of the network alone.
-HELD = frozenset(
-    ("full", "sliding", "chunked", "conv", "ssm", "linear", "shared-kv", "mla", "indexed", "compressed", "own-cache")
-)
-ROWS = frozenset(("conv", "ssm", "linear"))  # recurrent states
+# Kinds that decide what memory holds and how a step is cut, each with its mechanism: above the memory windows are alike,
+# and so are states. All other kinds are matters of the network alone.
+HELD = {
+    "full": "full", "sliding": "windows", "chunked": "windows", "conv": "states", "ssm": "states", "linear": "states",
+    "shared-kv": "shared-kv", "mla": "latents", "indexed": "latents", "compressed": "compressed",
+    "own-cache": "own-cache",
+}  # fmt: skip
 NETWORKS = ("attention", "models")  # folders whose tests are about networks too
 PAIRED = ("attention", "cache", "kernels", "prefix", "sample", "text")
 REPEATS = ("batch", "seed")
@@ -68,15 +69,15 @@ def _combined(cell: Shown, *, pairs: bool) -> Iterator[object]:
 
 def mechanisms(arch: Arch, *, networks: bool) -> frozenset[str]:
     """What an architecture has that others may not have: its kinds, and whether it needs cells, rows or both."""
-    kinds = frozenset(arch.kinds)
-    sorts = "rows" if not kinds & (HELD - ROWS) else "cells and rows" if kinds & ROWS else "cells"
-    return (kinds if networks else kinds & HELD) | {sorts}
+    held = frozenset(HELD[kind] for kind in arch.kinds if kind in HELD)
+    sorts = "cells" if "states" not in held else "rows" if len(held) == 1 else "cells and rows"
+    return (frozenset(arch.kinds) if networks else held) | {sorts}
 
 
 def _of_few_repeats(cells: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     for name in REPEATS:
         values = list(dict.fromkeys(_parameters(item).get(name) for item in cells))
-        few = values[: ceil(len(values) / 3)]
+        few = values[:2]
         cells = [item for item in cells if _parameters(item).get(name) in few]
     return cells
 

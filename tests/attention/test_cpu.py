@@ -60,7 +60,10 @@ def test_prompts_and_single_tokens_of_unequal_sequences(dtype, shape, layout, sc
 @compiles
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the instruction sets named here are those of x86-64")
 @pytest.mark.parametrize("source", [cpu.SOURCE, layers.SOURCE, compiled.THREADS], ids=lambda source: source.stem)
-@pytest.mark.parametrize("target", ["x86-64", "haswell", "skylake-avx512", "sapphirerapids"])
+@pytest.mark.parametrize(
+    "target",
+    ["x86-64", "haswell", pytest.param("skylake-avx512", marks=pytest.mark.slow), "sapphirerapids"],
+)
 def test_no_vector_is_wider_than_the_registers_of_its_instruction_set(target, source, tmp_path) -> None:
     """GCC keeps such a vector in memory between operations, 25 times slower, and warns that its ABI depends on it."""
     compiler = next(found for name in COMPILERS if (found := shutil.which(name)))

@@ -51,7 +51,9 @@ def test_users_who_come_back_at_random_compute_little_more_than_where_it_is_know
     assert found.computed <= 1.05 * informed(turns, 750, found.cells)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("full", "hybrid") else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
 def test_eight_chats_in_turn_compute_little_more_in_room_for_four(kind) -> None:
     found = replay("chats", kind, share=0.5, scale=0.25)
     assert found.computed <= 1.15 * found.clairvoyant

@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.frontend.request_builder import RequestBuilder
+from kvcellar.sampling_params import SamplingParams
 from tests.cli.command import kvcellar, started
 from tests.zoo import ARCHS
 
@@ -110,32 +111,30 @@ def test_sampling_options_are_used(engine):
     assert ran.out == own.text + "\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "field", "value"),
-    [
-        (("--typical-p", "0.4"), "typical_p", 0.4),
-        (("--repetition-penalty", "1.5"), "repetition_penalty", 1.5),
-        (("--presence-penalty", "1.5"), "presence_penalty", 1.5),
-        (("--frequency-penalty", "1.5"), "frequency_penalty", 1.5),
-        (("--repeat-last-n", "64"), "repeat_last_n", 64),
-        (("--logit-bias", "35=50", "--logit-bias", "9=-100"), "logit_bias", {35: 50.0, 9: -100.0}),
-        (("--min-tokens", "7"), "min_tokens", 7),
-        (("--min-length", "7"), "min_length", 7),
-        (("--top-h", "0.5"), "top_h", 0.5),
-        (("--epsilon-cutoff", "0.01"), "epsilon_cutoff", 0.01),
-        (("--eta-cutoff", "0.01"), "eta_cutoff", 0.01),
-        (("--no-repeat-ngram-size", "3"), "no_repeat_ngram_size", 3),
-        (("--bad-words", "9,11", "--bad-words", "7"), "bad_words_ids", ((9, 11), (7,))),
-        (("--sequence-bias", "9,11=-5", "--sequence-bias", "7=2"), "sequence_bias", {(9, 11): -5.0, (7,): 2.0}),
-        (("--suppress-token", "9", "--suppress-token", "7"), "suppress_tokens", (9, 7)),
-        (("--begin-suppress-token", "9"), "begin_suppress_tokens", (9,)),
-        (("--exponential-decay", "5", "1.1"), "exponential_decay_length_penalty", (5, 1.1)),
-        (("--stop-id", "9", "--stop-id", "11"), "stop_token_ids", (9, 11)),
-        (("--logprobs", "3"), "logprobs", 3),
-    ],
-    ids=lambda x: x[0] if isinstance(x, tuple) and isinstance(x[0], str) else "",
-)
-def test_every_option_of_sampling_reaches_the_engine(monkeypatch, words, field, value):
+OPTIONS = {  # by field: the words on the command line, and the value that they mean
+    "typical_p": (("--typical-p", "0.4"), 0.4),
+    "repetition_penalty": (("--repetition-penalty", "1.5"), 1.5),
+    "presence_penalty": (("--presence-penalty", "1.5"), 1.5),
+    "frequency_penalty": (("--frequency-penalty", "1.5"), 1.5),
+    "repeat_last_n": (("--repeat-last-n", "64"), 64),
+    "logit_bias": (("--logit-bias", "35=50", "--logit-bias", "9=-100"), {35: 50.0, 9: -100.0}),
+    "min_tokens": (("--min-tokens", "7"), 7),
+    "min_length": (("--min-length", "7"), 7),
+    "top_h": (("--top-h", "0.5"), 0.5),
+    "epsilon_cutoff": (("--epsilon-cutoff", "0.01"), 0.01),
+    "eta_cutoff": (("--eta-cutoff", "0.01"), 0.01),
+    "no_repeat_ngram_size": (("--no-repeat-ngram-size", "3"), 3),
+    "bad_words_ids": (("--bad-words", "9,11", "--bad-words", "7"), ((9, 11), (7,))),
+    "sequence_bias": (("--sequence-bias", "9,11=-5", "--sequence-bias", "7=2"), {(9, 11): -5.0, (7,): 2.0}),
+    "suppress_tokens": (("--suppress-token", "9", "--suppress-token", "7"), (9, 7)),
+    "begin_suppress_tokens": (("--begin-suppress-token", "9"), (9,)),
+    "exponential_decay_length_penalty": (("--exponential-decay", "5", "1.1"), (5, 1.1)),
+    "stop_token_ids": (("--stop-id", "9", "--stop-id", "11"), (9, 11)),
+    "logprobs": (("--logprobs", "3"), 3),
+}
+
+
+def test_every_option_of_sampling_reaches_the_engine(monkeypatch):
     params_seen, honest = [], RequestBuilder.submit
 
     def submit(self, ids, params, deliver, how):
@@ -143,9 +142,12 @@ def test_every_option_of_sampling_reaches_the_engine(monkeypatch, words, field, 
         return honest(self, ids, params, deliver, how)
 
     monkeypatch.setattr(RequestBuilder, "submit", submit)
+    words = [word for given, _ in OPTIONS.values() for word in given]
     assert kvcellar("run", "embedded", "import os", "--json", "--max-tokens", "9", *words, *GREEDY).code == 0
     (params,) = params_seen
-    assert getattr(params, field) == value
+    expected = {field: value for field, (_, value) in OPTIONS.items()}
+    assert {field: getattr(params, field) for field in OPTIONS} == expected
+    assert all(value != getattr(SamplingParams(), field) for field, value in expected.items())
 
 
 def test_a_stop_string_ends_the_output(engine):

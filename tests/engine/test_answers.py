@@ -83,7 +83,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "bloom"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3n", marks=pytest.mark.slow), "bloom"])
 def test_a_seed_gives_the_same_text_whoever_else_is_there(name, sampling):
     asks = mix((name, sampling, SEEDS.get(name, 0)), count=6, seed=11, **SAMPLING[sampling])
     answers = []

@@ -19,7 +19,7 @@ def target(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_texts_with_an_assistant_are_those_of_plain_decoding(kv_dtype: str | None, tmp_path: Path) -> None:
     """Two outputs of a prompt longer than the window, then a turn that restores them."""
     path, assistant = target(tmp_path / "m"), saved(tmp_path / "a", "gemma4_assistant", **ORDERED)

@@ -27,7 +27,7 @@ from tests.engine.mixes import Ear, assert_at_rest, bytes_for
 from tests.engine.test_limits import held
 from tests.zoo import ARCHS, layers
 
-CALLS = (0, 2, 9, 30)  # of a method, at which it raises
+FEW, ALL = (0, 9), (0, 2, 9, 30)  # calls of a method, at which it raises; `--long`: all
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -135,6 +135,11 @@ def mix() -> Iterator[Mix]:
         yield mix
 
 
+@pytest.fixture
+def calls(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return ALL if request.config.getoption("--long") else FEW
+
+
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     monkeypatch.setattr(logging.getLogger("kvcellar.engine"), "disabled", True)
@@ -208,9 +213,11 @@ def each(methods: dict[str, list[str]]) -> Any:
     )
 
 
-def play_broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, *, late: bool, own: bool) -> None:
+def play_broken(
+    monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, calls: tuple[int, ...], *, late: bool, own: bool
+) -> None:
     fired = 0
-    for at in CALLS:
+    for at in calls:
         fault = Fault(at, late)
         mix.engine.clear_cache()
         with broken(monkeypatch, mix, part, name, fault):
@@ -235,14 +242,14 @@ def play_broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str,
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @each(OF_ONE)
-def test_an_error_ends_the_request_that_it_belongs_to(monkeypatch, mix, part, name, late) -> None:
-    play_broken(monkeypatch, mix, part, name, late=late, own=True)
+def test_an_error_ends_the_request_that_it_belongs_to(monkeypatch, mix, part, name, calls, late) -> None:
+    play_broken(monkeypatch, mix, part, name, calls, late=late, own=True)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @each(OF_MANY)
-def test_an_error_of_several_ends_one_request_at_most(monkeypatch, mix, part, name, late) -> None:
-    play_broken(monkeypatch, mix, part, name, late=late, own=False)
+def test_an_error_of_several_ends_one_request_at_most(monkeypatch, mix, part, name, calls, late) -> None:
+    play_broken(monkeypatch, mix, part, name, calls, late=late, own=False)
 
 
 OF_STATES = {
@@ -263,8 +270,7 @@ def test_nor_does_an_error_lose_rows_of_recurrent_state(monkeypatch, part, name)
     ) as engine:
         mix = Mix(engine)
         mix.wanted = [ear.answers() for ear in mix.play()]
-        monkeypatch.setattr(f"{__name__}.CALLS", (0, 4))
-        play_broken(monkeypatch, mix, part, name, late=True, own=False)
+        play_broken(monkeypatch, mix, part, name, (0, 4), late=True, own=False)
 
 
 def test_where_memory_cannot_be_put_in_order_the_engine_ends_and_everybody_hears_it(monkeypatch) -> None:

@@ -33,7 +33,11 @@ def made(library: Library, name: str, text: str, folder: Path, **options: Any) -
     return create(library, name, parse(text), tools=CreateTools(), folders=[folder], **options)
 
 
-@pytest.mark.parametrize("quantized", [{}, {"quantize": "int8", "draft_quantize": "int8"}], ids=["plain", "int8"])
+@pytest.mark.parametrize(
+    "quantized",
+    [{}, pytest.param({"quantize": "int8", "draft_quantize": "int8"}, marks=pytest.mark.slow)],
+    ids=["plain", "int8"],
+)
 def test_a_target_with_its_assistant_is_created_from_directories_and_runs(quantized, library, tmp_path) -> None:
     target(tmp_path / "target")
     saved(tmp_path / "assistant", "gemma4_assistant", **ORDERED)
@@ -66,7 +70,7 @@ def test_a_draft_that_does_not_fit_is_refused_before_anything_is_stored(library,
     assert not list((library.root / "blobs").iterdir())
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4", "mixed"])
+@pytest.mark.parametrize("kind", ["int8", "int4", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_a_quantized_model_answers_as_its_dequantized_weights_do(kind: str, library, tmp_path) -> None:
     small = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 200, "head_dim": 32}
     ARCHS["llama"].build(**small).save_pretrained(tmp_path / "source")

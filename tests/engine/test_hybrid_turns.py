@@ -140,7 +140,7 @@ def test_where_rows_are_too_few_for_all_checkpoints_late_ones_are_left(scarce, p
         assert_at_rest(engine)
 
 
-@pytest.mark.parametrize("checkpoints", [2, 4])
+@pytest.mark.parametrize("checkpoints", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_prompts_with_checkpoints_compute_the_right_state_however_few_rows_there_are(scarce, checkpoints):
     """Each would leave more checkpoints than there are rows."""
     prompts = [tokens(random.Random(seed), 40) for seed in range(6)]

@@ -42,7 +42,7 @@ class SometimesLate:
         return threads.changed.wait_for(done, 60)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_late_masks_change_no_token_of_any_row_with_drafts_or_without(monkeypatch, temperature) -> None:
     sampling: dict[str, Any] = {
         "n": 2, "seed": 7, "max_tokens": 32, "temperature": temperature, "constraint": LETTERS,

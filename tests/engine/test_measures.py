@@ -403,10 +403,8 @@ def started(path: Path, **how: Any) -> tuple[str, int]:
         ("llama", {}),
         ("llama", {"kv_dtype": "k=int8+hadamard,v=int4"}),
         ("gemma3", {"context": 40}),
-        ("lfm3", {}),
         ("mamba2", {}),
-        ("gpt-oss", {}),
-        ("bloom", {}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("lfm3", "gpt-oss", "bloom")),
     ],
 )
 def test_the_second_start_measures_nothing_and_comes_to_the_same(settled, tmp_path, name, how) -> None:

@@ -30,7 +30,9 @@ def ids(engine: Engine) -> list[int]:
     return list(engine.generate(PROMPT, max_tokens=12, temperature=0).choices[0].token_ids)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "deepseek-v3"))]
+)
 def test_text_is_the_same_with_recorded_steps(name: str, kept: Path) -> None:
     model = ARCHS[name].build().to(dtype=torch.bfloat16)
     with Engine(model, record="off", **SMALL) as plain, Engine(model, record="auto", **SMALL) as engine:

@@ -219,7 +219,7 @@ def test_all_outputs_of_a_request_begin_while_long_prompts_are_computed_beside_a
 @pytest.mark.parametrize("owner", ["", "another"])
 def test_a_request_does_not_wait_for_the_many_outputs_of_one_before_it(owner):
     world = World({"causal": Causal()}, {"causal": 4000}, max_sequences=4, step_tokens=32)
-    asks = [Ask(at=0, prompt=5, max_tokens=200, n=16), Ask(at=9, prompt=5, max_tokens=1, owner=owner)]
+    asks = [Ask(at=0, prompt=5, max_tokens=50, n=16), Ask(at=9, prompt=5, max_tokens=1, owner=owner)]
     over = turns_of(world, asks)
     assert over[1] <= 12 < over[0]
 

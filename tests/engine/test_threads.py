@@ -45,7 +45,7 @@ def one_threads_work(engine, index):
     return got
 
 
-@pytest.mark.parametrize("memory", ["roomy", "scarce"])
+@pytest.mark.parametrize("memory", [pytest.param("roomy", marks=pytest.mark.slow), "scarce"])
 def test_threads_get_what_they_would_get_alone(wanted, memory):
     scarce = {"max_sequences": 5, "step_tokens": 9} if memory == "scarce" else {}
     if scarce:

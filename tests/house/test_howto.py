@@ -38,8 +38,9 @@ NEEDS = {
     "minutes": "make",
 }
 LONG = (  # pages whose models are loaded several times; the commands of the others are much the same
-    "conversations", "deploy", "embeddings", "inspector", "keys-and-exposure", "limit-memory", "metrics",
-    "other-clients", "quantize", "responses", "score-text", "serve-several", "serve-your-model", "speculate",
+    "conversations", "deploy", "embeddings", "inspector", "keys-and-exposure", "limit-memory", "measure", "metrics",
+    "models", "other-clients", "prefix-cache", "quantize", "responses", "score-text", "serve-several",
+    "serve-your-model", "sessions", "share-a-machine", "speculate",
     "structured-output", "support-a-model-kind", "traces", "why",
 )  # fmt: skip
 SHOWN = {"text", "json"}  # languages of what is neither a command nor a program

@@ -578,7 +578,8 @@ def timeline(*kinds: Kind, steps: int, inputs: bool = False) -> type:
     """A test case that plays timelines on one memory with recurrent layers and these."""
     machine = type("Timeline", (Timeline,), {"kinds": kinds, "inputs": inputs})
     case = machine.TestCase
-    case.settings = settings(derandomize=True, deadline=None, stateful_step_count=steps)
+    examples = settings.default.max_examples // 2
+    case.settings = settings(derandomize=True, deadline=None, max_examples=examples, stateful_step_count=steps)
     return case
 
 

@@ -14,7 +14,7 @@ from tests.serve.random_requests import act
 from tests.serve.wire import MODEL
 
 SEED = 14
-FEW, MANY = 240, 10_000  # requests; `--long`: many
+FEW, MANY = 120, 10_000  # requests; `--long`: many
 MiB = 2**20
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")

@@ -20,11 +20,13 @@ import pytest
 
 from kvcellar import __version__
 from kvcellar.errors import ModelRefused
+from kvcellar.frontend import capabilities
 from kvcellar.progress import Progress, report
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.generation import handler as generation
 from kvcellar.serve.http.server import bind
 from kvcellar.serve.models.failed_loads import without_paths
+from kvcellar.serve.ollama import details
 from kvcellar.serve.ollama.details import Details
 from tests.library.made import FakeTools, made
 from tests.serve.declared import DeclaredClient
@@ -34,6 +36,12 @@ from tests.serve.fake_library import World, source_in
 ollama: Any = pytest.importorskip("ollama")
 
 NAMES = ("one", "owner/two:small")
+
+
+@pytest.fixture(autouse=True)
+def read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process reads tokenizers for seconds (`test_shown_models.py`)."""
+    monkeypatch.setattr(details, "capabilities_of", capabilities.read)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tests.serve.fake_library import World
 
 KEY = "sk-key-of-the-operator"
 SECONDS = 60  # until a request must have ended, on a machine that has much else to do
-FEW, MANY = 8, 200  # requests of each kind to each operation
+FEW, MANY = 4, 200  # requests of each kind to each operation
 CONTEXT = 256
 NO_END = ("GET", "/inspector/api/stream")
 ALL = {key: one for key, one in {**TABLE, **OPERATIONS}.items() if key != NO_END}

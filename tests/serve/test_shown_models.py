@@ -12,8 +12,10 @@ import ollama
 import pytest
 
 from kvcellar import Engine
+from kvcellar.frontend import capabilities
 from kvcellar.library.library import Library
 from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve.ollama import details
 from tests.engine.embedding_models import END, saved
 from tests.library.made import made
 from tests.serve.declared import DeclaredClient
@@ -71,7 +73,12 @@ def loaded(http: httpx.Client) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "able"), [("same", ABLE), ("plain", ["completion", "embedding"])])
-def test_a_model_is_shown_alike_before_and_after_it_is_loaded(http: httpx.Client, name: str, able: list[str]) -> None:
+def test_a_model_is_shown_alike_before_and_after_it_is_loaded(
+    http: httpx.Client, name: str, able: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process reads the tokenizer of one of them, for seconds."""
+    if name == "same":
+        monkeypatch.setattr(details, "capabilities_of", capabilities.read)
     assert f"{name}:latest" not in loaded(http)
     before = shown(http, name)
     assert before["capabilities"] == able

@@ -79,7 +79,7 @@ def test_every_check_is_announced_before_it_runs() -> None:
     assert names == [*NAMES, BITS]
 
 
-@pytest.mark.parametrize("tokens", [8, 9, 10, 13, 33])
+@pytest.mark.parametrize("tokens", [8, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (9, 10, 13))])
 @pytest.mark.parametrize("name", ["gemma3", "lfm2"])
 def test_short_texts_are_checked_too(name: str, tokens: int) -> None:
     report = verify(guest_of(name), tokens=tokens, quality=False)
@@ -129,7 +129,7 @@ def test_where_no_part_of_a_draft_can_be_kept_all_and_nothing_hold(monkeypatch: 
     assert rollback.note == f"only whole drafts can be accepted: {guest.no_partial_commit}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_half_precision_is_reported_with_its_own_bound(dtype: torch.dtype) -> None:
     report = verify(ARCHS["gemma3"].build().to(dtype), tokens=40, quality=False)
     assert report.holds

@@ -119,13 +119,18 @@ def test_a_mark_may_have_any_character(words):
         assert found.try_consume_tokens(ids) < len(ids), mark
 
 
+@pytest.fixture
+def seeds(request: pytest.FixtureRequest) -> range:
+    return range(60 if request.config.getoption("--long") else 24)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_required_call_may_be_is_read_back(words, name):
+def test_what_a_required_call_may_be_is_read_back(words, name, seeds):
     form = known(TEMPLATES[name])
     grammar = Grammar(form, TOOLS, words[2]).required(thinking=None, parallel=True)
     found = 0
     opening = "<|start|>assistant" if name == "harmony" else ""
-    for seed in range(40):
+    for seed in seeds:
         ids = sampled(words, grammar, seed)
         if ids is None:
             continue
@@ -226,7 +231,7 @@ def nudged(words, grammar: str, texts: list[str], seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_every_strict_call_that_is_read_fits_its_schema(words, name):
+def test_every_strict_call_that_is_read_fits_its_schema(words, name, seeds):
     """Where the model decides whether it calls, too: random tokens, the beginnings of calls, wrong calls, and marks
     that are spelled in other tokens than their own. A tool that is not strict may be called in any way."""
     form, made = known(TEMPLATES[name]), words[0]
@@ -243,7 +248,7 @@ def test_every_strict_call_that_is_read_fits_its_schema(words, name):
     tries += ["<think>", "</think>", "<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final", "{", "["]
     opening = "<|start|>assistant" if name == "harmony" else ""
     found = {"weather": 0, "get-time": 0}
-    for seed in range(60):
+    for seed in seeds:
         ids = nudged(words, grammar, tries, seed) if seed % 3 == 2 else sampled(words, whole[seed % 3], seed)
         if ids is None or matcher(words, grammar).try_consume_tokens(ids) < len(ids):
             continue

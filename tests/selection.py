@@ -13,8 +13,8 @@ import pytest
 
 from tests.zoo import ARCHS, Arch
 
-# Kinds that decide what memory holds and how a step is cut, each with its mechanism: above the memory windows are alike,
-# and so are states. All other kinds are matters of the network alone.
+# Kinds that decide what memory holds and how a step is cut, each with its mechanism: above the memory, windows are
+# alike, and so are states. All other kinds are matters of the network alone.
 HELD = {
     "full": "full", "sliding": "windows", "chunked": "windows", "conv": "states", "ssm": "states", "linear": "states",
     "shared-kv": "shared-kv", "mla": "latents", "indexed": "latents", "compressed": "compressed",

@@ -12,19 +12,25 @@ always. In one process of tests moreover
 """
 
 import copy
+import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from types import FunctionType
+from typing import Any
 
 import pytest
-from torch import Tensor, nn
+import torch
 from transformers import PreTrainedModel
 
 from kvcellar.engine.load import build, open_drafts, recorded, reserve
 from kvcellar.engine.load.step_bytes import Measures, digest, flags, model, shape
 from kvcellar.engine.models import build_guest
 from kvcellar.engine.models.guest import Guest, Verdict
-from kvcellar.engine.models.seam import our_attention
+from kvcellar.engine.models.seam import our_attention, own_attention
 from kvcellar.engine.models.selftest import Reference
+from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.recording import record
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recording import Recording
@@ -49,10 +55,15 @@ class Sharing:
         self._right: set[tuple[object, ...]] = set()
         self._compare = record.compare
         self._measures: dict[str, Measures] = {}  # by the digest of a network
+        self._network: object = None  # identity of the one that was tested last
+        self._references: dict[object, Reference] = {}  # by network and seed
         self._passed: dict[tuple[object, ...], Verdict] = {}
+        self._turns: dict[
+            tuple[object, ...], list[dict[str, Any]]
+        ] = {}  # what groups have, by network and how it is read
 
     def start(self, *, measures: bool, passed: bool, recordings: bool) -> None:
-        """Share these from now on. `passed`: self-tests."""
+        """Share these from now on. `passed`: self-tests, and how keys turn."""
         self.stop()
         self._patch = pytest.MonkeyPatch()
         if measures:
@@ -61,6 +72,8 @@ class Sharing:
             self._patch.setattr(reserve, "_points", _coarse(reserve._points))
             self._patch.setattr(reserve._Steps, "read", _of_one(reserve._Steps.read))
         if passed:
+            self._patch.setattr(build_guest, "reference_of", self._reference_once(build_guest.reference_of))
+            self._patch.setattr(build_guest, "with_rotations", self._turned_once(build_guest.with_rotations))
             for test in (build_guest.whole_step_test, build_guest.partial_commit_test):
                 self._patch.setattr(build_guest, test.__name__, self._passed_once(test))
         if recordings:
@@ -79,9 +92,7 @@ class Sharing:
 
     def _passed_once(self, test: Callable[[Guest, Reference], Verdict]) -> Callable[[Guest, Reference], Verdict]:
         def once(guest: Guest, reference: Reference) -> Verdict:
-            latents = [binding.latent is None for binding in guest.shape.bindings.values()]
-            backends = [type(one).__qualname__ for one in guest.backends.values()]
-            key = test.__name__, _identity(guest.model, reference), guest.mode, guest._offsets, *latents, *backends
+            key = test.__name__, id(reference), *self._read(guest)
             if (verdict := self._passed.get(key)) is None:
                 verdict = test(guest, reference)
                 if verdict.passed:
@@ -91,6 +102,33 @@ class Sharing:
             return verdict
 
         return once
+
+    def _reference_once(self, compute: Callable[[PreTrainedModel, int], Reference]) -> Callable[..., Reference]:
+        def once(model: PreTrainedModel, seed: int) -> Reference:
+            self._network = _identity(model)
+            if (self._network, seed) in self._references:
+                own_attention(model)  # as it is left
+            else:
+                self._references[self._network, seed] = compute(model, seed)
+            return self._references[self._network, seed]
+
+        return once
+
+    def _turned_once(self, turned: Callable[[Guest], Shape]) -> Callable[[Guest], Shape]:
+        def once(guest: Guest) -> Shape:
+            key = self._read(guest)
+            if key not in self._turns:
+                groups = turned(guest).groups
+                self._turns[key] = [{"no_shift": one.no_shift, "rotations": one.rotations} for one in groups]
+            found = zip(guest.shape.groups, self._turns[key], strict=True)
+            return replace(guest.shape, groups=tuple(replace(group, **turns) for group, turns in found))
+
+        return once
+
+    def _read(self, guest: Guest) -> tuple[object, ...]:
+        latents = [binding.latent is None for binding in guest.shape.bindings.values()]
+        backends = [type(one).__qualname__ for one in guest.backends.values()]
+        return self._network, guest.mode, guest._offsets, *latents, *backends
 
     def _kernel(self, environment: Mapping[str, str]) -> StepKernel:
         made = StepKernel(environment)
@@ -130,18 +168,27 @@ def _of_one(read: Callable[[reserve._Steps, int, int], int]) -> Callable[[reserv
     return read_one
 
 
-def _identity(network: PreTrainedModel, reference: Reference) -> object:
-    """Of a network, by its parts, its config and what its own forward gives."""
-    modules = [(name, type(one), _forward(one)) for name, one in network.named_modules()]
-    logits = [(tuple(reference.texts[seq]), _bytes(rows)) for seq, rows in reference.logits.items()]
-    return repr(sorted(network.config.to_dict().items())), network.dtype, tuple(modules), tuple(logits)
+def _identity(network: PreTrainedModel) -> object:
+    """Of a network, by its parts, their code, its config and its parameters. One with hooks, or with functions of its
+    own that know more than their code, is like no other."""
+    modules: list[object] = []
+    for name, module in network.named_modules():
+        found = [(name, one) for name, one in vars(module).items() if callable(one) and not isinstance(one, type)]
+        own = [(name, _code(one)) for name, one in found]
+        if module._forward_hooks or module._forward_pre_hooks or any(code is None for _, code in own):
+            return object()
+        modules.append((name, type(module), type(module).forward, *own))
+    weights = hashlib.sha256()
+    for name, one in (*network.named_parameters(), *network.named_buffers()):
+        weights.update(f"{name} {one.dtype} {list(one.shape)}".encode())
+        weights.update(one.detach().flatten().view(torch.uint8).numpy().data)
+    return repr(sorted(network.config.to_dict().items())), tuple(modules), weights.digest()
 
 
-def _forward(module: nn.Module) -> str | None:
-    """What stands in for the forward of a module."""
-    own = vars(module).get("forward")
-    return getattr(own, "__qualname__", type(own).__qualname__) if own is not None else None
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().numpy().tobytes()
+def _code(function: object) -> object:
+    """All that a function computes by; None if that is not known."""
+    if isinstance(function, partial):
+        return function.func, repr((function.args, function.keywords))
+    if isinstance(function, FunctionType):
+        return function.__code__ if function.__closure__ is None else None
+    return type(function) if type(function).__module__.startswith("kvcellar.") else None

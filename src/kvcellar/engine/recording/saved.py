@@ -357,7 +357,7 @@ def digest_of(guest: Guest) -> str:
 
 def _parts(guest: Guest) -> Iterator[Any]:
     model, shape = guest.model, guest.shape
-    yield [_own_source(), torch.__version__, torch.version.git_version, version("transformers"), guest.device.type]
+    yield [_own_source(), torch.__version__, torch.version.git_version, _transformers(), guest.device.type]
     yield [vars(model.config), _implementations(model), guest.past_is_counted]
     paths = {module: path for path, module in model.named_modules()}
     for module, path in paths.items():
@@ -387,6 +387,11 @@ def _foreign_source(kind: type[nn.Module]) -> str | None:
     except (OSError, TypeError, KeyError) as error:
         raise NoDigest(f"the source of {kind.__qualname__} is not known") from error
     return hashlib.sha256(source.encode()).hexdigest()
+
+
+@lru_cache
+def _transformers() -> str:
+    return version("transformers")
 
 
 @lru_cache(maxsize=1)

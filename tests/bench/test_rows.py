@@ -110,6 +110,7 @@ def test_linear_layers_are_measured_for_each_type_and_number_of_rows(capsys: pyt
     assert all("2 threads" in line for line in table)
 
 
+@pytest.mark.slow
 def test_a_conversation_is_found_after_its_process_was_killed(capsys: pytest.CaptureFixture[str]):
     table, found = measured(capsys, "restart")
     assert len(table) == 5

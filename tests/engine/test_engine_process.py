@@ -113,7 +113,7 @@ def failed(ear: Ear) -> Exception:
     "fault",
     [
         {"step": 1},
-        {"step": 3},
+        pytest.param({"step": 3}, marks=pytest.mark.slow),
         {"step": 9, "with_signal": signal.SIGSEGV},
         {"step": 24},
         {"grammar": True},

@@ -54,14 +54,11 @@ def inside(path: Path) -> str:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=inside)
-def test_sources_do_without(path):
-    found = list(unsafe(ast.parse(path.read_text())))
+def test_sources_open_with_a_docstring_and_do_without(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{inside(path)} has no docstring"
+    found = list(unsafe(tree))
     assert not found, "\n".join(f"{inside(path)}:{line}: {why}" for line, why in found)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=inside)
-def test_sources_open_with_a_docstring(path):
-    assert ast.get_docstring(ast.parse(path.read_text())), f"{inside(path)} has no docstring"
 
 
 @pytest.mark.parametrize("pattern", [PLACE, INDEX], ids=["no place of one machine", "no package index"])

@@ -113,7 +113,10 @@ def test_rows_that_are_read_as_one_are_not_made_wider() -> None:
     assert names(simplified(two_linears(128, "aten.neg.default", flat))).count("kvcellar.linear") == 2
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek-v3", "lfm2", "llama-rope-dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", pytest.param("gemma3n", marks=pytest.mark.slow), "deepseek-v3", "lfm2", "llama-rope-dynamic"],
+)
 def test_what_is_written_is_read_again(name: str) -> None:
     logging.getLogger("torch.__trace").setLevel(logging.WARNING)
     program = capture(build_guest(ARCHS[name].build(), backends())).program

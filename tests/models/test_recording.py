@@ -81,7 +81,9 @@ def timeline(guest: Guest) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "gemma3n" else name for name in SOME]
+)
 def test_a_replayed_forward_equals_the_modules(name: str, dtype: torch.dtype) -> None:
     guest = build_guest(ARCHS[name].build().to(dtype), backends())
     theirs = timeline(guest)

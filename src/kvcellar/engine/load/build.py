@@ -103,7 +103,10 @@ def build(
     loaded, settings = found.loaded, found.settings
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
-    packing = _packing(loaded, settings)
+    packing = None
+    if settings.pack and loaded.model.device.type == "cpu":
+        report("packing weights")
+        packing = pack_model(loaded.model)
     guest = build_guest(loaded.model, named(settings.attention))
     built = _assembled(found, packing, guest, threads, thread or DeviceThread(), began, opened)
     trim_heap()
@@ -127,13 +130,6 @@ def _in_a_fork(settings: Settings, torch_of: int) -> Settings:
         )
     log.warning("torch belongs to %s; this engine runs in one thread. Start processes with spawn to use more", owner)
     return replace(settings, threads=1)
-
-
-def _packing(loaded: Loaded, settings: Settings) -> Packed | None:
-    if not settings.pack or loaded.model.device.type != "cpu":
-        return None
-    report("packing weights")
-    return pack_model(loaded.model)
 
 
 def _assembled(

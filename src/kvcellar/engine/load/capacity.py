@@ -180,7 +180,13 @@ def resolve_capacity(
 
     most = max_sequences * context + step_tokens
     if not demands:
-        return _stepping(capacity(most, because))
+        found = capacity(most, because)
+        if found.total > budget:
+            raise CapacityTooSmall(
+                f"{budget} bytes ({because}) are too few: {states.rows} rows of recurrent state take {states.bytes}, "
+                f"and a step {found.scratch} more. Raise cache_bytes; or lower step_tokens or max_sequences."
+            )
+        return found
     full = bisect_left(range(most), True, key=lambda n: all(d.layout.most_cells(context, 1) <= n for d in demands))
     low = _largest(most, full, lambda tokens: capacity(tokens, because).total <= budget)
     if low < 2:
@@ -201,17 +207,6 @@ def _largest(most: int, full: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def _stepping(capacity: Capacity) -> Capacity:
-    """`capacity`, of a model without groups, if its largest step fits the budget."""
-    if capacity.total > capacity.budget:
-        raise CapacityTooSmall(
-            f"{capacity.budget} bytes ({capacity.because}) are too few: {capacity.states.rows} rows of recurrent state "
-            f"take {capacity.states.bytes}, and a step {capacity.scratch} more. Raise cache_bytes; or lower "
-            f"step_tokens or max_sequences."
-        )
-    return capacity
 
 
 def _longest(demands: Sequence[Demand], cells: Mapping[str, int], context: int) -> int:

@@ -9,7 +9,7 @@ named in it; a name that is not known here is refused, because another split giv
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -44,15 +44,6 @@ def bits_of(part: Part) -> int | None:
     """Of the codes of a tensor; None: it is decoded."""
     plain = len(part.shape) != 2 or part.change is not None or not part.name.endswith(".weight")
     return None if plain or part.name == _EMBEDDING else BITS.get(part.stored.type)
-
-
-def modules_of(parts: Sequence[Part]) -> dict[int, list[str]]:
-    """The modules that keep their codes, by bits."""
-    found: dict[int, list[str]] = {}
-    for part in parts:
-        if (bits := bits_of(part)) is not None:
-            found.setdefault(bits, []).append(part.name.removesuffix(".weight"))
-    return found
 
 
 def coded_entries(part: Part, bits: int) -> dict[str, Entry]:
@@ -305,8 +296,10 @@ def import_gguf(file: Path, into: Path, *, codes: bool = True) -> None:
     into.mkdir(exist_ok=True)
     with silence_transformers():
         write_tokenizer(header, into)
-    modules = modules_of(found.parts) if codes else {}
     kept = {part.name: bits for part in found.parts if codes and (bits := bits_of(part)) is not None}
+    modules: dict[int, list[str]] = {}
+    for name, bits in kept.items():
+        modules.setdefault(bits, []).append(name.removesuffix(".weight"))
     entries: dict[str, Entry] = {}
     for part in found.parts:
         own = {part.name: Entry("BF16", part.shape)}

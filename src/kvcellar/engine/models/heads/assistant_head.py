@@ -129,7 +129,8 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
 def _config(path: Path, weights: WeightsFiles) -> Any:
     """The config of an assistant. Raises `ModelRefused`."""
     config = config_of(config_fields(path), weights)
-    _check_described(config, path.name)
+    if config.text_config is None:
+        raise ModelRefused(f"config.json of {path.name} has no text_config, which describes its layers")
     return config
 
 
@@ -172,11 +173,6 @@ def build_assistant(network: Any, target: Guest) -> AssistantHead:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
-
-
-def _check_described(config: Any, name: str) -> None:
-    if config.text_config is None:
-        raise ModelRefused(f"config.json of {name} has no text_config, which describes its layers")
 
 
 def _check_fits(config: Any, name: str, target: Guest) -> None:

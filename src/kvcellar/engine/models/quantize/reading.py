@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcellar.engine.models.quantize.formats.bitsandbytes import BitsAndBytes
-from kvcellar.engine.models.quantize.formats.compressed import Compressed, quantisation_of
+from kvcellar.engine.models.quantize.formats.compressed import Compressed
 from kvcellar.engine.models.quantize.formats.floats import ModelOpt, Mxfp4, ScaledFloats
 from kvcellar.engine.models.quantize.formats.integers import Awq, BitNet, Gemma, Gptq, TorchAo, auto_round
 from kvcellar.engine.models.quantize.formats.mlx import Mlx
@@ -30,7 +30,7 @@ from kvcellar.errors import ModelRefused, shown
 _MODELOPT = "hf_quant_config.json"
 _MLX = "mlx"
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
-    "compressed-tensors": lambda raw: Compressed(quantisation_of(raw)),
+    "compressed-tensors": Compressed,
     "gptq": Gptq,
     "awq": Awq,
     "auto-round": auto_round,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.quantize.formats.part import DecodedCodes
 from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
 from kvcellar.engine.models.quantize.rounding import int4_groups, int8_rows
 from kvcellar.engine.models.quantize.selection import FEWEST, choose
@@ -67,30 +68,18 @@ def stacks_of(
             stack = Stack(place, name, tuple(map(tuple, joined.get(target, ()))))
             if stack.matrices and not module.is_transposed and all(map(wanted, stack.stored)):
                 stacks.append(stack)
-            elif isinstance(weights.slices.get(own.get(target, "")), Coded) and _fits(weights, own[target], module):
+                continue
+            whole = weights.slices.get(own.get(target, ""))
+            if isinstance(whole, DecodedCodes) and whole.part.transposed == module.is_transposed:
                 stacks.append(Stack(place, name, stack=own[target]))
         if len(stacks) == len(weights_of(module)):
             found += stacks
     return found
 
 
-def _fits(weights: WeightsFiles, name: str, module: Any) -> bool:
-    """Whether a stored stack has its inputs where the codes of its experts have them: `transposed` in `Part`."""
-    return weights.slices[name].part.transposed == module.is_transposed
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """The layers of experts under one name."""
-
-    experts: OwnExperts
-    bits: int
-    nbytes: int
-
-
 def layers_of(
     stack: Stack, module: Any, slices: Mapping[str, Any], read: Read, kernels: tuple[ExpertsKernel, QuantisedKernel]
-) -> Made | str:
+) -> list[QuantisedLinear] | str:
     """The layers of a stack, or why it is dense."""
     of = slices[stack.stack].experts() if stack.stack else partial(_expert, stack.matrices, read)
     shape, dtype = module._parameters[stack.name].shape, module._parameters[stack.name].dtype
@@ -106,7 +95,7 @@ def layers_of(
         assert codes.values.shape == (outputs, inputs)
         bias = None if biases is None else biases[expert].clone()
         layers.append(QuantisedLinear(kernels[1], codes, bias, dtype, arena))
-    return Made(OwnExperts(kernels[0], layers), min(one.bits for one in layers), sum(one.nbytes for one in layers))
+    return layers
 
 
 def _expert(matrices: Sequence[Sequence[str]], read: Read, expert: int) -> Codes | str:
@@ -124,12 +113,6 @@ def dense_stack(stack: Stack, slices: Mapping[str, Any], dtype: torch.dtype) -> 
     if stack.stack:
         return slices[stack.stack].rounded(dtype)[...]
     return torch.stack([torch.cat([slices[name][...].to(dtype) for name in names]) for names in stack.matrices])
-
-
-def by_module(stacks: Sequence[Stack], network: nn.Module) -> Iterator[tuple[Any, list[Stack]]]:
-    """Each module and its stacks."""
-    for place in dict.fromkeys(stack.module for stack in stacks):
-        yield network.get_submodule(place), [stack for stack in stacks if stack.module == place]
 
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -268,23 +251,28 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
         put(place, _eight_bits(linear[place].weight))
     if stacks:
         serve_experts(network)
-    everything = [*made.values(), *stacks]
+    everything = [*([one] for one in made.values()), *stacks]
+    bits = Counter(min(one.bits for one in layers) for layers in everything)
     identity = f"{coding.setting}, arithmetic {ARITHMETIC}" if everything else ""
-    return Served(Counter(one.bits for one in everything), sum(one.nbytes for one in everything), dense, identity)
+    return Served(bits, sum(one.nbytes for layers in everything for one in layers), dense, identity)
 
 
-def _replaced_stacks(network: PreTrainedModel, coding: Coding, dense: dict[str, str]) -> Iterator[Made]:
+def _replaced_stacks(
+    network: PreTrainedModel, coding: Coding, dense: dict[str, str]
+) -> Iterator[list[QuantisedLinear]]:
     """Replace the weights of experts; where those of a module have no codes, their dense weights are read, and the
     reason is added to `dense`."""
     read = partial(_codes, coding=coding)
-    for module, stacks in by_module(coding.stacks, network):
+    for place in dict.fromkeys(stack.module for stack in coding.stacks):
+        module: Any = network.get_submodule(place)
+        stacks = [stack for stack in coding.stacks if stack.module == place]
         found = [layers_of(one, module, coding.slices, read, coding.kernels) for one in stacks]
         why = next((one for one in found if isinstance(one, str)), None)
-        for stack, one in zip(stacks, found, strict=True):
-            if isinstance(one, Made) and why is None:
+        for stack, layers in zip(stacks, found, strict=True):
+            if why is None and not isinstance(layers, str):
                 del module._parameters[stack.name]
-                setattr(module, stack.name, one.experts)
-                yield one
+                setattr(module, stack.name, OwnExperts(coding.kernels[0], layers))
+                yield layers
             else:
                 weight = dense_stack(stack, coding.slices, network.dtype)
                 _check_finite(stack.stored[0], weight)

@@ -48,11 +48,9 @@ def selective_scan(
     The recurrence of Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 3:
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t. Sums are kept in float32.
     """
-    dt = _steps(dt, None if delta_bias is None else delta_bias[..., None], delta_softplus)
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
-    dt, x = dt.to(wide), hidden_states.to(wide)
-    decay = torch.exp(dt[..., None] * A[:, None].to(wide))  # [b,d,L,n]
-    drive = (dt * x)[..., None] * B.transpose(1, 2)[:, None].to(wide)  # [b,d,L,n]
+    x = hidden_states.to(wide)
+    decay, drive = _terms(x, dt, A, B, delta_bias, delta_softplus)
     h = x.new_zeros(*x.shape[:2], A.shape[-1]) if initial_states is None else initial_states.to(wide)
     out = torch.empty_like(x)
     for t in range(x.shape[-1]):
@@ -64,6 +62,13 @@ def selective_scan(
     if z is not None:
         y = y * F.silu(z)
     return (y, h) if return_last_state else y
+
+
+def _terms(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
+    """[b,d,L,n] in the type of x: how a state decays in each token, and what is added to it."""
+    dt = _steps(dt, None if bias is None else bias[..., None], softplus).to(x.dtype)
+    decay = torch.exp(dt[..., None] * A[:, None].to(x.dtype))
+    return decay, (dt * x)[..., None] * B.transpose(1, 2)[:, None].to(x.dtype)
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
@@ -78,11 +83,9 @@ Advance = Callable[[Tensor, int], None]  # updates the states [n,*shape] of the 
 
 def _selective(given: Mapping[str, Any]) -> Advance:
     """The recurrence of `selective_scan`."""
-    bias, x = given["delta_bias"], given["hidden_states"]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dt = _steps(given["dt"], None if bias is None else bias[..., None], given["delta_softplus"]).to(wide)
-    decay = torch.exp(dt[..., None] * given["A"][:, None].to(wide))  # [b,d,L,n]
-    drive = (dt * x.to(wide))[..., None] * given["B"].transpose(1, 2)[:, None].to(wide)  # [b,d,L,n]
+    x = given["hidden_states"]
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    decay, drive = _terms(x, given["dt"], given["A"], given["B"], given["delta_bias"], given["delta_softplus"])
 
     def advance(states: Tensor, t: int) -> None:
         n = len(states)

@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -93,11 +93,9 @@ def opened(path: Path) -> Iterator[WeightsFiles]:
         yield replace(weights, unlisted=tuple(sorted(others)))
 
 
-@contextmanager
-def opened_file(path: Path, name: str) -> Iterator[WeightsFiles]:
+def opened_file(path: Path, name: str) -> AbstractContextManager[WeightsFiles]:
     """One weights file of a directory, and nothing else of it. As `opened`."""
-    with _files(path, [name]) as weights:
-        yield weights
+    return _files(path, [name])
 
 
 @contextmanager

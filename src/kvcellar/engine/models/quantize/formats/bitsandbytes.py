@@ -6,7 +6,6 @@ A weight W of 4 bits is `W` U8, two codes in a byte, the first one in the highes
 [o].
 """
 
-from collections.abc import Mapping
 from functools import partial
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from kvcellar.engine.models.quantize.formats.part import (
     LARGEST,
+    Format,
     Integers,
     Part,
     Read,
@@ -37,11 +37,8 @@ _STATE = ".quant_state.bitsandbytes__"
 _MOST_STATE = 1 << 12  # bytes of a state
 
 
-class BitsAndBytes:
+class BitsAndBytes(Format):
     """The format of a directory of this method: each weight says how it is stored."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        del raw  # 4 or 8 bits, types and nesting are known from the tensors
 
     def part(self, name: str, weights: WeightsFiles) -> Part | None:
         weight, described, _ = name.partition(_STATE)

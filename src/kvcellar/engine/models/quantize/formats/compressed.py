@@ -20,6 +20,7 @@ from torch import Tensor
 from kvcellar.engine.models.quantize.formats.floats import eights, fours
 from kvcellar.engine.models.quantize.formats.part import (
     SCALES,
+    Format,
     Integers,
     Part,
     Read,
@@ -145,11 +146,11 @@ def _targets(name: str, raw: Any) -> tuple[str, ...]:
     return tuple(raw)
 
 
-class Compressed:
+class Compressed(Format):
     """The format of a directory with this `quantization_config`."""
 
-    def __init__(self, quantisation: Quantisation) -> None:
-        self._quantisation = quantisation
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._quantisation = quantisation_of(raw)
 
     def part(self, name: str, weights: WeightsFiles) -> Part | None:
         """Of the only scheme that what is stored can be, or of the one that config.json names."""

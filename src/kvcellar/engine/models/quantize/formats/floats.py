@@ -22,6 +22,7 @@ from kvcellar.engine.models.quantize.formats.part import (
     EXPONENTS,
     LARGEST,
     SCALES,
+    Format,
     Part,
     Read,
     Rows,
@@ -185,7 +186,7 @@ _MXFP4_GROUP = 32  # inputs
 _ROTATED = ".pre_quant_scale"
 
 
-class ScaledFloats:
+class ScaledFloats(Format):
     """fp8, mxfp8 and fbgemm_fp8: every weight of 8-bit floats has a scale. `weight_block_size` is that of blocks."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -200,7 +201,7 @@ class ScaledFloats:
         return eights(weight, name, weights, self._block, self._method)
 
 
-class ModelOpt:
+class ModelOpt(Format):
     """8-bit floats, and 4-bit floats in groups of 16 (nvfp4), perhaps both in one directory."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -232,11 +233,8 @@ def _weight(scale: str) -> str:
     return next((scale.removesuffix(suffix) for suffix in _SCALES if scale.endswith(suffix)), "")
 
 
-class Mxfp4:
+class Mxfp4(Format):
     """The format of a directory of this method."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        del raw  # which has only names of modules that are not quantised, and those have no blocks
 
     def part(self, name: str, weights: WeightsFiles) -> Part | None:
         weight = name.removesuffix("_scales" if name.endswith("_scales") else "_blocks")

@@ -27,6 +27,7 @@ from kvcellar.engine.models.quantize.formats.part import (
     EIGHT_BITS,
     LARGEST,
     SCALES,
+    Format,
     Integers,
     Part,
     Read,
@@ -75,7 +76,7 @@ class _Sizes:
     bits: int
 
 
-class Gptq:
+class Gptq(Format):
     """Integers of 2, 3, 4 or 8 bits. Files of version 1 store each zero point less 1."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -143,7 +144,7 @@ class Gptq:
         return Integers(shape, stored, 1 << sizes.bits - 1, scales, zeros, columns=columns)
 
 
-class Awq:
+class Awq(Format):
     """Integers of 4 bits with zero points, as `gemm` kernels read them."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -210,11 +211,8 @@ _DATA = "_qdata"
 _MOST_ABOUT = 1 << 16  # characters of what the metadata says about one weight
 
 
-class TorchAo:
+class TorchAo(Format):
     """The format of a directory of this method: each weight says how it is stored."""
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        del raw  # which names a configuration of torchao; what is stored follows from the metadata of the files
 
     def part(self, name: str, weights: WeightsFiles) -> Part | None:
         module, _, last = name.rpartition(".")
@@ -267,7 +265,7 @@ def _about(weight: str, weights: WeightsFiles) -> tuple[str, tuple[int, int] | N
 _SCALE = ".weight_scale"
 
 
-class BitNet:
+class BitNet(Format):
     """Three values and one scale, which divides (`bitlinear`) or multiplies (`autobitlinear`)."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -313,7 +311,7 @@ def _factor(scale: Tensor, *, divides: bool) -> Tensor:
     return 1 / scale if divides else scale
 
 
-class Gemma:
+class Gemma(Format):
     """Integers of 2, 4 or 8 bits, different ones for some modules."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:

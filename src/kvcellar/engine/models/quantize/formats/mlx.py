@@ -14,6 +14,7 @@ import torch
 from kvcellar.engine.models.quantize.formats.floats import Blocked, blocked_part
 from kvcellar.engine.models.quantize.formats.part import (
     SCALES,
+    Format,
     Integers,
     Part,
     Read,
@@ -40,7 +41,7 @@ class _Form:
     group: int
 
 
-class Mlx:
+class Mlx(Format):
     """The format of a directory with `quantization`: bits and groups, and perhaps others for some modules."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:

@@ -8,9 +8,10 @@ Always true: the types and shapes of the stored tensors were checked before a pa
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,13 +151,16 @@ class Part:
     step: int = 1
 
 
-class Format(Protocol):
-    """How the quantised weights of a directory are stored."""
+class Format(ABC):
+    """How the quantised weights of a directory are stored, by the description `raw` in its config."""
 
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        del raw  # each weight says how it is stored
+
+    @abstractmethod
     def part(self, name: str, weights: WeightsFiles) -> Part | None:
         """The weight that the stored tensor `name` marks as quantised; None if it marks none. Raises `ModelRefused`
         with the reason if what is stored of this weight does not fit the format."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,14 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta, Struct
 
-Size = int | str  # an expression of symbols: names, integers, + - * // %, Min(a, b), Max(a, b)
+Index = Annotated[int, Meta(ge=0)]
+Kind = Annotated[str, Meta(pattern=r"^(bool|uint8|int(8|16|32|64)|b?float16|float(32|64)|complex(64|128))$")]
+Size = Index | str  # an expression of symbols: names, integers, + - * // %, Min(a, b), Max(a, b)
 Sizes = Mapping[str, int]  # the value of each symbol
 
 _BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -54,29 +57,25 @@ _BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 _CALLS: Mapping[str, Callable[[int, int], int]] = {"Min": min, "Max": max}
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(Struct, frozen=True, tag=True):
     """A tensor argument: the index of a value."""
 
-    value: int
+    value: Index
 
 
-@dataclass(frozen=True, slots=True)
-class Number:
+class Number(Struct, frozen=True, tag=True):
     """An integer argument that depends on symbols."""
 
     size: Size
 
 
-@dataclass(frozen=True, slots=True)
-class Dtype:
+class Dtype(Struct, frozen=True, tag=True):
     """An argument that is a type of torch, by its name ("float32")."""
 
-    name: str
+    name: Kind
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
+class Cache(Struct, frozen=True, tag=True):
     """An argument of a module that is the cache of the running forward."""
 
 
@@ -87,10 +86,10 @@ Argument = Ref | Number | Dtype | Cache | int | float | bool | str | None | tupl
 class Value:
     """A tensor. Strides and the offset, from the start of its storage, count elements of its dtype."""
 
-    dtype: str
+    dtype: Kind
     shape: tuple[Size, ...]
     strides: tuple[Size, ...]
-    storage: int
+    storage: Index
     offset: Size = 0
 
 

@@ -246,19 +246,6 @@ class Matcher:
             for token in self._grammar.loose:
                 bits.view(np.uint32)[token // WORD_BITS] &= ~np.uint32(1 << token % WORD_BITS)
 
-    def _try(self, library: LLMatcher, drafts: Sequence[int]) -> bool:
-        """Consume these drafts, and no others. False if they do not match: then those before are consumed."""
-        same = 0
-        while same < min(len(drafts), len(self._tried)) and drafts[same] == self._tried[same]:
-            same += 1
-        if len(self._tried) > same:
-            library.rollback(len(self._tried) - same)
-            del self._tried[same:]
-        rest = list(drafts[same:])
-        consumed = library.try_consume_tokens(rest) if rest else 0
-        self._tried += rest[:consumed]
-        return consumed == len(rest)
-
     def _look(self, library: LLMatcher | None, begun: float) -> None:
         """Look for an error after what has begun at this CPU time."""
         self._budget.left -= time.thread_time() - begun

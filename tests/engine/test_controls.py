@@ -15,8 +15,8 @@ from kvcellar import BadRequest, Engine
 from kvcellar.engine.control.contents import Contents
 from kvcellar.engine.control.controls import Controls
 from kvcellar.engine.control.survey import Survey
-from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.messages import (
+    CONTROLS,
     AddAdapter,
     CheckInvariants,
     CheckPinned,
@@ -27,6 +27,7 @@ from kvcellar.engine.messages import (
     DescribeCapacity,
     DescribeVariant,
     ReadStats,
+    reply_type,
 )
 from kvcellar.engine.models.weights.create_tools import CreateTools
 from kvcellar.frontend.control_clients import AdaptersClient, CacheClient, SurveyClient
@@ -54,21 +55,21 @@ class Wire:
     def __init__(self, engine: Engine) -> None:
         self._controls, self.card, self.sent = Controls(engine._built), engine._client.card, set[type]()
 
-    def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
+    def ask(self, control: ControlWithReply[Any], source: Readable | None = None) -> Any:
         return self._replied(control, self._controls.run(self._received(control), source))
 
-    def parts(self, control: ControlInParts) -> Iterator[Any]:
+    def parts(self, control: ControlInParts[Any]) -> Iterator[Any]:
         for reply in self._controls.parts(self._received(control)):
             yield self._replied(control, reply)
 
     def _received(self, control: Any) -> Any:
         self.sent.add(type(control))
-        received = msgspec.msgpack.decode(msgspec.msgpack.encode(control), type=Control)
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(control), type=CONTROLS)
         assert received == control
         return received
 
     def _replied(self, control: Control, reply: Any) -> Any:
-        received = msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=REPLIES[type(control)])
+        received = msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=reply_type(control))
         assert received == reply, control
         assert type(received) is type(reply), control
         return received
@@ -116,7 +117,7 @@ def test_every_message_is_the_same_over_bytes_and_so_is_its_reply(engine: Engine
     wire.ask(ClearCache())
     assert engine.stats().prefixes.tokens == 0
     wire.ask(CheckInvariants())
-    assert wire.sent == REPLIES.keys() == set(get_args(Control)), "not all were asked"
+    assert wire.sent == set(get_args(CONTROLS)), "not all were asked"
 
 
 def lists(cache: CacheClient, contents: Contents) -> None:

@@ -1,18 +1,15 @@
 """control_replies: what an engine replies to the messages that are no requests (`messages.Control`), its picture among
 them. No torch.
 
-Always true: a reply is a plain value, or a record of plain values, that msgspec encodes, and decodes by its type in
-`REPLIES` to an equal one. Entries of the prefix tree and of the store are JSON.
+Always true: a reply is a plain value, or a record of plain values, that msgspec encodes, and decodes by its type to an
+equal one. Entries of the prefix tree and of the store are JSON.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from kvcellar.engine import messages
 from kvcellar.engine.stats import EngineStats
 from kvcellar.events import Recall, Speculation, Timings, Usage
-from kvcellar.memory.tiers.upkeep import Imported, Verified
 
 BEGINNING = 16  # tokens of an entry
 RUNS = 1024  # of a map of cells
@@ -178,31 +175,3 @@ class VariantText:
     defaults: dict[str, Any]
     chat_template: str | None
     response_template: Any
-
-
-# By the type of a message, the type of its reply, or of each of its replies.
-REPLIES: Mapping[type, Any] = {
-    messages.ListNamespaces: list[NamespaceContents],
-    messages.ListEntries: list[dict[str, Any]],
-    messages.ListMostValuable: list[dict[str, Any]],
-    messages.ListStoredTotals: list[dict[str, Any]],
-    messages.DescribeDisk: StoreDisk | None,
-    messages.RemoveEntries: Removed,
-    messages.ClearCacheAndStore: Removed,
-    messages.CollectStore: int,
-    messages.VerifyStore: Verified,
-    messages.ExportStore: bytes,
-    messages.ImportStore: Imported,
-    messages.TakePicture: Picture,
-    messages.ShowEntry: tuple[TreeEntry, tuple[int, ...]],
-    messages.ShowWay: Way,
-    messages.AddAdapter: AdapterInfo,
-    messages.RemoveAdapter: None,
-    messages.ListAdapters: list[AdapterInfo],
-    messages.DescribeVariant: VariantText,
-    messages.ReadStats: EngineStats,
-    messages.DescribeCapacity: str,
-    messages.ClearCache: None,
-    messages.CheckPinned: None,
-    messages.CheckInvariants: None,
-}

@@ -1,5 +1,5 @@
 """messages: what an engine is told and what it tells, as frozen records. An engine knows tokens only: what has text is
-in `events`. `engine/control_replies.py` has what it replies to a `Control`.
+in `events`. `engine/control_replies.py` has records that it replies to a `Control`.
 
 Always true:
   * requests are named by numbers, so that a sender needs no object of the engine to stop one;
@@ -7,10 +7,21 @@ Always true:
     a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
 """
 
-from typing import Any
+from typing import Any, Generic, TypeVar, Union, get_args
 
 from msgspec import Raw, Struct
 
+from kvcellar.engine.control_replies import (
+    AdapterInfo,
+    NamespaceContents,
+    Picture,
+    Removed,
+    StoreDisk,
+    TreeEntry,
+    VariantText,
+    Way,
+)
+from kvcellar.engine.stats import EngineStats
 from kvcellar.events import (
     Done,
     Embedded,
@@ -23,8 +34,11 @@ from kvcellar.events import (
     TokenLogprob,
 )
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
+from kvcellar.memory.tiers.upkeep import Imported, Verified
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.version import __version__
+
+R = TypeVar("R")
 
 VERSION = __version__  # of the messages: they are those of one installation, and no other version reads them
 
@@ -85,36 +99,49 @@ class Ended(Tagged, frozen=True):
 EngineEvent = Admitted | PromptScored | Embedded | Drawn | Ended | Done | Failed
 
 
-# What is asked of an engine beside requests. `engine/control_replies.py` has the replies.
+class ControlWithReply(Tagged, Generic[R], frozen=True):
+    """What is asked of an engine beside requests, and has a reply of this type."""
 
 
-class ListNamespaces(Tagged, frozen=True):
+class ControlInParts(Tagged, Generic[R], frozen=True):
+    """The same with any number of replies."""
+
+
+Control = ControlWithReply[Any] | ControlInParts[Any]
+
+
+def reply_type(control: Control) -> Any:
+    """That of the reply to it, or of each of its replies."""
+    return get_args(type(control).__orig_bases__[0])[0]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class ListNamespaces(ControlWithReply[list[NamespaceContents]], frozen=True):
     """What each namespace has in memory, the largest first."""
 
 
-class ListEntries(Tagged, frozen=True):
+class ListEntries(ControlInParts[list[dict[str, Any]]], frozen=True):
     """Entries of a tier, each after the one that it continues. The replies are parts of the list."""
 
     tier: str  # device or disk
     namespace: str | None  # None: of all
 
 
-class ListMostValuable(Tagged, frozen=True):
+class ListMostValuable(ControlWithReply[list[dict[str, Any]]], frozen=True):
     """The entries of a tier that are kept longest, the most valuable first."""
 
     tier: str  # device or disk
     most: int
 
 
-class ListStoredTotals(Tagged, frozen=True):
+class ListStoredTotals(ControlWithReply[list[dict[str, Any]]], frozen=True):
     """Entries, tokens and bytes of the store by identity and namespace."""
 
 
-class DescribeDisk(Tagged, frozen=True):
+class DescribeDisk(ControlWithReply[StoreDisk | None], frozen=True):
     """The directory of the store on disk, and its bytes."""
 
 
-class RemoveEntries(Tagged, frozen=True):
+class RemoveEntries(ControlWithReply[Removed], frozen=True):
     """Remove from memory and from the store. Arguments that are not None must all hold, and one must be given."""
 
     namespace: str | None
@@ -122,64 +149,64 @@ class RemoveEntries(Tagged, frozen=True):
     prefix: tuple[int, ...] | None  # tokens
 
 
-class ClearCacheAndStore(Tagged, frozen=True):
+class ClearCacheAndStore(ControlWithReply[Removed], frozen=True):
     """Remove all that no running request uses."""
 
     all_models: bool  # also what other models have stored in the same directory
 
 
-class CollectStore(Tagged, frozen=True):
+class CollectStore(ControlWithReply[int], frozen=True):
     """Remove entries of the store that are of no use."""
 
 
-class VerifyStore(Tagged, frozen=True):
+class VerifyStore(ControlWithReply[Verified], frozen=True):
     """Read all entries of the store, and remove those that are damaged."""
 
 
-class ExportStore(Tagged, frozen=True):
+class ExportStore(ControlInParts[bytes], frozen=True):
     """An archive of the store. The replies are parts of its bytes."""
 
 
-class ImportStore(Tagged, frozen=True):
+class ImportStore(ControlWithReply[Imported], frozen=True):
     """Store the entries of an archive, which is sent beside this message."""
 
 
-class TakePicture(Tagged, frozen=True):
+class TakePicture(ControlWithReply[Picture], frozen=True):
     """A bounded picture of requests, the prefix tree and cells."""
 
 
-class ShowEntry(Tagged, frozen=True):
+class ShowEntry(ControlWithReply[tuple[TreeEntry, tuple[int, ...]]], frozen=True):
     """An entry of the prefix tree."""
 
     name: str
     most: int  # of its tokens
 
 
-class ShowWay(Tagged, frozen=True):
+class ShowWay(ControlWithReply[Way], frozen=True):
     """The way of a request through the prefix tree."""
 
     number: int
 
 
-class AddAdapter(Tagged, frozen=True):
+class AddAdapter(ControlWithReply[AdapterInfo], frozen=True):
     """Load an adapter, the sum of those of the directories, under a name."""
 
     name: str
     directories: tuple[str, ...]
 
 
-class RemoveAdapter(Tagged, frozen=True):
+class RemoveAdapter(ControlWithReply[None], frozen=True):
     """Let no later request have the adapter of this name."""
 
     name: str
     wait: bool  # until it is freed
 
 
-class ListAdapters(Tagged, frozen=True):
+class ListAdapters(ControlWithReply[list[AdapterInfo]], frozen=True):
     """Adapters that requests can name."""
 
 
-class DescribeVariant(Tagged, frozen=True):
+class DescribeVariant(ControlWithReply[VariantText], frozen=True):
     """What a model of the library that shares the weights of the engine has of its own: it was created with
     `parameters`, as its manifest has them, and `template`."""
 
@@ -188,19 +215,19 @@ class DescribeVariant(Tagged, frozen=True):
     template: str | None
 
 
-class ReadStats(Tagged, frozen=True):
+class ReadStats(ControlWithReply[EngineStats], frozen=True):
     """The current statistics, between two steps."""
 
 
-class DescribeCapacity(Tagged, frozen=True):
+class DescribeCapacity(ControlWithReply[str], frozen=True):
     """What fits into the granted bytes, as text."""
 
 
-class ClearCache(Tagged, frozen=True):
+class ClearCache(ControlWithReply[None], frozen=True):
     """Evict all that no running request uses from memory, and forget the texts that drafts are made of."""
 
 
-class CheckPinned(Tagged, frozen=True):
+class CheckPinned(ControlWithReply[None], frozen=True):
     """Check that a prompt which was just computed is pinned."""
 
     namespace: str
@@ -208,36 +235,11 @@ class CheckPinned(Tagged, frozen=True):
     prompt: tuple[int, ...]
 
 
-class CheckInvariants(Tagged, frozen=True):
+class CheckInvariants(ControlWithReply[None], frozen=True):
     """Assert every invariant of the scheduler, of memory and of adapters."""
 
 
-CacheControl = (
-    ListNamespaces
-    | ListMostValuable
-    | ListStoredTotals
-    | DescribeDisk
-    | RemoveEntries
-    | ClearCacheAndStore
-    | CollectStore
-    | VerifyStore
-    | ImportStore
-)
-SurveyControl = TakePicture | ShowEntry | ShowWay
-EngineControl = (
-    AddAdapter
-    | RemoveAdapter
-    | ListAdapters
-    | DescribeVariant
-    | ReadStats
-    | DescribeCapacity
-    | ClearCache
-    | CheckPinned
-    | CheckInvariants
-)
-ControlWithReply = CacheControl | SurveyControl | EngineControl
-ControlInParts = ListEntries | ExportStore  # with any number of replies
-Control = ControlWithReply | ControlInParts
+CONTROLS: Any = Union[tuple(ControlWithReply.__subclasses__() + ControlInParts.__subclasses__())]  # noqa: UP007
 
 
 # To an engine in another process.

@@ -4,12 +4,14 @@ The engine may be on a thread of this process (`thread_client.py`) or in a proce
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.messages import ControlInParts, ControlWithReply, EngineEvent, Submission
 from kvcellar.engine.stats import EngineStats
 from kvcellar.memory.tiers.upkeep import Readable
+
+R = TypeVar("R")
 
 
 class EngineClient(Protocol):
@@ -61,13 +63,13 @@ class EngineClient(Protocol):
         """Cancel the requests of a session."""
         ...
 
-    def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
-        """The reply, of the type that `REPLIES` has. Blocks. `source` is what an import reads. Raises what the
+    def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
+        """The reply. Blocks. `source` is what an import reads. Raises what the
         operation raises, and `EngineClosed`."""
         ...
 
-    def parts(self, control: ControlInParts) -> Iterator[Any]:
-        """The replies, each of the type that `REPLIES` has. Closing the iterator ends the operation."""
+    def parts(self, control: ControlInParts[R]) -> Iterator[R]:
+        """The replies. Closing the iterator ends the operation."""
         ...
 
     def check_caller(self) -> None:

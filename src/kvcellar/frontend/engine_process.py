@@ -30,6 +30,7 @@ from kvcellar.collector import settle
 from kvcellar.engine.load.build import build
 from kvcellar.engine.load.settings import settings_of
 from kvcellar.engine.messages import (
+    CONTROLS,
     VERSION,
     AddAdapter,
     Admitted,
@@ -57,11 +58,13 @@ from kvcellar.engine.messages import (
     Refusal,
     RemoveAdapter,
     Reply,
+    ShowEntry,
+    ShowWay,
     Start,
     StepEvents,
     Stop,
     Submission,
-    SurveyControl,
+    TakePicture,
     ToEngine,
     Wanted,
 )
@@ -80,7 +83,9 @@ BEAT = 1.0  # seconds
 STALLED = 5.0  # seconds by which a wait is too long where the process was stopped meanwhile
 COMPILING = 8  # requests whose grammars are compiled at once
 READING, CHANGING = 4, 16  # controls that are done at once: those that only look, and those that may wait for others
-LOOKING = SurveyControl | ReadStats | DescribeCapacity | ListAdapters | DescribeDisk | DescribeVariant
+LOOKING = (
+    TakePicture, ShowEntry, ShowWay, ReadStats, DescribeCapacity, ListAdapters, DescribeDisk, DescribeVariant
+)  # fmt: skip
 FAILED = 70  # exit status: an error has ended the engine (EX_SOFTWARE of sysexits.h)
 
 
@@ -253,11 +258,6 @@ class EngineProcess:
                 self._end_request(client, message)
             case Stop(number, choice, tokens):
                 client.stop(number, choice, tokens)
-            case _:
-                self._take_ask(client, message)
-
-    def _take_ask(self, client: ThreadClient, message: Ask | NextPart | EndParts | Given | Start) -> None:
-        match message:
             case Ask():
                 self._ask(client, message)
             case NextPart(number, of):
@@ -275,7 +275,7 @@ class EngineProcess:
     def _ask(self, client: ThreadClient, ask: Ask) -> None:
         number = ask.number
         try:
-            asked: Submission | Control = decode(ask.what, Submission | Control)
+            asked: Submission | Control = decode(ask.what, Submission | CONTROLS)
         except ValueError as error:
             self._outbox.put(Refusal(number, error))
             return
@@ -322,7 +322,7 @@ class EngineProcess:
         for message in ends:
             self._end_request(client, message)
 
-    def _control(self, client: ThreadClient, number: int, control: ControlWithReply) -> object:
+    def _control(self, client: ThreadClient, number: int, control: ControlWithReply[Any]) -> object:
         if not isinstance(control, ImportStore):
             return client.ask(control)
         source = SentSource(number, self._outbox)
@@ -334,7 +334,7 @@ class EngineProcess:
             with self._lock:
                 del self._sources[number]
 
-    def _begin_parts(self, client: ThreadClient, number: int, control: ControlInParts) -> None:
+    def _begin_parts(self, client: ThreadClient, number: int, control: ControlInParts[Any]) -> None:
         parts = client.parts(control)
         with self._lock:
             self._parts[number] = parts

@@ -31,12 +31,11 @@ from itertools import count
 from math import inf
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Raw
 from msgspec.structs import replace
 
-from kvcellar.engine.control_replies import REPLIES
 from kvcellar.engine.messages import (
     AddAdapter,
     Admitted,
@@ -70,6 +69,7 @@ from kvcellar.engine.messages import (
     Stop,
     Submission,
     Wanted,
+    reply_type,
 )
 from kvcellar.engine.request_options import timings_of
 from kvcellar.engine.stats import EngineStats
@@ -82,6 +82,7 @@ from kvcellar.memory.tiers.upkeep import Readable
 from kvcellar.progress import report
 from kvcellar.wire import decode, packed
 
+R = TypeVar("R")
 log = logging.getLogger("kvcellar.engine")
 
 DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
@@ -328,9 +329,9 @@ class ProcessClient:
         for number in every:
             self.cancel(number)
 
-    def ask(self, control: ControlWithReply, source: Readable | None = None) -> Any:
+    def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
-        found = decode(self._asked(control, source), REPLIES[type(control)])
+        found = decode(self._asked(control, source), reply_type(control))
         with self._changed:
             if isinstance(control, AddAdapter | RemoveAdapter):
                 self._adapters[control.name] = control
@@ -338,9 +339,9 @@ class ProcessClient:
                 self._pins.clear()  # what was removed must not come back
         return found
 
-    def parts(self, control: ControlInParts) -> Generator[Any]:
+    def parts(self, control: ControlInParts[R]) -> Generator[R]:
         self.check_caller()
-        number, kind = next(self._asks), REPLIES[type(control)]
+        number, kind = next(self._asks), reply_type(control)
         self._asked(control, number=number)
         try:
             while some := decode(self._part(number), list[kind]):

@@ -4,9 +4,12 @@ That is any thread but the engine's. What needs the engine's thread is done in s
 waits for more than one slice.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from msgspec import structs
 
 from kvcellar.engine import messages
 from kvcellar.engine.control.contents import Contents
@@ -24,7 +27,7 @@ from kvcellar.memory.tiers.upkeep import Readable
 if TYPE_CHECKING:
     from kvcellar.engine.load.build import Built
 
-
+R = TypeVar("R")
 POLL = 0.1  # seconds between two looks at an engine that may have failed, and frees nothing then
 
 
@@ -32,89 +35,55 @@ class Controls:
     """Of one engine."""
 
     def __init__(self, built: "Built") -> None:
-        self._built, self._contents, self._survey = built, Contents(built), Survey(built)
+        self._built, self._contents = built, Contents(built)
+        contents, survey, adapters, call = self._contents, Survey(built), built.adapters, built.loop.call
+        self._handlers: dict[type[messages.ControlWithReply[Any]], Callable[..., Any]] = {  # called with the fields
+            messages.ListNamespaces: contents.namespaces,
+            messages.ListMostValuable: contents.hot,
+            messages.ListStoredTotals: contents.stored_totals,
+            messages.DescribeDisk: self._describe_disk,
+            messages.RemoveEntries: contents.remove,
+            messages.ClearCacheAndStore: contents.clear,
+            messages.CollectStore: contents.collect,
+            messages.VerifyStore: contents.verify,
+            messages.ImportStore: contents.import_from,
+            messages.TakePicture: survey.picture,
+            messages.ShowEntry: survey.entry,
+            messages.ShowWay: survey.way,
+            messages.AddAdapter: partial(adapters.add, run=call),
+            messages.RemoveAdapter: self._remove_adapter,
+            messages.ListAdapters: adapters.list,
+            messages.DescribeVariant: self._variant,
+            messages.ReadStats: lambda: call(lambda: stats(built)),
+            messages.DescribeCapacity: lambda: str(built.capacity) + adapters.sized,
+            messages.ClearCache: self._clear_cache,
+            messages.CheckPinned: self._check_pinned,
+            messages.CheckInvariants: self._check,
+        }
 
-    def run(self, control: messages.ControlWithReply, source: Readable | None = None) -> Any:
-        """The reply, of the type that `REPLIES` has. `source` is what an import reads. Raises what the operation
-        raises."""
-        if isinstance(control, messages.CacheControl):
-            return self._of_cache(control, source)
-        if isinstance(control, messages.SurveyControl):
-            return self._of_survey(control)
-        return self._of_engine(control)
+    def run(self, control: messages.ControlWithReply[R], source: Readable | None = None) -> R:
+        """The reply. `source` is what an import reads. Raises what the operation raises."""
+        given = {"source": source} if isinstance(control, messages.ImportStore) else structs.asdict(control)
+        return self._handlers[type(control)](**given)
 
-    def parts(self, control: messages.ControlInParts) -> Iterator[Any]:
-        """The replies, each of the type that `REPLIES` has. Raises what the operation raises, also while the replies
-        are iterated; closing the iterator ends the operation."""
-        match control:
-            case messages.ListEntries(tier, namespace):
-                return _in_parts(self._contents.listed(tier, namespace))
-            case messages.ExportStore():
-                return self._contents.export()
+    def parts(self, control: messages.ControlInParts[Any]) -> Iterator[Any]:
+        """The replies. Raises what the operation raises, also while the replies are iterated; closing the iterator ends
+        the operation."""
+        if isinstance(control, messages.ListEntries):
+            return _in_parts(self._contents.listed(control.tier, control.namespace))
+        return self._contents.export()
 
-    def _of_cache(self, control: messages.CacheControl, source: Readable | None) -> Any:
-        contents = self._contents
-        match control:
-            case messages.ListNamespaces():
-                return contents.namespaces()
-            case messages.ListMostValuable(tier, most):
-                return contents.hot(tier, most)
-            case messages.ListStoredTotals():
-                return contents.stored_totals()
-            case messages.DescribeDisk():
-                disk = contents.disk
-                return StoreDisk(str(disk.directory), disk.cap, disk.size()) if disk is not None else None
-            case messages.RemoveEntries(namespace, entry, prefix):
-                return contents.remove(namespace=namespace, entry=entry, prefix=prefix)
-            case messages.ClearCacheAndStore(all_models):
-                return contents.clear(all_models=all_models)
-            case messages.CollectStore():
-                return contents.collect()
-            case messages.VerifyStore():
-                return contents.verify()
-            case messages.ImportStore():
-                assert source is not None, "an import without an archive"
-                return contents.import_from(source)
+    def _describe_disk(self) -> StoreDisk | None:
+        disk = self._contents.disk
+        return StoreDisk(str(disk.directory), disk.cap, disk.size()) if disk is not None else None
 
-    def _of_survey(self, control: messages.SurveyControl) -> Any:
-        match control:
-            case messages.TakePicture():
-                return self._survey.picture()
-            case messages.ShowEntry(name, most):
-                return self._survey.entry(name, most)
-            case messages.ShowWay(number):
-                return self._survey.way(number)
-
-    def _of_engine(self, control: messages.EngineControl) -> Any:
-        built, adapters = self._built, self._built.adapters
-        match control:
-            case messages.AddAdapter(name, directories):
-                return adapters.add(name, directories, built.loop.call)
-            case messages.RemoveAdapter(name, wait):
-                return self._remove_adapter(name, wait=wait)
-            case messages.ListAdapters():
-                return adapters.list()
-            case messages.DescribeVariant():
-                return self._variant(control)
-            case messages.ReadStats():
-                return built.loop.call(lambda: stats(built))
-            case messages.DescribeCapacity():
-                return str(built.capacity) + adapters.sized
-            case messages.ClearCache():
-                return self._clear_cache()
-            case messages.CheckPinned():
-                return self._check_pinned(control)
-            case messages.CheckInvariants():
-                built.loop.call(built.loop.check)
-                return built.loop.call(adapters.check)
-
-    def _remove_adapter(self, name: str, *, wait: bool) -> None:
+    def _remove_adapter(self, name: str, wait: bool) -> None:
         freed = self._built.adapters.remove(name)
         while wait and self._built.loop.alive and not freed.wait(POLL):
             pass
 
-    def _variant(self, control: messages.DescribeVariant) -> VariantText:
-        loaded = as_created(self._built.base, control.name, control.parameters, control.template)
+    def _variant(self, name: str, parameters: dict[str, Any], template: str | None) -> VariantText:
+        loaded = as_created(self._built.base, name, parameters, template)
         templates = (loaded.text.chat_template, loaded.text.response_template) if loaded.text else (None, None)
         return VariantText(dict(loaded.defaults), *templates)
 
@@ -124,9 +93,13 @@ class Controls:
         while loop.call(loop.manager.clear_some, changes=changes):
             pass  # between two steps, each time
 
-    def _check_pinned(self, control: messages.CheckPinned) -> None:
-        loop, space = self._built.loop, with_adapter(control.namespace, self._built.adapters.digest(control.adapter))
-        loop.call(lambda: _check_pinned(loop.manager.prefixes.tree, space, control.prompt))
+    def _check_pinned(self, namespace: str, adapter: str | None, prompt: Sequence[int]) -> None:
+        loop, space = self._built.loop, with_adapter(namespace, self._built.adapters.digest(adapter))
+        loop.call(lambda: _check_pinned(loop.manager.prefixes.tree, space, prompt))
+
+    def _check(self) -> None:
+        self._built.loop.call(self._built.loop.check)
+        self._built.loop.call(self._built.adapters.check)
 
 
 def _in_parts(entries: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

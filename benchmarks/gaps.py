@@ -84,7 +84,7 @@ def _read(beside: Beside) -> None:
     """The cache is listed and shown as on a page, with many entries that begin in the same place."""
     beside.generate(*([number, *beside.prompt(32)] for number in range(2000 // beside.part)))
     for _ in range(3):
-        beside.engine.cache.survey.picture()
+        beside.engine.cache.picture()
         list(beside.engine.cache.listed("device"))
         beside.engine.stats()
 

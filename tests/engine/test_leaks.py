@@ -286,7 +286,7 @@ def _leaves_no_cycles(name: str) -> None:
                 engine._loop.call(refuse)
             with pytest.raises(BadRequest):
                 engine.adapters.remove("none")
-            engine.cache.survey.picture()
+            engine.cache.picture()
             engine.cache.clear()
 
         use()

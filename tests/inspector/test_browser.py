@@ -129,7 +129,7 @@ def test_the_page_follows_and_says_why_the_second_turn_was_fast(engine, pages, k
         story = page.locator(".story")
         expect(story).to_contain_text("came from memory")
         expect(story).to_contain_text("had to be computed")
-        restored = engine.cache.survey.picture().ended[0].recall.restored
+        restored = engine.cache.picture().ended[0].recall.restored
         assert restored > 0
         expect(story.locator("b.memory")).to_contain_text(str(restored))
         expect(page.locator(".way li").first).to_contain_text("from memory")
@@ -145,7 +145,7 @@ def test_a_miss_is_shown_with_its_reason_and_both_sides(engine, pages, kept):
             httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).raise_for_status()
         page = pages.open(url)
         newest(page).get_by_role("button").click()
-        recall = engine.cache.survey.picture().ended[0].recall
+        recall = engine.cache.picture().ended[0].recall
         expect(newest(page).locator(".reason")).to_have_text(recall.reason)
         expect(page.locator("dd .reason")).to_have_text(recall.reason)
         expect(page.locator(".detail").first).to_contain_text(recall.detail)

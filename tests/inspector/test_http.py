@@ -281,7 +281,7 @@ def test_nothing_can_be_changed(plain):
 
 def test_many_pages_take_one_picture(plain, engine, monkeypatch):
     taken: list[int] = []
-    survey = type(engine.cache.survey)
+    survey = type(engine.cache)
     picture = survey.picture
 
     def counted(self: Any) -> Any:
@@ -318,7 +318,7 @@ def test_the_engine_is_the_same_after_it_was_looked_at(engine, plain):
     again = engine.generate(prompt, max_tokens=8, temperature=0)
     assert again.text == own.text
     with pytest.raises(BadRequest):
-        engine.cache.survey.way(10**9)
+        engine.cache.way(10**9)
     engine.check()
 
 

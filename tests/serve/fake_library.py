@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.serve import ModelManager, Server, ServeSettings
 from kvcellar.serve.models.model_manager import Limits
@@ -34,7 +35,7 @@ class World:
         self.loaded.append(name)
         return FakeEngine(FakeModel(name))
 
-    def variant(self, engine: ServedEngine, model: LibraryModel) -> NamedEngine:
+    def variant(self, engine: Engine, model: LibraryModel) -> NamedEngine:
         return NamedEngine(engine)
 
     @contextmanager

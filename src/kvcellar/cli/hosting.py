@@ -24,7 +24,7 @@ from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.engine import Engine, import_needed
 from kvcellar.frontend.fork_server import starter_for
-from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
@@ -125,8 +125,7 @@ class Engines:
         own = given(**settings, cache_bytes=cache, **self._adapters(None))
         return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._starter or False, **own)
 
-    def variant(self, engine: ServedEngine, model: LibraryModel) -> NamedEngine:
-        assert isinstance(engine, Engine)
+    def variant(self, engine: Engine, model: LibraryModel) -> NamedEngine:
         return engine.variant(model)
 
     def _adapters(self, paths: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def _spec(model: str | None, catalogue: LibraryModels, made: Engines, caches: Ca
     Hugging Face cache, or the embedded model. The engine of one of the library is that of models on demand which are
     equal, where the command line sets nothing for it."""
 
-    def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
+    def load(cache: int, going_on: Callable[[], None]) -> Engine:
         return made.stays(model, cache)
 
     if (found := in_library(model)) is not None:

@@ -32,7 +32,7 @@ from starlette.routing import Route
 from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, Overloaded
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
 from kvcellar.inspector.snapshot import (
     Beginnings,
@@ -123,7 +123,7 @@ class _Model:
     beginnings: Beginnings = field(default_factory=Beginnings)
     seen: Seen | None = None
 
-    def text(self, engine: ServedEngine) -> Text | None:
+    def text(self, engine: Engine) -> Text | None:
         return partial(self.beginnings.decoded, partial(engine.decode, special=True)) if engine.model.has_text else None
 
 
@@ -172,7 +172,7 @@ class DataHandler:
     async def _content(self, model: str | None, viewer: Viewer, known: int) -> tuple[int, bytes]:
         """The number of a picture and its JSON; no bytes if it is the one that is known."""
 
-        def look(engine: ServedEngine) -> tuple[int, bytes]:
+        def look(engine: Engine) -> tuple[int, bytes]:
             found = self._model(engine)
             seen = self._seen(engine, found)
             if seen.number == known:
@@ -183,7 +183,7 @@ class DataHandler:
 
         return await with_loaded(self._shared, "inspector", model, look)
 
-    def _model(self, engine: ServedEngine) -> _Model:
+    def _model(self, engine: Engine) -> _Model:
         name = engine.model.name
         found = self._models.get(name)
         if found is None:
@@ -192,7 +192,7 @@ class DataHandler:
             found = self._models[name] = _Model()
         return found
 
-    def _seen(self, engine: ServedEngine, of: _Model) -> Seen:
+    def _seen(self, engine: Engine, of: _Model) -> Seen:
         """The last picture, unless it is old and something has changed since."""
         now, before, told = time.monotonic(), of.seen, engine.last_stats
         if before is not None and now - before.taken < EVERY * 0.9:
@@ -203,14 +203,14 @@ class DataHandler:
             of.seen = before._replace(taken=now)
         else:
             number = before.number + 1 if before is not None else 0
-            of.seen = Seen(number, now, told, engine.cache.survey.picture())
+            of.seen = Seen(number, now, told, engine.cache.picture())
         return of.seen
 
     async def entry(self, request: Request) -> Response:
         viewer, name = self._viewer(request), request.query_params.get("name", "")
 
-        def look(engine: ServedEngine) -> EntryText:
-            entry, tokens = engine.cache.survey.entry(name, TOKENS)
+        def look(engine: Engine) -> EntryText:
+            entry, tokens = engine.cache.entry(name, TOKENS)
             if not viewer.sees(entry.owner):
                 raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
             reads, has_text = viewer.reads(entry.owner), engine.model.has_text
@@ -226,15 +226,15 @@ class DataHandler:
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise BadRequest("number must be the number of a request", "number")
 
-        def look(engine: ServedEngine) -> RequestWay:
-            way = engine.cache.survey.way(int(text))
+        def look(engine: Engine) -> RequestWay:
+            way = engine.cache.way(int(text))
             if not viewer.sees(way.owner):
                 raise BadRequest("the text of this request is not kept any more", "number")
             return request_way(int(text), way, viewer, self._model(engine).text(engine))
 
         return await self._answer(request, look)
 
-    async def _answer(self, request: Request, look: Callable[[ServedEngine], Answer]) -> Response:
+    async def _answer(self, request: Request, look: Callable[[Engine], Answer]) -> Response:
         model = request.query_params.get("model")
         return _json(await with_loaded(self._shared, "inspector", model, lambda engine: to_json(look(engine))))
 

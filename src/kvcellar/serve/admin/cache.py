@@ -14,7 +14,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.memory.tiers.upkeep import check_named
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.messages import StrictModel
@@ -155,7 +155,7 @@ class CacheHandler:
     async def totals(self, request: Request) -> Response:
         return await self._answer(request, self._totals)
 
-    def _totals(self, engine: ServedEngine) -> CacheContents:
+    def _totals(self, engine: Engine) -> CacheContents:
         cache = engine.cache
         device = DeviceContents(list(map(DeviceNamespace.of, cache.namespaces())))
         if (disk := cache.disk) is None:
@@ -175,7 +175,7 @@ class CacheHandler:
     async def remove(self, request: Request) -> Response:
         body = await read_body(self._server, request, RemoveBody)
 
-        def remove(engine: ServedEngine) -> Answer:
+        def remove(engine: Engine) -> Answer:
             prefix = body.prefix
             check_named(body.namespace, body.entry, prefix)  # the text: a tokenizer may put a token in front of ""
             ids = engine.encode(prefix) if isinstance(prefix, str) else prefix
@@ -223,15 +223,15 @@ class CacheHandler:
         finally:
             arriving.close()
 
-    async def _answer(self, request: Request, work: Callable[[ServedEngine], Answer]) -> Response:
-        def answered(engine: ServedEngine) -> bytes:
+    async def _answer(self, request: Request, work: Callable[[Engine], Answer]) -> Response:
+        def answered(engine: Engine) -> bytes:
             return b"".join(json_chunks(work(engine)))
 
         found = await with_loaded(self._server, "admin", request.query_params.get("model"), answered)
         return Response(found, media_type="application/json")
 
 
-def _listed(engine: ServedEngine, entries: Iterator[dict[str, Any]], most: int) -> CacheEntries:
+def _listed(engine: Engine, entries: Iterator[dict[str, Any]], most: int) -> CacheEntries:
     """With the texts of the entries; `more` if there are more than `most`."""
     found: list[DeviceEntry | StoredEntry] = []
     for one in entries:

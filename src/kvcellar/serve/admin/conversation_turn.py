@@ -13,7 +13,7 @@ from typing import Any
 
 from kvcellar.errors import EngineClosed
 from kvcellar.frontend.conversations import Held
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.transcript import Prompt, Render
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve.generation.replies import ReplyPart, WholeReply
@@ -27,7 +27,7 @@ class ConversationTurn:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self._engine: ServedEngine | None = None
+        self._engine: Engine | None = None
         self._held: Held | None = None
         self._prompt: Prompt | None = None
         self._reply = WholeReply()
@@ -48,7 +48,7 @@ class ConversationTurn:
 
     def begin_chat(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         name: str,
         messages: Sequence[dict[str, Any]],
         params: SamplingParams,
@@ -60,14 +60,14 @@ class ConversationTurn:
             self._prompt = transcript.chatted(messages, params, engine.model.context, render)
             return self._prompt
 
-    def begin_text(self, engine: ServedEngine, name: str, text: str | list[int], params: SamplingParams) -> Prompt:
+    def begin_text(self, engine: Engine, name: str, text: str | list[int], params: SamplingParams) -> Prompt:
         """The prompt that continues a text. Raises what `Conversations.hold` and `Engine.encode` raise."""
         with self._work():
             transcript, context = self._hold(engine, name, params, chat=False).transcript, engine.model.context
             self._prompt = transcript.continued(text, params, context, engine.encode)
             return self._prompt
 
-    def _hold(self, engine: ServedEngine, name: str, params: SamplingParams, *, chat: bool) -> Held:
+    def _hold(self, engine: Engine, name: str, params: SamplingParams, *, chat: bool) -> Held:
         if params.n != 1:
             raise invalid("n", f"n is {params.n}; a turn of a conversation has one completion. Fork the conversation")
         self._engine = engine

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcellar.constraint import Constraint
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.sampling_params import names_in, renamed, sampling_of
 from kvcellar.serve.anthropic.dialogue import TTL, Chat, chat_of, tools_of
@@ -25,7 +25,7 @@ from kvcellar.serve.http.parsing import Fields, validated
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", **renamed("anthropic")})
 
 
-def parse_messages(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+def parse_messages(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/messages`. Raises `ApiError` and `BadRequest`."""
     body = validated(MessagesBody, sent)
     chat = chat_of(body)
@@ -107,7 +107,7 @@ def _constraint(body: PromptBody) -> Constraint | None:
     return Constraint.json_schema(schema, strict=True, param="output_config.format.schema")
 
 
-def count_tokens(engine: ServedEngine, sent: Fields, caller: Caller) -> TokenCount:
+def count_tokens(engine: Engine, sent: Fields, caller: Caller) -> TokenCount:
     """A body of `/v1/messages/count_tokens`. As many as the message itself is about to count, within the same bounds.
     Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than the context."""
     body = validated(PromptBody, sent)

@@ -14,7 +14,7 @@ from itertools import islice
 from starlette.types import Receive, Scope, Send
 
 from kvcellar.engine.request_options import SubmitOptions
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.admin.conversation_turn import ConversationTurn
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, Prepared
@@ -78,7 +78,7 @@ class GenerationHandler:
             stack.enter_context(server.drain.on_start(request.refuse_if_queued))
             turn = stack.enter_context(ConversationTurn(caller.owner))
 
-            def submit(engine: ServedEngine, sent: Fields) -> tuple[MakeWriter, Prepared, int]:
+            def submit(engine: Engine, sent: Fields) -> tuple[MakeWriter, Prepared, int]:
                 log.spec = use.spec
                 read = self._parse(engine, sent, caller)
                 with naming_fields(read.request.names, read.request.places):

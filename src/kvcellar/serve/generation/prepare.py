@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcellar.constraint import Constraint
 from kvcellar.engine.request_options import RequestReading
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.transcript import Render, chat_prefix, shortened
 from kvcellar.memory.prefix.node import common_prefix
 from kvcellar.sampling_params import SamplingParams, merged
@@ -27,7 +27,7 @@ MAX_COMPLETIONS = 4096  # prompts times n
 
 
 def prepare(
-    engine: ServedEngine, request: TextRequest | ChatRequest, caller: Caller, turn: ConversationTurn
+    engine: Engine, request: TextRequest | ChatRequest, caller: Caller, turn: ConversationTurn
 ) -> tuple[Prepared, Prompts]:
     """The request with its prompts; begins `turn` if it continues a conversation."""
     if isinstance(request, ChatRequest) and request.continue_final_message:
@@ -54,7 +54,7 @@ def prepare(
     return prepared, prompts
 
 
-def _params(engine: ServedEngine, request: TextRequest | ChatRequest, constraint: Constraint | None) -> SamplingParams:
+def _params(engine: Engine, request: TextRequest | ChatRequest, constraint: Constraint | None) -> SamplingParams:
     given = {name: value for name, value in request.sampling.items() if value is not None}
     if constraint is not None:  # a field of its own: defaults that make answers longer do not count beside it
         given["constraint"] = constraint
@@ -62,7 +62,7 @@ def _params(engine: ServedEngine, request: TextRequest | ChatRequest, constraint
 
 
 def _texts(
-    engine: ServedEngine, request: TextRequest, params: SamplingParams, turn: ConversationTurn
+    engine: Engine, request: TextRequest, params: SamplingParams, turn: ConversationTurn
 ) -> tuple[Prompts, SamplingParams]:
     if request.conversation is not None:
         prompt = turn.begin_text(engine, request.conversation, request.prompts[0], params)
@@ -77,7 +77,7 @@ def _texts(
 
 
 def _chat(
-    engine: ServedEngine, request: ChatRequest, params: SamplingParams, namespace: str, turn: ConversationTurn
+    engine: Engine, request: ChatRequest, params: SamplingParams, namespace: str, turn: ConversationTurn
 ) -> tuple[Prompts, SamplingParams, int]:
     """Also how many messages the prompts omit."""
     render = renderer(engine, request, namespace)
@@ -101,7 +101,7 @@ def _rendered(request: ChatRequest, render: Render, limit: int) -> tuple[list[in
     return shortened(request.messages, 0, limit, render)
 
 
-def prompt_tokens(engine: ServedEngine, request: ChatRequest, caller: Caller) -> int:
+def prompt_tokens(engine: Engine, request: ChatRequest, caller: Caller) -> int:
     """How many tokens the prompt of a chat has that continues no conversation, without running it: its replies have the
     tokens that they were generated with. Raises what `prepare` raises about its fields."""
     with naming_fields(request.names, request.places):
@@ -109,7 +109,7 @@ def prompt_tokens(engine: ServedEngine, request: ChatRequest, caller: Caller) ->
         return len(chat_tokens(engine, request, namespace=caller.namespace(request.salt, request.users)))
 
 
-def chat_tokens(engine: ServedEngine, request: ChatRequest, *, namespace: str, limit: int | None = None) -> list[int]:
+def chat_tokens(engine: Engine, request: ChatRequest, *, namespace: str, limit: int | None = None) -> list[int]:
     """The prompt of a chat that continues no conversation. `limit`: most tokens; None: the context."""
     checked(request.tools)
     if request.continue_final_message:
@@ -117,7 +117,7 @@ def chat_tokens(engine: ServedEngine, request: ChatRequest, *, namespace: str, l
     return _rendered(request, renderer(engine, request, namespace), limit or engine.model.context)[0]
 
 
-def _reading(engine: ServedEngine, request: ChatRequest) -> RequestReading:
+def _reading(engine: Engine, request: ChatRequest) -> RequestReading:
     """How the answers are read. In one response, calls are read as a whole: one that is cut off is content."""
     return engine.replies.reading(
         choice=request.tool_choice.mode,
@@ -140,7 +140,7 @@ def _breakpoints(request: ChatRequest, prompt: Sequence[int], render: Render) ->
     return tuple(sorted(found))
 
 
-def renderer(engine: ServedEngine, request: ChatRequest, namespace: str) -> Render:
+def renderer(engine: Engine, request: ChatRequest, namespace: str) -> Render:
     """A function from messages to the tokens of the prompt. It raises `PromptTooLong` for more than its `limit`."""
     return partial(
         engine.render,

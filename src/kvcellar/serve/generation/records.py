@@ -22,7 +22,7 @@ from typing import Any, Literal
 from msgspec.structs import asdict
 
 from kvcellar.events import Recall
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.http.request_log import LogLine, RequestLog
 
@@ -79,7 +79,7 @@ class OperatorsRecall(RecallFields, kw_only=True):
     salted: int  # first tokens that are in memory for the same API key with another salt or user
 
 
-def recall_fields(recall: Recall, engine: ServedEngine | None, *, texts: bool = True) -> RecallFields:
+def recall_fields(recall: Recall, engine: Engine | None, *, texts: bool = True) -> RecallFields:
     """What a client gets: all but what other salts and users of its key have. `texts`: with what may be the text of
     other requests of its namespace."""
     if not texts:
@@ -87,11 +87,11 @@ def recall_fields(recall: Recall, engine: ServedEngine | None, *, texts: bool = 
     return RecallFields.of(recall, **_shown(recall, engine))
 
 
-def operators_recall(recall: Recall, engine: ServedEngine | None) -> OperatorsRecall:
+def operators_recall(recall: Recall, engine: Engine | None) -> OperatorsRecall:
     return OperatorsRecall.of(recall, **_shown(recall, engine))
 
 
-def _shown(recall: Recall, engine: ServedEngine | None) -> dict[str, Any]:
+def _shown(recall: Recall, engine: Engine | None) -> dict[str, Any]:
     """What is not as it is in a recall."""
     return {
         "sources": dict(recall.sources),
@@ -101,7 +101,7 @@ def _shown(recall: Recall, engine: ServedEngine | None) -> dict[str, Any]:
     }
 
 
-def _side(tokens: Sequence[int], engine: ServedEngine | None) -> TokensFields | None:
+def _side(tokens: Sequence[int], engine: Engine | None) -> TokensFields | None:
     if not tokens:
         return None
     text = engine.decode(tokens, special=True) if engine is not None and engine.model.has_text else None
@@ -148,7 +148,7 @@ class Record:
     def summary(self) -> RequestSummary:
         return RequestSummary(**self._fields())
 
-    def whole(self, engine: ServedEngine | None) -> RequestRecord:
+    def whole(self, engine: Engine | None) -> RequestRecord:
         """With what an operator may know: `salted` is told to no client. Without an engine, because the model has been
         unloaded, tokens have no text."""
         prompts = [

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, TextRequest
 from kvcellar.serve.generation.namespaces import Caller
@@ -74,7 +74,7 @@ class Generation:
     kept: int = 0
 
 
-Parse = Callable[[ServedEngine, Fields, Caller], Generation]  # slow, in a thread; raises `ApiError` and `BadRequest`
+Parse = Callable[[Engine, Fields, Caller], Generation]  # slow, in a thread; raises `ApiError` and `BadRequest`
 
 
 def data_event(value: Answer) -> bytes:

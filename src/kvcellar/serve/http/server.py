@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
 from kvcellar.errors import BadRequest, ModelNotFound
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
 from kvcellar.serve.app import build_app
@@ -55,7 +55,7 @@ class NoModels:
         return []
 
 
-def hosting(engine: ServedEngine) -> ModelManager:
+def hosting(engine: Engine) -> ModelManager:
     """A host of one engine, which the caller closes."""
     host = ModelManager(NoModels(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
     name, path = engine.model.name, engine.model.path
@@ -81,7 +81,7 @@ class ServerOptions(TypedDict, total=False):
 
 
 def run(
-    models: ServedEngine | ModelManager,
+    models: Engine | ModelManager,
     settings: ServeSettings,
     *,
     load: Callable[[], None] | None = None,
@@ -117,7 +117,7 @@ class Server:
     """
 
     def __init__(
-        self, models: ServedEngine | ModelManager, settings: ServeSettings, **options: Unpack[ServerOptions]
+        self, models: Engine | ModelManager, settings: ServeSettings, **options: Unpack[ServerOptions]
     ) -> None:
         host = models if isinstance(models, ModelManager) else hosting(models)
         self._socket = options.get("listener") or bind(settings)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.serve.models.model_spec import ModelKey, ModelSpec
 
 FOREVER = float("inf")
@@ -69,7 +70,7 @@ class LoadedEngine:
     spec: ModelSpec
     size: int
     stage: Stage = Stage.LOADING
-    engine: ServedEngine | None = None
+    engine: Engine | None = None
     models: Mapping[ModelKey, LoadedModel] = field(default_factory=dict[ModelKey, LoadedModel])
 
     def remove(self, model: LoadedModel) -> None:

@@ -32,7 +32,8 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.frontend.conversations import Conversations
-from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.serve.http.api_errors import ApiError, model_refused
 from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.http.lifecycle import Startup
@@ -126,7 +127,7 @@ class ModelManager:
 
     # -- models that stay -----------------------------------------------------------------------------------------
 
-    def open(self, spec: ModelSpec) -> ServedEngine:
+    def open(self, spec: ModelSpec) -> Engine:
         """Load a model that stays, before the first request; the first one is the default. Raises what its load raises,
         and `BadRequest` if it does not fit."""
         if spec.name in self._fixed:
@@ -498,7 +499,7 @@ class ModelManager:
             self._drop(model)
         self._post(partial(self._refuse, wanted, error))
 
-    def _join(self, model: LoadedModel) -> ServedEngine:
+    def _join(self, model: LoadedModel) -> Engine:
         """Add a model to its engine, which is loaded if others have not done that."""
         on, spec = model.on, model.spec
         if (engine := on.engine) is None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.frontend.engine import Engine
-from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST, ModelName
 from kvcellar.serve.http.json_text import printable
@@ -18,8 +18,8 @@ KEPT = 1024  # names whose models are remembered
 LEAST_SHARE = 8  # of the cache: with less, a model waits until others are unloaded
 
 # Loads an engine with a cache of so many bytes. Blocks; calls the second argument often, which may raise to end it.
-Loader = Callable[[int, Callable[[], None]], ServedEngine]
-Join = Callable[[ServedEngine], NamedEngine]  # adds a model to its engine. Blocks; if it raises, nothing has changed
+Loader = Callable[[int, Callable[[], None]], Engine]
+Join = Callable[[Engine], NamedEngine]  # adds a model to its engine. Blocks; if it raises, nothing has changed
 ModelKey = tuple[str, str]  # a name, and the id of its files
 
 
@@ -84,7 +84,7 @@ def not_served(name: str) -> ModelNotFound:
 
 
 Make = Callable[[str, int, Callable[[], None]], Engine]  # an engine of a name, as `Loader`
-OpenVariant = Callable[[ServedEngine, LibraryModel], NamedEngine]  # as `Engine.variant`
+OpenVariant = Callable[[Engine, LibraryModel], NamedEngine]  # as `Engine.variant`
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class LibraryModels:
         own = sum(adapter_bytes(file.size) for part in model.manifest.adapters for file in part.files)
         least, most = self._caches.of(weights)
 
-        def load(cache: int, going_on: Callable[[], None]) -> ServedEngine:
+        def load(cache: int, going_on: Callable[[], None]) -> Engine:
             engine = self._make(model.name, cache, going_on)
             try:
                 _check_current(library, model)
@@ -168,7 +168,7 @@ class LibraryModels:
                 raise
             return engine
 
-        def join(engine: ServedEngine) -> NamedEngine:
+        def join(engine: Engine) -> NamedEngine:
             try:
                 return self._variant(engine, model)
             except BaseException:

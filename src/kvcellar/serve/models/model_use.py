@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from kvcellar.durations import seconds_of
 from kvcellar.errors import EngineClosed, KvcellarError, ModelNotFound
-from kvcellar.frontend.served_engine import NamedEngine, ServedEngine
+from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.namespaces import Caller
 from kvcellar.serve.http.api_errors import ApiError
@@ -111,7 +112,7 @@ class ModelUse:
         self._release()
 
 
-Respond = Callable[[ServedEngine, Fields, Caller], Answer]  # slow, in a thread; raises `ApiError` and `BadRequest`
+Respond = Callable[[Engine, Fields, Caller], Answer]  # slow, in a thread; raises `ApiError` and `BadRequest`
 
 
 class ModelRoute:
@@ -128,7 +129,7 @@ class ModelRoute:
         caller = Caller(scope, server.settings)
         with ModelUse(server, body) as use:
 
-            def work(engine: ServedEngine, sent: Fields) -> Answer:
+            def work(engine: Engine, sent: Fields) -> Answer:
                 RequestLog.of(scope).spec = use.spec
                 return self._answer(engine, sent, caller)
 

@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 from kvcellar.engine.models.weights.weights_bytes import Weights, weights_of
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
 from kvcellar.frontend.capabilities import NOTHING, Capability, capabilities, capabilities_of
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.library.details import modelfile_of, shape_of, template_in, template_of
 from kvcellar.library.library import Library, LibraryModel
 from kvcellar.library.names import LATEST
@@ -112,7 +112,7 @@ class Details:
         named = self._named(spec, files)
         return ListedModel(**asdict(named), modified_at=_time(files.modified), size=files.size)
 
-    def shown(self, spec: ModelSpec, engine: ServedEngine | None, *, verbose: bool) -> ShownModel:
+    def shown(self, spec: ModelSpec, engine: Engine | None, *, verbose: bool) -> ShownModel:
         """Raises `ApiError` for a model that is damaged, and `ModelNotFound` for one that was removed."""
         files = self._files(spec) if self._library is None else self._checked(self._library, spec)
         report = None if files.model is None else files.model.manifest.report
@@ -167,7 +167,7 @@ class Details:
             _keep(self._described, files.digest, described)
         return self._described[files.digest]
 
-    def _capabilities(self, files: Files, engine: ServedEngine | None) -> Sequence[Capability]:
+    def _capabilities(self, files: Files, engine: Engine | None) -> Sequence[Capability]:
         """The same, whether the model is loaded or not."""
         if engine is not None:
             return capabilities(engine.replies, embeds=engine.embeddings.refused is None)

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from kvcellar.constraint import Constraint
 from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.sampling_params import renamed
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation.chat_request import ChatRequest, Effort, TextRequest
@@ -52,7 +52,7 @@ EFFORTS: tuple[str, ...] = get_args(Effort)
 NAMES = renamed("ollama")
 
 
-def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+def parse_chat(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/api/chat`. Raises `ApiError` and `BadRequest`."""
     body = validated(OllamaChatBody, sent)
     request = ChatRequest(
@@ -67,7 +67,7 @@ def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation
     return Generation(request, partial(_writer, engine, body.named, caller, ChatFormat))
 
 
-def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+def parse_generate(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/api/generate`: a message of the user, or with `raw` a text. So is the prompt of a model without a
     chat template. Raises `ApiError` and `BadRequest`."""
     body = validated(GenerateBody, sent)
@@ -87,7 +87,7 @@ def parse_generate(engine: ServedEngine, sent: Fields, caller: Caller) -> Genera
     return Generation(request, partial(_writer, engine, body.named, caller, GenerateFormat))
 
 
-def _writer(engine: ServedEngine, named: str, caller: Caller, form: Format, replies: Replies) -> OllamaWriter:
+def _writer(engine: Engine, named: str, caller: Caller, form: Format, replies: Replies) -> OllamaWriter:
     return OllamaWriter(engine, named, caller.seconds, form, replies)
 
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 from msgspec import UNSET, Raw, UnsetType
 
 from kvcellar.events import TokenLogprob
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import OTHER, TEXT, Answer, Anything, EncodedAs, Template
 from kvcellar.serve.generation.replies import Item, Replies, ReplyPart
 from kvcellar.serve.generation.writer import NDJSON, Writer, json_line
@@ -113,7 +113,7 @@ Format = type[GenerateFormat] | type[ChatFormat]
 class OllamaWriter(Writer):
     media_type = NDJSON
 
-    def __init__(self, engine: ServedEngine, name: str, loading: float, form: Format, replies: Replies) -> None:
+    def __init__(self, engine: Engine, name: str, loading: float, form: Format, replies: Replies) -> None:
         """`name`: of the model, as the client has sent it. `loading`: seconds from the request to its submission."""
         super().__init__("ollama-" + uuid4().hex, replies)
         self._name, self._loading, self._format = name, loading, form

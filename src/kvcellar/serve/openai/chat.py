@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.sampling_params import MAX_LOGPROBS
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import ChatRequest, Effort
@@ -57,7 +57,7 @@ class ChatBody(CommonBody):
     replay_tokens: bool | None = None
 
 
-def parse_chat(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+def parse_chat(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/chat/completions`. Raises `ApiError` and `BadRequest`."""
     body, given = checked(ChatBody, sent)
     if body.top_logprobs is not None and not body.logprobs:

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Annotated
 
 from kvcellar.errors import shown
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import TextRequest
 from kvcellar.serve.generation.namespaces import Caller
@@ -37,7 +37,7 @@ class CompletionBody(CommonBody):
     add_special_tokens: bool | None = None  # vLLM: `false`: encode the prompt without begin-of-text and end-of-text
 
 
-def parse_completion(engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+def parse_completion(engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/completions`. Raises `ApiError` and `BadRequest`."""
     (body, given), defaults = checked(CompletionBody, sent), engine.model.default_sampling
     n = given.get("n", defaults.n)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.memory.retention import MOST_TTL, PRIORITIES, RetentionOptions
 from kvcellar.sampling_params import PARAMETERS, sampling_of
 from kvcellar.serve.generation import forms
@@ -175,7 +175,7 @@ def _retention(body: CommonBody) -> RetentionOptions:
     )
 
 
-def response_options(engine: ServedEngine, body: CommonBody, caller: Caller) -> ResponseOptions:
+def response_options(engine: Engine, body: CommonBody, caller: Caller) -> ResponseOptions:
     include, continuous = _usage_options(body.stream_options)
     return ResponseOptions(
         model=body.model or engine.model.name,

@@ -6,7 +6,7 @@ A token may be a part of a character: then its text has U+FFFD, and what it is s
 import codecs
 
 from kvcellar.events import Delta, TokenLogprob
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import Answer
 
 MIN_LOGPROB = -9999.0  # OpenAI's value for a token of probability 0; JSON has no -Infinity
@@ -26,7 +26,7 @@ class ScoredToken(TokenScore):
 class TokenText:
     """The text and the bytes of single tokens, for logprobs. `as_ids`: the text is "token_id:N"."""
 
-    def __init__(self, engine: ServedEngine, as_ids: bool) -> None:
+    def __init__(self, engine: Engine, as_ids: bool) -> None:
         self._engine = engine
         self._as_ids = as_ids
         self._known: dict[int, tuple[str, bytes | None]] = {}

@@ -23,7 +23,7 @@ from uuid import uuid4
 from msgspec import UNSET
 
 from kvcellar.events import Delta, PromptScored, TokenLogprob
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import TEXT, Template
 from kvcellar.serve.generation.records import recall_fields
 from kvcellar.serve.generation.replies import Replies, Reply, ReplyPart, WholeReply
@@ -50,7 +50,7 @@ from kvcellar.text.pieces import Content, Reasoning
 class Echo:
     """The prompts of a text completion as it was sent: texts or token ids."""
 
-    def __init__(self, engine: ServedEngine, prompts: Sequence[str | list[int]]) -> None:
+    def __init__(self, engine: Engine, prompts: Sequence[str | list[int]]) -> None:
         """Decodes ids: call it in a thread. Ids that the engine will refuse have no text."""
         self._engine = engine
         self._texts = [one if isinstance(one, str) else _decoded(engine, one) for one in prompts]
@@ -114,7 +114,7 @@ def _top(entry: TokenLogprob, most: int, tokens: TokenText) -> dict[str, float]:
     return top_by_text(replace(entry, top=entry.top[:most]), tokens)
 
 
-def _decoded(engine: ServedEngine, ids: list[int]) -> str:
+def _decoded(engine: Engine, ids: list[int]) -> str:
     model = engine.model
     known = len(ids) <= model.context and all(0 <= token < model.vocab_size for token in ids)
     return engine.decode(ids) if known and model.has_text else ""
@@ -126,7 +126,7 @@ DONE = b"data: [DONE]\n\n"
 class ResponseWriter(Writer):
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: Engine,
         wanted: ResponseOptions,
         form: ChatFormat | TextFormat,
         replies: Replies,

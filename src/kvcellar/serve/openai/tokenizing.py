@@ -10,7 +10,7 @@ from pydantic import FailFast, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import ChatRequest, Effort
@@ -89,7 +89,7 @@ class TokenizerFields(Answer):
     pad_token: str | None
 
 
-def tokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Tokenized | TokenizedContent:
+def tokenize(engine: Engine, sent: Fields, caller: Caller) -> Tokenized | TokenizedContent:
     """Raises `ApiError`, `BadRequest`, and `PromptTooLong` for more than twice the context."""
     body = validated(TokenizeBody, implemented(TokenizeBody, sent))
     given = [name for name in ("prompt", "messages", "content") if getattr(body, name) is not None]
@@ -106,7 +106,7 @@ _OF_CHATS = ("tools", "continue_final_message")  # fields that would change the 
 _OF_TEXTS = ("add_special_tokens", "add_special")
 
 
-def _tokenized(engine: ServedEngine, body: TokenizeBody, *, limit: int) -> Tokenized | TokenizedContent:
+def _tokenized(engine: Engine, body: TokenizeBody, *, limit: int) -> Tokenized | TokenizedContent:
     if body.content is not None:
         ids = engine.encode(body.content, special=bool(body.add_special), limit=limit)
         return TokenizedContent([_piece(engine, token) for token in ids] if body.with_pieces else ids)
@@ -132,7 +132,7 @@ def _chat(body: TokenizeBody) -> ChatRequest:
     )
 
 
-def _piece(engine: ServedEngine, token: int) -> TokenPiece:
+def _piece(engine: Engine, token: int) -> TokenPiece:
     """As llama.cpp: bytes that are no text are a list."""
     raw = engine.token_bytes(token)
     try:
@@ -141,7 +141,7 @@ def _piece(engine: ServedEngine, token: int) -> TokenPiece:
         return TokenPiece(token, list(raw))
 
 
-def detokenize(engine: ServedEngine, sent: Fields, caller: Caller) -> Detokenized:
+def detokenize(engine: Engine, sent: Fields, caller: Caller) -> Detokenized:
     """The text under the names of both servers. Raises `ApiError` and `BadRequest`."""
     tokens = validated(DetokenizeBody, sent).tokens
     with naming_fields({"ids": "tokens"}):

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, FailFast, Field
 
 from kvcellar.constraint import Constraint
 from kvcellar.errors import shown
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.transcript import as_json, shown_from
 from kvcellar.sampling_params import MAX_LOGPROBS
 from kvcellar.serve.generation import forms, ignored_fields
@@ -104,7 +104,7 @@ class ResponsesBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
-def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> InputTokens:
+def count_input(store: ResponseStore, engine: Engine, sent: Fields, caller: Caller) -> InputTokens:
     """A body of `/v1/responses/input_tokens`: how many tokens its response would count as input. Raises `ApiError`,
     `BadRequest`, and `PromptTooLong` for more than the context."""
     request = parse_response(store, engine, {**sent, "store": False}, caller).request
@@ -112,7 +112,7 @@ def count_input(store: ResponseStore, engine: ServedEngine, sent: Fields, caller
     return InputTokens(prompt_tokens(engine, request, caller))
 
 
-def parse_response(store: ResponseStore, engine: ServedEngine, sent: Fields, caller: Caller) -> Generation:
+def parse_response(store: ResponseStore, engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
     body, given = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
     if (n := given.get("n", 1)) != 1:

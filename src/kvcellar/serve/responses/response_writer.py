@@ -17,7 +17,7 @@ from msgspec import Raw
 from msgspec.structs import asdict, replace
 
 from kvcellar.events import Delta
-from kvcellar.frontend.served_engine import ServedEngine
+from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.transcript import Turn, as_json
 from kvcellar.serve.answers import OTHER, TEXT, Answer, Anything, Template
 from kvcellar.serve.generation.replies import Replies, ReplyPart
@@ -168,7 +168,7 @@ class Echo:
 
 
 class ResponsesWriter(Writer):
-    def __init__(self, engine: ServedEngine, echo: Echo, replies: Replies) -> None:
+    def __init__(self, engine: Engine, echo: Echo, replies: Replies) -> None:
         super().__init__(f"resp_{uuid4().hex}", replies)
         self._echo, self._output = echo, Output()
         self._text = TokenText(engine, as_ids=not engine.model.has_text)

@@ -30,7 +30,7 @@ from kvcellar.engine.messages import (
     reply_type,
 )
 from kvcellar.engine.models.weights.create_tools import CreateTools
-from kvcellar.frontend.control_clients import AdaptersClient, CacheClient, SurveyClient
+from kvcellar.frontend.control_clients import AdaptersClient, CacheClient
 from kvcellar.frontend.served_engine import open_variant
 from kvcellar.library.create import create
 from kvcellar.library.library import Library
@@ -103,7 +103,7 @@ def test_every_message_is_the_same_over_bytes_and_so_is_its_reply(engine: Engine
     wire = Wire(engine)
     cache, contents = CacheClient(wire), Contents(engine._built)
     lists(cache, contents)
-    pictures(cache.survey, Survey(engine._built))
+    pictures(cache, Survey(engine._built))
     adapters(AdaptersClient(wire), engine, model / "adapter")
     assert wire.ask(ReadStats()).prefixes == engine.stats().prefixes
     assert wire.ask(DescribeCapacity()) == engine.capacity()
@@ -133,7 +133,7 @@ def lists(cache: CacheClient, contents: Contents) -> None:
     assert (found.directory, found.cap, found.bytes) == (str(disk.directory), disk.cap, disk.size())
 
 
-def pictures(client: SurveyClient, survey: Survey) -> None:
+def pictures(client: CacheClient, survey: Survey) -> None:
     picture, again = client.picture(), survey.picture()
     assert picture.entries == again.entries != []
     assert picture.ended == again.ended != []

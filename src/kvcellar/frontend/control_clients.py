@@ -16,14 +16,15 @@ from kvcellar.frontend.client import EngineClient
 from kvcellar.memory.tiers.upkeep import Imported, Readable, Verified, check_named
 
 
-class SurveyClient:
-    """A bounded picture of an engine, for a page that shows it (`survey.py`)."""
+class CacheClient:
+    """Of one engine. Methods that need a store raise `BadRequest` without one."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     def picture(self) -> Picture:
-        """What runs and has ended, entries of the prefix tree, and the cells as runs."""
+        """What runs and has ended, entries of the prefix tree, and the cells as runs: bounded, for a page that shows
+        it (`survey.py`)."""
         return self._client.ask(messages.TakePicture())
 
     def entry(self, name: str, most: int) -> tuple[TreeEntry, tuple[int, ...]]:
@@ -35,17 +36,6 @@ class SurveyClient:
         """Of a live request or one of the last ones, as far as its text is in the tree now. Raises `BadRequest` if the
         number is not known, or the text not kept."""
         return self._client.ask(messages.ShowWay(number))
-
-
-class CacheClient:
-    """Of one engine. Methods that need a store raise `BadRequest` without one."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    @property
-    def survey(self) -> SurveyClient:
-        return SurveyClient(self._client)
 
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """The entries of a tier, "device" or "disk", as JSON, each after the one that it continues."""

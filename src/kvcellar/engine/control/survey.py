@@ -3,7 +3,7 @@
     survey.picture()            # at most `NODES` entries of the tree, `LIVE` requests, the cells as runs
     survey.entry(name, most), survey.way(number)
 
-`SurveyClient` describes what they return. All methods may be called from any thread but the engine's. Between two steps
+`CacheClient` describes what they return. All methods may be called from any thread but the engine's. Between two steps
 of requests they take a slice of at most about `SECONDS` seconds of the engine's thread, and `TURNS` turns; what the
 tree has in a slice is as it was then, and what requests have is as it was in the last one. Without a caller nothing is
 done for this.

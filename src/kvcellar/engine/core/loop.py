@@ -26,7 +26,6 @@ from queue import SimpleQueue
 from typing import TypeVar, cast
 
 from kvcellar.engine.core.compaction import Compaction
-from kvcellar.engine.core.context_shift import shift
 from kvcellar.engine.core.device import Inbox
 from kvcellar.engine.core.ending import Ending
 from kvcellar.engine.core.failures import Failures
@@ -328,7 +327,7 @@ class Loop:
         try:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
-                    shift(completion, self.manager, self.scheduler, self._context)
+                    self._shift(completion)
             self.scheduler.current = None
             scheduled, stuck = self.scheduler.schedule()
             self.scheduler.current = None
@@ -342,6 +341,29 @@ class Loop:
         for request in [completion.request for completion in self.scheduler.running if completion.request.unreachable]:
             self._cancel(request)
         self._recover()
+
+    def _shift(self, completion: Completion) -> None:
+        """Remove the oldest tokens of a completion that has filled its context.
+
+        Whether K/V are moved or recomputed changes the text, so it must not depend on other requests. So if cells are
+        missing, what no sequence uses is evicted, and other completions are preempted.
+        """
+        manager, scheduler, span = self.manager, self.scheduler, completion.overflow(self._context)
+        while completion in scheduler.running:
+            scheduler.current = completion
+            try:
+                if (reason := manager.shift(completion, span)) is not None:
+                    manager.drop(completion, span, reason)
+                return
+            except CacheFull as full:
+                scheduler.current = None  # an error during eviction belongs to no completion
+                short = full.need - full.free
+                if manager.evict(full.group, short) or manager.clear_cache():
+                    continue
+                if not (scheduler.preempt_last(completion) or manager.unpin()):
+                    scheduler.current = completion
+                    manager.drop(completion, span, f"too few free cells in group {full.group}")
+                    return
 
     def _forward(self, scheduled: Sequence[Scheduled]) -> None:
         began = self._clock()

@@ -26,9 +26,7 @@ from kvcellar.engine.recording.doors import (
     DecodingDoor,
     Opaque,
     RecordingDoor,
-    experts_operator,
-    heads_operator,
-    linear_operator,
+    layer_operator,
     replaced,
 )
 from kvcellar.engine.recording.passes import simplified
@@ -210,12 +208,8 @@ class _Capture:
                 made[module] = opaque.operator("kvcellar.mix", path, module)
             elif type(module) in self._opaque:
                 made[module] = opaque.operator("kvcellar.module", path, module)
-            elif type(module) in (nn.Linear, Conv1D) or isinstance(module, LINEARS):
-                made[module] = linear_operator(trace, path, module)
-            elif isinstance(module, OwnExperts):
-                made[module] = experts_operator(trace, path, module)
-            elif isinstance(module, OwnHeads):
-                made[module] = heads_operator(trace, path, module)
+            elif type(module) in (nn.Linear, Conv1D) or isinstance(module, (*LINEARS, OwnExperts, OwnHeads)):
+                made[module] = layer_operator(trace, path, module)
         if isinstance(head, nn.Module):
             made[head] = _noted(made.get(head, head.forward), read)
         return made

@@ -187,43 +187,26 @@ def _restore(module: nn.Module, own: Forward | None) -> None:
         module.forward = own
 
 
-def operator_of(module: nn.Module, write: Callable[..., Tensor]) -> Forward:
-    """The forward of a module that `write` writes down where its input is fake."""
+def layer_operator(trace: Trace, path: str, module: nn.Module) -> Forward:
+    """The forward of a linear layer, of layers of experts or of one for each head: it is written down where its input
+    is fake."""
     own = module.forward
-    return lambda x, *more: write(x, *more) if isinstance(x, FakeTensor) else own(x, *more)
+    width = module.out_features if isinstance(module, OwnExperts | OwnHeads) else sizes_of(module)[1]
 
-
-def linear_operator(trace: Trace, path: str, module: nn.Module) -> Forward:
-    _, width = sizes_of(module)
-
-    def write(x: Tensor) -> Tensor:
-        out = trace.empty(x, (*x.shape[:-1], width))
-        trace.add("kvcellar.linear", (x, (path,)), {}, (out,))
+    def forward(x: Tensor, *more: Any) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            return own(x, *more)
+        name, args, kwargs, rows = "kvcellar.linear", (x, (path,)), {}, x.shape[:-1]
+        if isinstance(module, OwnHeads):
+            name, args = "kvcellar.heads", (path, (x,))
+        elif isinstance(module, OwnExperts):
+            index, share = more
+            name, args, kwargs, rows = "kvcellar.experts", (x, index, path), {"share": share}, index.shape[:1]
+        out = trace.empty(x, (*rows, width))
+        trace.add(name, args, kwargs, (out,))
         return out
 
-    return operator_of(module, write)
-
-
-def experts_operator(trace: Trace, path: str, module: OwnExperts) -> Forward:
-    """Of linear layers of experts."""
-
-    def write(x: Tensor, index: Tensor, share: int) -> Tensor:
-        out = trace.empty(x, (index.shape[0], module.out_features))
-        trace.add("kvcellar.experts", (x, index, path), {"share": share}, (out,))
-        return out
-
-    return operator_of(module, write)
-
-
-def heads_operator(trace: Trace, path: str, module: OwnHeads) -> Forward:
-    """Of a linear layer for each head."""
-
-    def write(x: Tensor) -> Tensor:
-        out = trace.empty(x, (*x.shape[:-1], module.out_features))
-        trace.add("kvcellar.heads", (path, (x,)), {}, (out,))
-        return out
-
-    return operator_of(module, write)
+    return forward
 
 
 class Opaque:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.models.build_guest import MODEL_ERRORS
-from kvcellar.engine.recording.recording import RecordedStep, Results, reason_of
+from kvcellar.engine.recording.recording import Executor, RecordedStep, Results, reason_of
 from kvcellar.engine.recording.replay import Replay
 from kvcellar.memory.attention.blocks import FEW, Prepared, power_of_two
 from kvcellar.memory.kv.history import GroupStep
@@ -72,8 +72,8 @@ class _Kept(NamedTuple):
     results: Results
 
 
-class Graphs:
-    """Runs one program (see `Executor`)."""
+class Graphs(Executor):
+    """Runs one program."""
 
     name = "CUDA graphs"
 
@@ -84,11 +84,15 @@ class Graphs:
         layers = [op.args[2] for op in replay.program.ops if op.name == "kvcellar.put"]
         self._layers = [layer for layer in layers if isinstance(layer, int)]
         self._written = {(layer, plane) for layer in self._layers for plane in ("k", "v")}
-        self.seconds = 0.0
+        self._seconds = 0.0
         self._graphs: dict[Key, _Kept | None] = {}  # by shape, the last used at the end; None: it was seen once
         self._memories: WeakKeyDictionary[Memory, int] = WeakKeyDictionary()
         self._numbers = count()  # of memories
         self._buffers: dict[Key, Tensor] = {}  # of results, by name and shape
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds
 
     def clear(self) -> None:
         self._graphs.clear()
@@ -153,7 +157,7 @@ class Graphs:
             steps[0].written |= self._written
         wanted = _of(expected, step)
         same = graph is not None and self.never is None and torch.equal(results.logits, expected.logits)
-        self.seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began
         if graph is not None and same:
             self.captured += 1
             return wanted, _Kept(graph, results)

@@ -23,7 +23,7 @@ from kvcellar.engine.recording.program import Argument, Op, Program, resolved
 from kvcellar.engine.recording.recorded import FIXED, Recorded
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined
-from kvcellar.engine.recording.recording import Execute, RecordedStep, Results
+from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
 from kvcellar.engine.recording.replay import constants_of, layers_of_cells
 from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, merged
 from kvcellar.memory.attention.cpu import TYPES, Cpu
@@ -41,7 +41,7 @@ def native(network: nn.Module, kernel: StepKernel) -> Execute:
     return lambda program: NativeExecutor(program, network, kernel)
 
 
-class NativeExecutor:
+class NativeExecutor(Executor):
     """Runs one program of a network."""
 
     name = "native"
@@ -56,9 +56,6 @@ class NativeExecutor:
     @property
     def seconds(self) -> float:
         return self._kernel.seconds
-
-    def refuse(self, step: RecordedStep) -> str | None:
-        return None
 
     def clear(self) -> None:
         self._memories.clear()

@@ -35,6 +35,7 @@ from kvcellar.engine.recording.recorded_outline import (
     Call,
     Handler,
     Outline,
+    computed,
     is_late,
     is_torch,
     of_native,
@@ -291,16 +292,9 @@ class Binder:
     def _fold(self) -> None:
         """Compute, once, what does not depend on a step."""
         ops = [self._outline.program.ops[index] for index in sorted(self._outline.folded)]
-        sizes: dict[int, int] = {}
-        for op in ops:
-            for view in self._fixed(value for value in op.outputs if value is not None):
-                sizes[view.storage] = max(sizes.get(view.storage, 1), view.bytes)
-        for storage, size in sizes.items():
-            self._memory[storage] = torch.empty(size, dtype=torch.uint8, device="cpu"), 0
-            self._alive.append(self._memory[storage][0])
-        with torch.no_grad():
-            for op in ops:
-                self._torch(op, self._sizes)()
+        made = computed(self._outline.program, ops, self._outline.constants, self._sizes)
+        self._memory.update((storage, (tensor, 0)) for storage, tensor in made.items())
+        self._alive += made.values()
 
     def _place(self, found: Mapping[int, Life], groups: Sequence[Group], rows: Sequence[set[int]]) -> None:
         """Give every storage that is in use its place in the arena, and those of one row in `rows` memory for one."""

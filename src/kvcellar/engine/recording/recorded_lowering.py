@@ -5,11 +5,10 @@
 
 import ctypes
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvcellar.engine.recording.recorded_kernel import TYPES, StepKernel, number_for
 from kvcellar.engine.recording.recorded_operators import Convolution, Lone, Small, Take, View
@@ -187,7 +186,7 @@ class Lowering:
             return None
         of = operator(name)
         key = name, tuple(others), tuple(sorted(kwargs.items()))
-        table, placed = self._kernel.table(key, lambda values: _computed(of, values, others, kwargs))
+        table, placed = self._kernel.table(key, lambda values: of(values, *others, **kwargs))
         if placed and not _whole(x, out):
             return None
         return [Small(self._kernel.each, line, out, (x,), table.data_ptr(), table)]
@@ -270,12 +269,6 @@ class Lowering:
 
 # They have a third argument that multiplies the second.
 _SCALED = frozenset(name for name in ELEMENTWISE if name.startswith(("aten.add", "aten.sub")))
-
-
-def _computed(
-    of: Callable[..., Any], values: Tensor, others: Sequence[Resolved], kwargs: Mapping[str, Resolved]
-) -> Tensor:
-    return of(values, *others, **kwargs)
 
 
 def _contiguous(view: View) -> bool:

@@ -100,11 +100,11 @@ class Outline:
 def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collection[str]) -> Outline:
     """`symbols` have numbers before a run."""
     same = _folded(program, constants.keys(), _late(program, ()), ())
-    computed = _computed(program, [program.ops[index] for index in sorted(same)], constants)
+    made = computed(program, [program.ops[index] for index in sorted(same)], constants, {})
     program = replace(program, ops=tuple(op for index, op in enumerate(program.ops) if index not in same))
     read = {program.values[value].storage for op in program.ops for value in op.reads}
     read |= {program.values[value].storage for value in program.outputs.values()}
-    constants = {**constants, **{storage: tensor for storage, tensor in computed.items() if storage in read}}
+    constants = {**constants, **{storage: tensor for storage, tensor in made.items() if storage in read}}
     late, rows = _late(program, symbols), tuple(_row(value) for value in program.values)
     folded, reads = _folded(program, constants.keys(), late, symbols), tuple(op.reads for op in program.ops)
     return Outline(program, constants, reads, rows, late, folded, repeatable(program, ON_ELEMENTS))
@@ -115,33 +115,35 @@ def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:
     return tuple(bool(_symbols(sizes) - set(symbols)) for sizes in every)
 
 
-def _computed(program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def computed(
+    program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor], symbols: Sizes
+) -> dict[int, Tensor]:
     """The storages that these operators write, from constants alone, as bytes."""
     sizes: dict[int, int] = {}
     for value in (program.values[index] for op in ops for index in op.outputs if index is not None):
-        sizes[value.storage] = max(sizes.get(value.storage, 1), _bytes(value))
+        sizes[value.storage] = max(sizes.get(value.storage, 1), _bytes(value, symbols))
     made = {storage: torch.empty(size, dtype=torch.uint8, device="cpu") for storage, size in sizes.items()}
 
     def tensor(index: int) -> Tensor:
         value = program.values[index]
         dtype: torch.dtype = getattr(torch, value.dtype)
         whole = made[value.storage] if value.storage in made else constants[value.storage]
-        at = int(whole.storage_offset()) * whole.itemsize // dtype.itemsize + size_of(value.offset, {})
-        shape, strides = ([size_of(one, {}) for one in of] for of in (value.shape, value.strides))
+        at = int(whole.storage_offset()) * whole.itemsize // dtype.itemsize + size_of(value.offset, symbols)
+        shape, strides = ([size_of(one, symbols) for one in of] for of in (value.shape, value.strides))
         return torch.empty(0, dtype=dtype, device="cpu").set_(whole.untyped_storage(), at, shape, strides)
 
     with torch.no_grad():
         for op in ops:
             outputs = [None if index is None else tensor(index) for index in op.outputs]
-            of_torch(op, [tensor(index) for index in op.reads], outputs, {})()
+            of_torch(op, [tensor(index) for index in op.reads], outputs, symbols)()
     return made
 
 
-def _bytes(value: Value) -> int:
+def _bytes(value: Value, symbols: Sizes) -> int:
     """Of its storage, up to its last element."""
-    last = size_of(value.offset, {})
+    last = size_of(value.offset, symbols)
     for n, stride in zip(value.shape, value.strides, strict=True):
-        last += (size_of(n, {}) - 1) * size_of(stride, {})
+        last += (size_of(n, symbols) - 1) * size_of(stride, symbols)
     dtype: torch.dtype = getattr(torch, value.dtype)
     return max(0, last + 1) * dtype.itemsize
 

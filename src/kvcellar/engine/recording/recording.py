@@ -6,11 +6,12 @@ Always true:
     `forward` of its own instance that is not ours: a recorded step would not run code that a user put around modules.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
@@ -119,28 +120,27 @@ class Results:
     hidden: Tensor | None
 
 
-class Executor(Protocol):
+class Executor(ABC):
     """Runs one program."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+
     @property
     def seconds(self) -> float:
         """What preparing steps of new sizes has taken, of the guest's executors: CPU time of the calling thread; on
         CUDA devices wall time (`engine/speculate/cost.py`)."""
-        ...
+        return 0.0
 
     def refuse(self, step: RecordedStep) -> str | None:
         """The reason why it does not run this step; None if it does."""
-        ...
+        return None
 
+    @abstractmethod
     def run(self, step: RecordedStep) -> Results:
         """The results of an open step, which no later run changes."""
-        ...
 
-    def clear(self) -> None:
+    def clear(self) -> None:  # noqa: B027 - not each leaves something
         """Free what runs leave for later ones."""
-        ...
 
 
 Execute = Callable[[Program], Executor]  # raises `KvcellarError` for a program that it cannot run

@@ -12,12 +12,14 @@ from torch.utils._pytree import tree_leaves
 
 from kvcellar.engine.recording.program import Op, Program, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import operator
-from kvcellar.engine.recording.recording import RecordedStep, Results
+from kvcellar.engine.recording.recording import Executor, RecordedStep, Results
 from kvcellar.memory.shapes import Scoring
 
 
-class Replay:
+class Replay(Executor):
     """Runs one program of a network."""
+
+    name = "torch"
 
     def __init__(self, program: Program, network: nn.Module) -> None:
         self.program, self.network = program, network
@@ -26,20 +28,6 @@ class Replay:
         self.functions = {op.name: operator(op.name) for op in program.ops if not op.name.startswith("kvcellar.")}
         self.counted = layers_of_cells(program)
         self.last_uses = _last_uses(program)
-
-    @property
-    def name(self) -> str:
-        return "torch"
-
-    def refuse(self, step: RecordedStep) -> str | None:
-        return None
-
-    @property
-    def seconds(self) -> float:
-        return 0.0
-
-    def clear(self) -> None:
-        """Nothing is left."""
 
     def run(self, step: RecordedStep) -> Results:
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}

@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
+from kvcellar.engine.card import TextCard
 from kvcellar.engine.core.intake import PromptMemory
 from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import (
@@ -563,9 +564,8 @@ NO_STOP = "stop strings need a tokenizer, and this model has none; use stop_toke
 
 
 def test_models_without_text(client: httpx.Client, real: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    mute = TextCodec(
-        None, "the file /a/secret/place is not there", frozenset(), context=256, text_bytes=2**20, replay_bytes=0
-    )
+    why = "the file /a/secret/place is not there"
+    mute = TextCodec(TextCard(assets=None, why_not=why, context=256, text_bytes=2**20))
     monkeypatch.setattr(real, "_codec", mute)
     monkeypatch.setattr(real, "_requests", RequestBuilder(real._client, mute))
     monkeypatch.setattr(real, "model", dataclasses.replace(real.model, has_text=False))

@@ -9,7 +9,7 @@ from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.events import Pooling
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.sampling_params import SamplingParams, check_ids
-from kvcellar.text.conversation import Preamble
+from kvcellar.text.conversation import NO_PREAMBLE, Preamble
 from kvcellar.text.tokens import TextAssets
 
 
@@ -33,24 +33,31 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextCard:
+    """What makes tokens of the texts of an engine, and texts of its tokens."""
+
+    assets: TextAssets | None
+    why_not: str  # the reason, if there are none
+    context: int
+    text_bytes: int  # CPU memory for tokenizing
+    end_ids: frozenset[int] = frozenset()  # tokens that end a completion
+    preamble: Preamble = NO_PREAMBLE  # before all messages
+    borders: bool = False  # the model can resume only at checkpoints, so where messages begin is found
+    replay_bytes: int = 0  # CPU memory for the texts and tokens of chats
+    stored: tuple[Snapshot, ...] = ()  # what its store has, as far as `replay_bytes` allow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCard:
     """Of one engine."""
 
     model: ModelCard
-    end_ids: frozenset[int]  # tokens that end a completion
+    text: TextCard
     padding: int | None  # the padding token, in models that do not count it as a position
     cells: Mapping[str, int]  # of groups that cannot hold a prompt as long as the context: one cell for each token
     pooling: Pooling | str  # how it embeds, or why it does not
     cache_bytes: int  # most bytes on its device beside weights and adapters
     max_waiting: int  # requests that wait for admission
-    # of its text:
-    text: TextAssets | None
-    without_text: str  # the reason, if there is none
-    preamble: Preamble
-    borders: bool  # the model can resume only at checkpoints, so where messages begin is found
-    text_bytes: int  # CPU memory for tokenizing
-    replay_bytes: int  # CPU memory for the texts and tokens of chats
-    stored: tuple[Snapshot, ...]  # what its store has, as far as `replay_bytes` allow
 
 
 def default_sampling(defaults: Mapping[str, Any], *, vocab_size: int, model: str) -> SamplingParams:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from kvcellar.engine.card import TextCard
 from kvcellar.errors import ModelRefused
 from kvcellar.frontend.reply_formats import Replies
 from kvcellar.frontend.text_codec import TextCodec
@@ -60,8 +61,7 @@ def read(directory: Path, template: str | None) -> tuple[Capability, ...]:
     assets, why_not = (None, text) if isinstance(text, str) else (text, "")
     if assets is not None and template is not None:
         assets = with_template(assets, template)
-    text_bytes = bytes_for(MOST_BYTES)
-    codec = TextCodec(assets, why_not, frozenset(), context=CONTEXT, text_bytes=text_bytes, replay_bytes=0)
+    codec = TextCodec(TextCard(assets=assets, why_not=why_not, context=CONTEXT, text_bytes=bytes_for(MOST_BYTES)))
     return capabilities(Replies(codec), embeds=not isinstance(pooling_of(directory), str))
 
 

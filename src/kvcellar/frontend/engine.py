@@ -129,7 +129,7 @@ class Engine:
                 else:
                     client = _on_a_thread(model, checked, opened, thread)
             self._client, card = client, client.card
-            self._codec, self._sessions = TextCodec.of(card), count(1)
+            self._codec, self._sessions = TextCodec(card.text), count(1)
             self._requests = RequestBuilder(client, self._codec)
             self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
@@ -372,8 +372,8 @@ class Engine:
         return self._built.loop
 
     def _session(self, transcript: Transcript, retention: RetentionOptions | None) -> Session:
-        parts = self._requests, self._client, self._codec, self.conversations, self._sessions
-        return Session(*parts, transcript, arguments.retention_options(retention))
+        checked = arguments.retention_options(retention)
+        return Session(self._requests, self.conversations, self._sessions, transcript, checked)
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -33,7 +33,7 @@ class RequestBuilder:
     bounds. Safe to use from several threads."""
 
     def __init__(self, client: EngineClient, codec: TextCodec) -> None:
-        self._client, self._codec = client, codec
+        self.client, self.codec = client, codec
 
     def params(self, sampling: SamplingOptions) -> SamplingParams:
         """As `Engine.params`."""
@@ -42,19 +42,19 @@ class RequestBuilder:
             names = sorted(arguments.FIELDS)
             raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
-        return merged(self._client.card.model.default_sampling, given)
+        return merged(self.client.card.model.default_sampling, given)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, deliver: Callable[[Event], None], how: SubmitOptions
     ) -> Ticket:
         """As `Engine.submit`."""
         params, deliver = arguments.parameters(params), arguments.receiver(deliver)
-        client, replays, reading = self._client, self._codec.replays, how.get("reading")
+        client, replays, reading = self.client, self.codec.replays, how.get("reading")
         submission, chat = self._submission(prompt_ids, params, how)
         number, machine = submission.number, None if reading is None else reading.opened
         processor = OutputProcessor(
             params,
-            partial(self._codec.output, Stops(params.stop), ids_of(submission.prompt), machine),
+            partial(self.codec.output, Stops(params.stop), ids_of(submission.prompt), machine),
             deliver,
             stop=partial(client.stop, number),
             fail=partial(client.fail, number),
@@ -65,7 +65,7 @@ class RequestBuilder:
 
     def start(self, ids: Sequence[int], params: SamplingParams, how: SubmitOptions) -> Started:
         """Submit a request whose result the caller waits for."""
-        self._client.check_caller()
+        self.client.check_caller()
         collector = Collector(params.n)
         return collector, self.submit(ids, params, collector.deliver, how)
 
@@ -82,7 +82,7 @@ class RequestBuilder:
         results, waiting, running = list[Result](), deque(starts), deque[Started]()
         try:
             while waiting or running:
-                if waiting and len(running) <= self._client.card.max_waiting // 2:
+                if waiting and len(running) <= self.client.card.max_waiting // 2:
                     try:
                         running.append(waiting[0]())
                         waiting.popleft()
@@ -99,13 +99,13 @@ class RequestBuilder:
 
     def prompt(self, ids: Any, params: SamplingParams) -> tuple[int, ...]:
         """The prompt as a tuple. Raises `BadRequest` or `PromptTooLong` if this model cannot serve it with `params`."""
-        model = self._client.card.model
+        model = self.client.card.model
         found = arguments.prompt_ids(ids, vocab_size=model.vocab_size, context=model.context)
         self._check_padding(found)
         check_ids(params, model.vocab_size)
-        if params.stop and not self._codec.has_text:
+        if params.stop and not self.codec.has_text:
             raise BadRequest("stop strings need a tokenizer, and this model has none; use stop_token_ids", "stop")
-        for name, cells in self._client.card.cells.items():
+        for name, cells in self.client.card.cells.items():
             if len(found) > cells:
                 raise PromptTooLong(len(found), cells, f"the memory for {name} layers", hint="Or raise cache_bytes.")
         return found
@@ -119,7 +119,7 @@ class RequestBuilder:
         session = arguments.session_number(how.get("session"))
         namespace = arguments.namespace_name(how.get("namespace", ""))
         prompt = self.prompt(prompt_ids, params)
-        replays = self._codec.replays
+        replays = self.codec.replays
         chat = replays.known(namespace, prompt) if replays is not None and replays.used else None
         positions = self._borders(prompt, chat)
         if (given := how.get("checkpoint_positions")) is not None:
@@ -128,7 +128,7 @@ class RequestBuilder:
             positions = tuple(sorted({*positions, *arguments.positions(breakpoints, len(prompt))}))
         made = Submission(
             retention=arguments.retention_options(how.get("retention")),
-            number=self._client.number(),
+            number=self.client.number(),
             prompt=key_of(prompt),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
@@ -146,7 +146,7 @@ class RequestBuilder:
         that is not known from how it was rendered: at tokens that are no text."""
         if chat is not None and chat.borders:
             return chat.borders
-        special = self._codec.special_ids
+        special = self.codec.special_ids
         found = [pos for pos, token in enumerate(prompt) if token in special and pos]
         return (*found[:FIRST_BORDERS], *found[FIRST_BORDERS:][-LAST_BORDERS:])
 
@@ -156,7 +156,7 @@ class RequestBuilder:
         Such a model leaves it out when it counts positions in a forward without a cache, and counts it in one with a
         cache: no positions would be right.
         """
-        padding = self._client.card.padding
+        padding = self.client.card.padding
         if padding is not None and padding in prompt:
             raise BadRequest(
                 f"prompt has token {padding} at {prompt.index(padding)}, which is padding: this model does not count "

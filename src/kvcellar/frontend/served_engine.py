@@ -77,7 +77,7 @@ def open_variant(engine: "Engine", client: EngineClient, codec: TextCodec, model
     shown, manifest, card = shown_name(model), model.manifest, client.card
     found = client.ask(DescribeVariant(shown, dict(manifest.parameters), manifest.template))
     sampling = default_sampling(found.defaults, vocab_size=card.model.vocab_size, model=shown)
-    text, template = card.text, found.chat_template
+    text, template = card.text.assets, found.chat_template
     if text is not None:
         text = replace(text, chat_template=template, response_template=found.response_template)
     own = codec.variant(text, preamble_of(manifest))

@@ -20,11 +20,9 @@ from kvcellar.engine.arguments import prompt_ids
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
-from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.conversations import Conversations
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.frontend.result import Collector, Result
-from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Prompt, Transcript
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.sampling_params import SamplingOptions, SamplingParams
@@ -36,17 +34,15 @@ class Session:
     def __init__(
         self,
         requests: RequestBuilder,
-        client: EngineClient,
-        codec: TextCodec,
         conversations: Conversations,
         numbers: Iterator[int],
         transcript: Transcript,
         retention: RetentionOptions,
     ) -> None:
         """`numbers`: session numbers; takes the next one. The session changes `transcript`. `retention`: of turns."""
-        self._requests, self._client, self._codec, self._conversations = requests, client, codec, conversations
-        self._numbers, self._transcript = numbers, transcript
-        self._retention = retention
+        self._requests, self._client, self._codec = requests, requests.client, requests.codec
+        self._conversations, self._numbers = conversations, numbers
+        self._transcript, self._retention = transcript, retention
         self._number = next(numbers)
         self._busy = threading.Lock()
         self._closed = False
@@ -98,7 +94,7 @@ class Session:
         """A second session that continues from here, with the same retention. What both have in common is in memory
         once."""
         with self._alone():
-            parts = self._requests, self._client, self._codec, self._conversations, self._numbers
+            parts = self._requests, self._conversations, self._numbers
             return Session(*parts, self._transcript.copy(), self._retention)
 
     def rewind(self, turns: int = 1) -> None:

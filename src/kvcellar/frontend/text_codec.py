@@ -5,9 +5,9 @@ from copy import copy
 from typing import Any, Unpack
 
 from kvcellar.engine.arguments import namespace_name
-from kvcellar.engine.card import EngineCard
+from kvcellar.engine.card import TextCard
 from kvcellar.errors import BadRequest
-from kvcellar.text.conversation import NO_PREAMBLE, Preamble, caps_for
+from kvcellar.text.conversation import Preamble, caps_for
 from kvcellar.text.output import LONG_RUN, Output, ReadOutput, Stops, open_stream
 from kvcellar.text.rendering import Renderer
 from kvcellar.text.replay import Replays, StoredTexts
@@ -22,51 +22,23 @@ class TextCodec:
     All methods raise `BadRequest` where the model has none.
     """
 
-    def __init__(
-        self,
-        assets: TextAssets | None,
-        why_not: str,
-        end_ids: frozenset[int],
-        *,
-        context: int,
-        text_bytes: int,
-        replay_bytes: int,
-        borders: bool = False,
-        preamble: Preamble = NO_PREAMBLE,
-    ) -> None:
-        """`why_not` is the reason where `assets` is None. `text_bytes` of memory are for tokenizing, `replay_bytes` for
-        the tokens of chats. `borders`: the model can resume only at checkpoints, so where messages begin is found.
-        `preamble` comes before all messages. Raises `ModelRefused` for a template that cannot be used."""
+    def __init__(self, card: TextCard) -> None:
+        """Raises `ModelRefused` for a template that cannot be used."""
+        self._card, self._preamble, assets = card, card.preamble, card.assets
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self._renderer = Renderer()  # that of variants, too
         self.replays: Replays | None = None  # where there is a tokenizer
-        self._why_not, self._preamble, self._context = why_not, preamble, context
         self.response_template = None if assets is None else assets.response_template  # of the checkpoint's template
         if assets is not None:
-            most = longest_text(text_bytes)
+            most = longest_text(card.text_bytes)
             self._tokenizer = TextTokenizer(
-                assets.tokenizer, end_ids=end_ids, special_tokens=assets.special, most_bytes=most
+                assets.tokenizer, end_ids=card.end_ids, special_tokens=assets.special, most_bytes=most
             )
-            self.replays = Replays(self._tokenizer, replay_bytes, borders=borders)
+            self.replays = Replays(self._tokenizer, card.replay_bytes, borders=card.borders)
+            if card.stored:
+                self.replays.stored = StoredTexts(card.stored)
             self._template = self._opened(assets.chat_template, self._tokenizer)
-
-    @classmethod
-    def of(cls, card: EngineCard) -> "TextCodec":
-        """That of an engine."""
-        codec = cls(
-            card.text,
-            card.without_text,
-            card.end_ids,
-            context=card.model.context,
-            text_bytes=card.text_bytes,
-            replay_bytes=card.replay_bytes,
-            borders=card.borders,
-            preamble=card.preamble,
-        )
-        if codec.replays is not None and card.stored:
-            codec.replays.stored = StoredTexts(card.stored)
-        return codec
 
     def variant(self, assets: TextAssets | None, preamble: Preamble) -> "TextCodec":
         """The same tokenizer, and memory of replies, with the chat template of `assets` and another preamble."""
@@ -78,7 +50,7 @@ class TextCodec:
         return made
 
     def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
-        caps = caps_for(tokenizer.longest, self._context)
+        caps = caps_for(tokenizer.longest, self._card.context)
         return None if template is None else ChatTemplate(template, tokenizer, self._renderer, caps)
 
     @property
@@ -159,6 +131,6 @@ class TextCodec:
             raise BadRequest(
                 "this model has no tokenizer; send a prompt of token ids instead of text",
                 "prompt",
-                hint=f"The reason: {self._why_not}.",
+                hint=f"The reason: {self._card.why_not}.",
             )
         return self._tokenizer

@@ -284,7 +284,7 @@ def _notes(built: Built) -> list[str]:
     elif not card.model.has_chat:
         notes.append("no chat template: it completes text, and messages are refused")
     else:
-        notes.append(Replies(TextCodec.of(card)).described)
+        notes.append(Replies(TextCodec(card.text)).described)
     notes += _limits(built.guest)
     notes += _latents(built.guest)
     notes.append(_recording(built.guest))

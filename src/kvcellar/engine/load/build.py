@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcellar.engine.card import EngineCard, ModelCard, default_sampling
+from kvcellar.engine.card import EngineCard, ModelCard, TextCard, default_sampling
 from kvcellar.engine.core.device import DeviceThread, Inbox
 from kvcellar.engine.core.drafting import Drafting
 from kvcellar.engine.core.intake import Intake, PromptMemory
@@ -295,7 +295,17 @@ def card_of(built: Built) -> EngineCard:
     context, cells = built.intake.context, built.capacity.cells
     return EngineCard(
         model=_model_card(built),
-        end_ids=loaded.end_ids,
+        text=TextCard(
+            assets=loaded.text,
+            why_not=loaded.without_text,
+            context=context,
+            text_bytes=text_bytes_of(settings, context) // 2,
+            end_ids=loaded.end_ids,
+            preamble=built.preamble,
+            borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
+            replay_bytes=settings.replay_bytes,
+            stored=first_of(store.catalogue, settings.replay_bytes) if store is not None else (),
+        ),
         padding=built.intake.padding,
         cells={
             group.name: cells[group.name]
@@ -305,13 +315,6 @@ def card_of(built: Built) -> EngineCard:
         pooling=NONE if loaded.path is None else pooling_of(loaded.path),
         cache_bytes=_cache_bytes(built),
         max_waiting=settings.max_waiting,
-        text=loaded.text,
-        without_text=loaded.without_text,
-        preamble=built.preamble,
-        borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
-        text_bytes=text_bytes_of(settings, context) // 2,
-        replay_bytes=settings.replay_bytes,
-        stored=first_of(store.catalogue, settings.replay_bytes) if store is not None else (),
     )
 
 

@@ -5,7 +5,7 @@ layers. For others they are found by running the module on zeros, with two value
 a sum of multiples of symbols.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 

@@ -115,9 +115,7 @@ def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:
     return tuple(bool(_symbols(sizes) - set(symbols)) for sizes in every)
 
 
-def computed(
-    program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor], symbols: Sizes
-) -> dict[int, Tensor]:
+def computed(program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor], symbols: Sizes) -> dict[int, Tensor]:
     """The storages that these operators write, from constants alone, as bytes."""
     sizes: dict[int, int] = {}
     for value in (program.values[index] for op in ops for index in op.outputs if index is not None):

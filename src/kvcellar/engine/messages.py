@@ -38,7 +38,7 @@ from kvcellar.memory.tiers.upkeep import Imported, Verified
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.version import __version__
 
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 VERSION = __version__  # of the messages: they are those of one installation, and no other version reads them
 
@@ -99,11 +99,11 @@ class Ended(Tagged, frozen=True):
 EngineEvent = Admitted | PromptScored | Embedded | Drawn | Ended | Done | Failed
 
 
-class ControlWithReply(Tagged, Generic[R], frozen=True):
+class ControlWithReply(Tagged, Generic[R_co], frozen=True):
     """What is asked of an engine beside requests, and has a reply of this type."""
 
 
-class ControlInParts(Tagged, Generic[R], frozen=True):
+class ControlInParts(Tagged, Generic[R_co], frozen=True):
     """The same with any number of replies."""
 
 
@@ -112,7 +112,8 @@ Control = ControlWithReply[Any] | ControlInParts[Any]
 
 def reply_type(control: Control) -> Any:
     """That of the reply to it, or of each of its replies."""
-    return get_args(type(control).__orig_bases__[0])[0]  # pyright: ignore[reportAttributeAccessIssue]
+    kind: Any = type(control)
+    return get_args(kind.__orig_bases__[0])[0]
 
 
 class ListNamespaces(ControlWithReply[list[NamespaceContents]], frozen=True):
@@ -239,7 +240,8 @@ class CheckInvariants(ControlWithReply[None], frozen=True):
     """Assert every invariant of the scheduler, of memory and of adapters."""
 
 
-CONTROLS: Any = Union[tuple(ControlWithReply.__subclasses__() + ControlInParts.__subclasses__())]  # noqa: UP007
+_EVERY: list[Any] = [*ControlWithReply.__subclasses__(), *ControlInParts.__subclasses__()]
+CONTROLS: Any = Union[tuple(_EVERY)]  # noqa: UP007 - the union of all of these
 
 
 # To an engine in another process.

@@ -117,12 +117,12 @@ class Conversations:
     def save(self, name: str, transcript: Transcript, *, owner: str = "") -> ConversationInfo:
         """Keep `transcript` under a name, in place of what had that name."""
         with self._holding(owner, name):
-            return self._put(owner, _new(name, self._source.model), transcript, after=None)[0]
+            return self._put(owner, name, transcript, after=None)[0]
 
     def create(self, name: str, transcript: Transcript, *, owner: str = "") -> ConversationInfo:
         """As `save`, but raises `ConversationConflict` if there is one of that name."""
         with self._holding(owner, name):
-            return self._put(owner, _new(name, self._source.model), transcript, after=b"")[0]
+            return self._put(owner, name, transcript, after=b"")[0]
 
     def read(self, name: str, *, owner: str = "") -> tuple[ConversationInfo, Transcript]:
         """Also while it is held: as it was before."""
@@ -133,7 +133,7 @@ class Conversations:
         """A second conversation, `to`, that continues from here."""
         with self._holding(owner, to):
             _, transcript = self.read(name, owner=owner)
-            return self._put(owner, _new(to, self._source.model), transcript, after=b"")[0]
+            return self._put(owner, to, transcript, after=b"")[0]
 
     def rewind(self, name: str, turns: int = 1, *, owner: str = "") -> ConversationInfo:
         """Discard the last `turns` turns."""
@@ -213,12 +213,11 @@ class Conversations:
         return transcript.without_tokens()
 
     def _put(
-        self, owner: str, info: ConversationInfo, transcript: Transcript, *, after: bytes | None
+        self, owner: str, name: str, transcript: Transcript, *, after: bytes | None, created: float | None = None
     ) -> tuple[ConversationInfo, bytes]:
-        """`info` has the name, and when the conversation was created."""
-        counts = transcript.turns, len(transcript.messages), len(transcript.tokens)
-        name = info.name
-        info = ConversationInfo(name, self._source.model, transcript.chat, info.created, time.time(), *counts)
+        """`created`: when the conversation was; None: now."""
+        counts, now = (transcript.turns, len(transcript.messages), len(transcript.tokens)), time.time()
+        info = ConversationInfo(name, self._source.model, transcript.chat, created or now, now, *counts)
         head = msgspec.json.encode(_Head(owner, self._source.tokenizer, info))
         try:
             return info, self._archive.put(owner, name, head, transcript.encoded(), after=after)
@@ -235,11 +234,8 @@ class Conversations:
             raise _not_saved(name, error) from error
 
     def _put_held(self, owner: str, held: Held) -> None:
-        held.info, held.seal = self._put(owner, held.info, held.transcript, after=held.seal)
-
-
-def _new(name: str, model: str) -> ConversationInfo:
-    return ConversationInfo(name, model, True, time.time(), 0.0, 0, 0, 0)
+        info = held.info
+        held.info, held.seal = self._put(owner, info.name, held.transcript, after=held.seal, created=info.created)
 
 
 def _checked(name: object) -> str:

@@ -5,7 +5,6 @@ waits for more than one slice.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,7 +49,7 @@ class Controls:
             messages.TakePicture: survey.picture,
             messages.ShowEntry: survey.entry,
             messages.ShowWay: survey.way,
-            messages.AddAdapter: partial(adapters.add, run=call),
+            messages.AddAdapter: lambda name, directories: adapters.add(name, directories, call),
             messages.RemoveAdapter: self._remove_adapter,
             messages.ListAdapters: adapters.list,
             messages.DescribeVariant: self._variant,

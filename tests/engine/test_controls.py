@@ -165,13 +165,16 @@ def changes(cache: CacheClient, contents: Contents) -> None:
     assert list(cache.listed("disk")) != []
 
 
-def test_a_variant_of_an_engine_behind_bytes_is_as_it_was_created(engine: Engine, model: Path, tmp_path: Path) -> None:
-    library, wire = Library(tmp_path / "models"), Wire(engine)
+def test_a_variant_of_an_engine_behind_bytes_is_as_it_was_created(
+    engine: Engine, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(tmp_path / "models")
+    monkeypatch.setattr(engine, "_client", Wire(engine))
     own = f"ADAPTER {model / 'adapter'}\nPARAMETER top_k 7\nTEMPLATE {TEMPLATE}\nSYSTEM Rhyme."
     for name, more in (("base", ""), ("poet", own)):
         create(library, name, parse(f"FROM {model}\n{more}"), tools=CreateTools(), folders=[model.parent])
 
-    base, poet = (open_variant(engine, wire, engine._codec, library.resolve(name)) for name in ("base", "poet"))
+    base, poet = (open_variant(engine, library.resolve(name)) for name in ("base", "poet"))
     assert replace(base.model, name=engine.model.name) == engine.model
     assert engine.decode(base.render(CHAT)) == engine.decode(engine.render(CHAT)) == "user: Hi "
     assert (base.adapter, poet.adapter) == ("", engine.adapters.list()[0].name)

@@ -24,8 +24,8 @@ from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.engine import Engine, import_needed
 from kvcellar.frontend.fork_server import starter_for
-from kvcellar.frontend.served_engine import NamedEngine
-from kvcellar.library.library import Library, LibraryModel
+from kvcellar.frontend.served_engine import open_variant
+from kvcellar.library.library import Library
 from kvcellar.places import NoPlace
 from kvcellar.places import models as library_directory
 from kvcellar.progress import Listener, Progress
@@ -89,7 +89,7 @@ def hosting(
     startup = Startup(tuple(map(_shown, named)))
     made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process, heard=startup.heard)
     library = _library()
-    catalogue = LibraryModels(library, made.on_demand, made.variant, caches, dtype=options["dtype"])
+    catalogue = LibraryModels(library, made.on_demand, open_variant, caches, dtype=options["dtype"])
     host = ModelManager(catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup)
     with closing(made), closing(host):
 
@@ -124,9 +124,6 @@ class Engines:
         settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
         own = given(**settings, cache_bytes=cache, **self._adapters(None))
         return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._starter or False, **own)
-
-    def variant(self, engine: Engine, model: LibraryModel) -> NamedEngine:
-        return engine.variant(model)
 
     def _adapters(self, paths: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
         """Settings of an engine to which models add adapters. The cap of the host is that of their bytes, too."""

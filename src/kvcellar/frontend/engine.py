@@ -34,7 +34,6 @@ from kvcellar.frontend.process_client import ProcessClient, plain_settings
 from kvcellar.frontend.reply_formats import Replies
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.frontend.result import Result, Stream, Ticket
-from kvcellar.frontend.served_engine import NamedEngine, open_variant
 from kvcellar.frontend.session import Session
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
@@ -54,7 +53,6 @@ if TYPE_CHECKING:
     from kvcellar.engine.core.loop import Loop
     from kvcellar.engine.load.build import Built
     from kvcellar.frontend.fork_server import Starter
-    from kvcellar.library.library import LibraryModel
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -320,11 +318,6 @@ class Engine:
         None is ignored for a field that cannot be None.
         """
         return self._requests.params(sampling)
-
-    def variant(self, model: "LibraryModel") -> NamedEngine:
-        """A model of the library whose weights and drafts are those of this engine, on it. Blocks while its adapter is
-        read and tested. Raises `ModelRefused` and `AdapterRefused`."""
-        return open_variant(self, self._client, self._codec, model)
 
     # -- inspection ---------------------------------------------------------------------------------------------
 

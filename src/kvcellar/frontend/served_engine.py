@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from kvcellar.engine.card import default_sampling
 from kvcellar.engine.load.in_library import preamble_of, shown_name
 from kvcellar.engine.messages import DescribeVariant
-from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.control_clients import AdaptersClient
 from kvcellar.frontend.conversations import Conversations
 from kvcellar.frontend.reply_formats import Replies
@@ -70,10 +69,10 @@ class NamedEngine(Interface):
             self.conversations = own.beside(own, "", name)
 
 
-def open_variant(engine: "Engine", client: EngineClient, codec: TextCodec, model: "LibraryModel") -> NamedEngine:
-    """A model whose weights and drafts are those of the engine, which `client` and `codec` belong to. From any thread
-    but the engine's. Blocks while its adapter is read and tested. Raises `ModelRefused` and `AdapterRefused`; then
-    nothing has changed."""
+def open_variant(engine: "Engine", model: "LibraryModel") -> NamedEngine:
+    """A model of the library whose weights and drafts are those of the engine. From any thread but the engine's. Blocks
+    while its adapter is read and tested. Raises `ModelRefused` and `AdapterRefused`; then nothing has changed."""
+    client, codec = engine._client, engine._codec
     shown, manifest, card = shown_name(model), model.manifest, client.card
     found = client.ask(DescribeVariant(shown, dict(manifest.parameters), manifest.template))
     sampling = default_sampling(found.defaults, vocab_size=card.model.vocab_size, model=shown)

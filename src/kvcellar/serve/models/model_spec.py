@@ -84,7 +84,7 @@ def not_served(name: str) -> ModelNotFound:
 
 
 Make = Callable[[str, int, Callable[[], None]], Engine]  # an engine of a name, as `Loader`
-OpenVariant = Callable[[Engine, LibraryModel], NamedEngine]  # as `Engine.variant`
+OpenVariant = Callable[[Engine, LibraryModel], NamedEngine]  # as `open_variant`
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from kvcellar.engine.core.runner import RECENT
 from kvcellar.engine.messages import Submission
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.errors import BadRequest
-from kvcellar.frontend.control_clients import SurveyClient
+from kvcellar.frontend.control_clients import CacheClient
 from kvcellar.inspector.snapshot import SeenModel, Viewer, snapshot
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.tree import Tree
@@ -43,8 +43,8 @@ def engine() -> Iterator[Engine]:
         engine.check()
 
 
-def survey(engine: Engine) -> SurveyClient:
-    return engine.cache.survey
+def survey(engine: Engine) -> CacheClient:
+    return engine.cache
 
 
 def ended(engine: Engine, count: int) -> Any:

@@ -1,6 +1,7 @@
 """A server whose engines are fakes, and whose models are files of a library."""
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,7 +53,9 @@ def source_in(folder: Path) -> Path:
     """A directory with a config and one tensor."""
     folder = model(folder / "source")
     header = json.dumps({"a": {"dtype": "F32", "shape": [1000, 1200], "data_offsets": [0, 4_800_000]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(weights, weights.stat().st_size + 4_800_000)  # readers look whether the file is whole
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder

@@ -22,7 +22,7 @@ from tests.serve.fake_library import World, source_in
 
 ollama: Any = pytest.importorskip("ollama")
 
-MOST = 4_000_000  # bytes of uploads
+MOST = 8_000_000  # bytes of uploads
 
 
 @pytest.fixture

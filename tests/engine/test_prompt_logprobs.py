@@ -141,8 +141,8 @@ def test_fewer_rows_of_a_step_are_scored_in_which_others_decode(monkeypatch):
     steps = []
     init = prompt_rows.PromptRows.__init__
 
-    def counted(self, scheduled):
-        init(self, scheduled)
+    def counted(self, scheduled, draws):
+        init(self, scheduled, draws)
         steps.append((len(self.scored), any(one.completion.status is Status.DECODE for one in scheduled)))
 
     monkeypatch.setattr(prompt_rows.PromptRows, "__init__", counted)
@@ -202,9 +202,9 @@ def test_a_request_whose_scores_are_not_numbers_fails_alone(monkeypatch, value):
             logits[7, 3] = value
         return real(logits, *args)
 
-    real = prompt_rows.scored
-    monkeypatch.setattr(prompt_rows, "scored", damaged)
     with small_engine("llama") as engine:
+        real = engine._built.guest.draws.score
+        monkeypatch.setattr(engine._built.guest.draws, "score", damaged)
         short, long = Collector(1), Collector(1)
         engine.submit(PROMPT[:9], SamplingParams(max_tokens=2, prompt_logprobs=0), deliver=short.deliver)
         engine.submit(PROMPT, SamplingParams(max_tokens=2, prompt_logprobs=0), deliver=long.deliver)

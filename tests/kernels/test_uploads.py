@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvcellar.engine.models.build_guest import build_guest
-from kvcellar.engine.sample import draw as draw_file
 from kvcellar.engine.sample.draw import draw
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.kernels.uploads import upload, uploaded
@@ -63,8 +62,7 @@ SAMPLED = SamplingParams(top_k=20, min_p=0.1, typical_p=0.9, repetition_penalty=
 def test_a_step_reads_back_its_tokens_and_nothing_else(
     name: str, params: SamplingParams, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding, and a prompt beside it. Scores are ranked as on a device: reading back is free on the CPU only."""
-    monkeypatch.setattr(draw_file, "ranked", draw_file._ranked_by_keys)
+    """Decoding, and a prompt beside it."""
     guest = build_guest(ARCHS[name].build(), (backend, *backends()))
     memory = guest.memory({group.name: 200 for group in guest.shape.groups}, rows=8)
     size = guest.model.config.get_text_config().vocab_size

@@ -130,5 +130,5 @@ def test_many_rows_are_drawn_in_parts_as_they_are_together(monkeypatch: pytest.M
     samplers = [sampler(temperature=0.0 if row % 4 == 0 else 1.1, top_p=0.9) for row in range(30)]
     drafts = [Draft(1, weights(row)[0]) if row % 4 and row % 2 else None for row in range(30)]
     whole = draw(logits, samplers, range(30), drafts)
-    monkeypatch.setattr(drawing, "MOST_CACHED", 7 * VOCAB)
+    monkeypatch.setattr(drawing, "MOST_WEIGHTS", 7 * VOCAB)
     assert draw(logits, samplers, range(30), drafts) == whole

@@ -3,14 +3,11 @@ drawn by these, log-probabilities by the model's own."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvcellar.constraint import Constraint
-from kvcellar.engine.sample.draw import _penalise, _spread, draw, forbid_unmatched
+from kvcellar.engine.sample.draw import _spread, draw, forbid_unmatched
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.sampling_params import SamplingParams
 from tests.sample.languages import COLUMNS, END, WORDS, allowed, grammars
@@ -75,13 +72,3 @@ def test_if_everything_that_is_allowed_is_forbidden_the_row_has_an_error_and_oth
     none, other = draw(torch.randn(2, COLUMNS), [banned, sampler("c+")], [1, 1])
     assert "all 40 tokens are forbidden" in str(none.error)
     assert other.token_id in (WORDS.index("c"), WORDS.index("cc"))
-
-
-@given(st.integers(1, 200), st.randoms(use_true_random=False))
-def test_penalties_are_zero_where_a_bit_is_set_for_any_size_of_a_vocabulary(vocab: int, draw) -> None:
-    words = -(-vocab // 32)
-    mask = np.array([draw.randrange(-(2**31), 2**31) for _ in range(words)], np.int32)
-    found = _penalise(np.empty((-(-vocab // 8), 8), np.float32), mask)[:vocab]
-    assert found.tolist() == [
-        0.0 if (int(mask[token // 32]) >> token % 32) & 1 else -math.inf for token in range(vocab)
-    ]

@@ -1,9 +1,9 @@
 """structures: structures and constants of our C++ sources, read from them for ctypes: each is written once, in C++.
 
 The structures of calls are written in a part of C++ that is read here: each line declares fields of one type, which is
-`int64_t`, `int32_t`, `float`, a pointer, a pointer to a function, or another such structure. Functions of a structure
-stand behind an empty line. Anything else raises, when the module of the kernel is imported. Both sides have the sizes
-and places of fields that C has on the platform.
+`int64_t`, `int32_t`, `float`, `double`, a pointer, a pointer to a function, or another such structure. Functions of a
+structure stand behind an empty line. Anything else raises, when the module of the kernel is imported. Both sides have
+the sizes and places of fields that C has on the platform.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcellar.kernels.compiled import sources
 
-_NUMBERS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+_NUMBERS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float, "double": ctypes.c_double}
 _FUNCTION = re.compile(r"\w+ \(\*(\w+)\)\(.*\)")
 
 

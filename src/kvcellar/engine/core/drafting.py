@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from kvcellar.engine.core.request import Completion
+from kvcellar.engine.sample.draw import BY_TORCH, Draws
 from kvcellar.engine.speculate.chain import Chain, Key, Verified
 from kvcellar.engine.speculate.draft_memory import DraftMemory
 from kvcellar.engine.speculate.drafter import Committed
@@ -31,10 +32,11 @@ class Drafting:
         context: int,
         memory: DraftMemory | None = None,
         sequences: dict[Key, int | None] | None = None,
+        draws: Draws = BY_TORCH,
     ) -> None:
         """`memory`: that of the drafter, if it has one of its own. `sequences` has the target's of the completions that
         `propose` is called for, for drafters that read its memory."""
-        self.speculator, self._context, self.memory = speculator, context, memory
+        self.speculator, self._context, self.memory, self.draws = speculator, context, memory, draws
         self._sequences = {} if sequences is None else sequences
         self._chains: dict[Completion, Chain] = {}
         self._resting: Sequence[Completion] = ()  # of a round for which the drafter is parked
@@ -73,6 +75,7 @@ class Drafting:
             namespace=request.space,
             shared=request.cached,
             retention=request.retention,
+            draws=self.draws,
         )
 
     def chain(self, completion: Completion, drafts: int = 0) -> Chain:

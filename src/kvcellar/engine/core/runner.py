@@ -185,7 +185,7 @@ class Runner:
         plan = self._memory.begin(Batch(self._feeds(scheduled)))
         try:
             ids, rows = _inputs(scheduled, chains)
-            reads = PromptRows(scheduled) if any(one.completion.reads for one in scheduled) else None
+            reads = PromptRows(scheduled, self._guest.draws) if any(one.completion.reads for one in scheduled) else None
             logits, hidden = self._forward(plan, ids, rows, reads)
             found = reads.values(logits[len(rows) :], hidden) if reads is not None else ()
             if reads is not None:

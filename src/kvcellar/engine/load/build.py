@@ -36,13 +36,17 @@ from kvcellar.engine.models.input_limits import context_of, context_reason, padd
 from kvcellar.engine.models.load import Loaded
 from kvcellar.engine.models.weights.config_file import NONE, pooling_of
 from kvcellar.engine.models.weights.packing import Packed, pack_model
+from kvcellar.engine.sample.draw import BY_TORCH, Draws
 from kvcellar.engine.sample.grammars import Grammars
+from kvcellar.engine.sample.native_draws import NativeDraws
 from kvcellar.engine.speculate.chain import Key
 from kvcellar.engine.speculate.cost import step_clock
 from kvcellar.engine.speculate.draft_memory import DraftMemory
 from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.errors import BadRequest, forked_from
 from kvcellar.kernels.arena import trim_heap
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.sampling import SampleKernel
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.prefixes import Shares
@@ -146,6 +150,7 @@ def _assembled(
     default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
     plain, guest = guest, _storing(guest, settings)
     record_steps(guest, settings)
+    guest.draws = draws_on(guest.device)
     inbox, of_adapters = Inbox(device), {"most_bytes": settings.adapter_bytes, "default": settings.adapter}
     adapters = open_adapters(guest, plain, settings.adapters or {}, post=inbox.post, **of_adapters)
     context = _context(settings, loaded.model)
@@ -169,7 +174,7 @@ def _assembled(
     sequences: dict[Key, int | None] = {}
     uses = Uses(memory, sequences.get, own, shares, partial(tiers, share=part))
     speculator, cache = _speculator(drafts, guest, uses)
-    drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences)
+    drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences, draws=guest.draws)
     events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
     manager = SequenceManager(
         memory,
@@ -182,6 +187,17 @@ def _assembled(
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
     return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own)
+
+
+def draws_on(device: torch.device) -> Draws:
+    """How tokens are drawn from logits there."""
+    if device.type != "cpu":
+        return BY_TORCH
+    try:
+        return NativeDraws(SampleKernel(os.environ))
+    except NotCompiled as error:
+        log.warning("tokens are drawn by torch, which takes several times longer: %s", error)
+        return BY_TORCH
 
 
 def _source(loaded: Loaded, guest: Guest) -> Source:

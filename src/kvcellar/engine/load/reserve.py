@@ -26,7 +26,7 @@ from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.graphs import Graphs
-from kvcellar.engine.sample.draw import MAX_VOCAB, draw
+from kvcellar.engine.sample.draw import MAX_VOCAB, Draws
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.engine.speculate.chain import PART
 from kvcellar.errors import CapacityTooSmall
@@ -285,9 +285,10 @@ def _tried(
     """The bytes that one reserved step takes, with logits and draws of as many rows as there are feeds, or of the first
     `wanted` rows, without the step tables that it adds: these grow by powers of two, so they are not on a line through
     the measured steps (see `_row_tables`). The step is abandoned. Its bytes are those of a first one: memory that a
-    recording keeps for later steps is a part of them."""
+    recording or draws keep for later steps is a part of them."""
     if guest.recording is not None:
         guest.recording.clear()
+    guest.draws.clear()
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
     with uncollected(), peak(guest.device) as meter:
         plan = memory.begin(batch, reserve=True)
@@ -296,20 +297,20 @@ def _tried(
             count = len(feeds) if wanted is None else wanted
             logits = guest.forward(memory, plan, ids, torch.arange(count, device=guest.device))
             if draws and count:
-                _draw(logits)
+                _draw(guest.draws, logits)
         finally:
             memory.abandon()
     return meter.bytes - (memory.storage.table_bytes - tables)
 
 
 @torch.inference_mode()
-def _draw(logits: Tensor) -> None:
+def _draw(draws: Draws, logits: Tensor) -> None:
     """Draw with all sampling options enabled. The logits [R,V] are overwritten with zeros first: cells may contain NaN,
     and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
     sampler = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
     for part in logits.zero_().split(PART):
-        draw(part, [sampler] * len(part), [0] * len(part))
+        draws.draw(part, [sampler] * len(part), [0] * len(part))
 
 
 def continued(

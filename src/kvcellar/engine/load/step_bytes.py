@@ -199,6 +199,7 @@ def facts(
         "model": model(guest),
         "shape": shape(guest),
         "recorded": guest.recording is not None,
+        "draws": type(guest.draws).__name__,
         "files": identities(path, began),
     }
 

@@ -27,6 +27,7 @@ from kvcellar.engine.models.mixers import StateView
 from kvcellar.engine.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, fresh_layers, opened
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.recording.recording import RecordedStep, Recording, Results
+from kvcellar.engine.sample.draw import BY_TORCH
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.memory.attention.choose import Chosen, choose
 from kvcellar.memory.kv.history import Backend
@@ -74,6 +75,7 @@ class Guest:
         self.expands: str | None = None
         self.recording: Recording | None = None
         self.not_recorded: str | None = "it was not recorded"
+        self.draws = BY_TORCH
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
         self._scorings: Scorings = {}

@@ -4,9 +4,12 @@ The scores of a row are first edited (float32: biases, penalties, the boost of t
 tokens), then become weights, which are filtered, and one token is drawn by its weight. An operation runs only for the
 rows whose parameters ask for it; a batch of greedy rows is one `max`.
 
-A weight is exp((score - best) / temperature) as a whole number of 2**-40. Sums of whole numbers do not depend on the
-order in which a device adds them, so a row draws the same token whatever rows are in its batch, which float sums do not
-guarantee. A token less likely than 2**-40 times the best weighs nothing: it would be drawn less than once in 10**12.
+A weight is exp((score - best) / temperature), rounded to a whole number of 2**-40. Sums of whole numbers do not depend
+on the order in which a device adds them, so a row draws the same token whatever rows are in its batch, which float sums
+do not guarantee. A token less likely than 2**-41 times the best weighs nothing: it would be drawn less than once in
+10**12.
+
+On a CPU with a compiler, engines draw by `native_draws.py`, which this module defines and judges.
 
 Where each operation is defined, in the order in which they are applied:
 
@@ -51,7 +54,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvcellar.engine.sample.couple import WEIGHT_BITS, Draft, keeps, residual
@@ -121,12 +123,6 @@ def joined(arrays: "list[array[int]] | list[array[float]]", dtype: torch.dtype, 
     return sent(torch.cat([torch.frombuffer(values, dtype=dtype) for values in arrays]), device)
 
 
-# What is added to the scores of the eight tokens of each byte of a mask: 0, or minus infinity. [256,8] float32
-PENALTIES = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0, -np.inf)
-PENALTIES = PENALTIES.astype(np.float32)
-PENALTIES.setflags(write=False)
-
-
 def forbid_unmatched(scores: Tensor, samplers: Sequence[Sampler]) -> None:
     """Edit scores [R,V] float32 in place, in the rows of `samplers` that have a constraint."""
     rows = [row for row, sampler in enumerate(samplers) if sampler.matcher is not None]
@@ -136,22 +132,10 @@ def forbid_unmatched(scores: Tensor, samplers: Sequence[Sampler]) -> None:
     masks = bits.numpy()
     for mask, row in zip(masks, rows, strict=True):
         samplers[row].fill_mask(mask)
-    if scores.device.type == "cpu":
-        penalties = np.empty((-(-scores.shape[1] // 8), 8), np.float32)
-        for mask, row in zip(masks, rows, strict=True):
-            scores[row].add_(_penalise(penalties, mask)[: scores.shape[1]])
-        return
     np.invert(masks, out=masks)
     of_rows = slice(None) if len(rows) == len(samplers) else torch.tensor(rows, device=scores.device)
     forbidden = _spread(bits.to(scores.device, non_blocking=True), scores.shape[1])
     scores[of_rows] = scores[of_rows].masked_fill(forbidden, -torch.inf)
-
-
-def _penalise(penalties: NDArray[np.float32], mask: NDArray[np.int32]) -> Tensor:
-    """`penalties` [V/8,8] overwritten with 0 or minus infinity for each token of a mask [words]; as [V]. Eight tokens
-    at once, and an addition: that takes a fifth of the time of `masked_fill_`, which branches for each score."""
-    np.take(PENALTIES, mask.view(np.uint8)[: len(penalties)], axis=0, out=penalties, mode="clip")  # no check: a byte
-    return torch.from_numpy(penalties).view(-1)
 
 
 def _spread(bits: Tensor, vocab: int) -> Tensor:
@@ -160,12 +144,11 @@ def _spread(bits: Tensor, vocab: int) -> Tensor:
     return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab].bool()
 
 
-MOST_WEIGHTS = 2**24  # that are computed at once: 128 MiB, and twice as much for what they are computed from;
-MOST_CACHED = 2**19  # on a CPU: they and what they are computed from stay in its caches
+MOST_WEIGHTS = 2**24  # that are computed at once: 128 MiB, and twice as much for what they are computed from
 MAX_VOCAB = 2**22  # sums of weights stay under 2**63, and a score with its id fits one int64
 ENTROPY_OF = 100  # candidates of top-h, as in transformers
-EQUALS, MOST_RANKED = 32, 8192  # more than are wanted, and the most, that are found by their scores alone
-SHORTLISTS = (256, 4096)  # most nuclei are this small, and sorting everything costs ten times more
+FEW = 256  # that are ranked without sorting everything
+PARTS = 16  # in which rows of a prompt are scored: a row takes up to 44 bytes for each token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +176,13 @@ def draw(
     """
     if not samplers:
         return []
-    raw = _own_columns(logits, samplers, positions)
+    raw = own_columns(logits, samplers)
+    if len(positions) != len(samplers):
+        raise ValueError(f"{len(samplers)} samplers, {len(positions)} positions")
     scores = edit(raw, samplers)
     best, tokens = scores.max(1)  # [R]; the lowest id among equals; NaN wins
     sampled = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
-    most = max(1, (MOST_CACHED if raw.device.type == "cpu" else MOST_WEIGHTS) // raw.shape[1])
+    most = max(1, MOST_WEIGHTS // raw.shape[1])
     for part in (sampled[start : start + most] for start in range(0, len(sampled), most)):
         at = _rows(part, len(samplers), raw.device)
         some = [(samplers[row], positions[row], drafts[row] if drafts else None) for row in part]
@@ -210,16 +195,87 @@ def draw(
         columns = [tokens.double()[:, None], best.double()[:, None]]
         columns += [_logprobs(raw, tokens, samplers, wanting)] if wanting else []
         table = torch.cat(columns, 1).tolist()  # the one transfer to the host
-    return [_drawn(row, sampler, pos) for row, sampler, pos in zip(table, samplers, positions, strict=True)]
+    return [drawn_of(row, sampler, pos) for row, sampler, pos in zip(table, samplers, positions, strict=True)]
 
 
-def _own_columns(logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """A draft of one row, and what it was drawn from [V] int64, unless the row is greedy. None can be drawn where the
+    score is not finite."""
+
+    token_id: int
+    score: float
+    weights: Tensor | None = None
+
+
+class Draws:
+    """How an engine draws: by torch, on the device of the logits."""
+
+    def clear(self) -> None:
+        """Free memory that is kept for the next draw."""
+
+    def draw(
+        self, logits: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], drafts: Sequence[Draft | None] = ()
+    ) -> list[Drawn]:
+        return draw(logits, samplers, positions, drafts)
+
+    def propose(self, logits: Tensor, samplers: Sequence[Sampler], chances: Sequence[float]) -> list[Proposed]:
+        """A draft for each row of logits [R,W], by the noise `chances[r]`."""
+        scores = edit(own_columns(logits, samplers), samplers)
+        best, tokens = scores.max(1)
+        sampled = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
+        weights: dict[int, Tensor] = {}
+        if sampled:
+            rows = torch.tensor(sampled, device=scores.device)
+            drawn_from = weights_of(scores[rows].float(), best[rows], [samplers[row].params for row in sampled])
+            tokens[rows] = pick(drawn_from, _floats([chances[row] for row in sampled], scores.device))
+            weights = dict(zip(sampled, drawn_from, strict=True))
+        table: list[list[float]] = torch.stack([tokens.double(), best.double()], 1).tolist()
+        return [Proposed(int(token), score, weights.get(row)) for row, (token, score) in enumerate(table)]
+
+    def score(self, logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprob]:
+        """The log-probability of `tokens[r]` by the logits [R,V] of row r, its rank, and the `most` most likely tokens
+        there: the same numbers as `draw` gives for drawn tokens. Raises `ScoresNotNumbers` where the logits are not
+        numbers."""
+        size = max(1, -(-len(logits) // PARTS))
+        parts = range(0, len(logits), size)
+        return [one for at in parts for one in _scored(logits[at : at + size], tokens[at : at + size], most)]
+
+
+BY_TORCH = Draws()
+
+
+def _scored(logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprob]:
+    scores, most = logits.float(), min(most, logits.shape[1])
+    given = uploaded(tokens, torch.int64, logits.device)[:, None]  # [R,1]
+    ids = torch.cat([given, ranked(scores, most)], 1) if most else given  # [R,1+most]
+    sums = torch.logsumexp(scores.double(), 1, keepdim=True)
+    values = (scores.gather(1, ids).double() - sums).float().double()  # summed in float64, rounded to float32
+    ranks = (scores > scores.gather(1, given)).sum(1, keepdim=True) + 1
+    table: list[list[float]] = torch.cat([sums, ranks.double(), values, ids[:, 1:].double()], 1).tolist()
+    return [
+        scored_of(token, total, int(rank), row[: 1 + most], row[1 + most :])
+        for token, (total, rank, *row) in zip(tokens, table, strict=True)
+    ]
+
+
+def scored_of(token: int, total: float, rank: int, values: Sequence[float], top: Sequence[float]) -> TokenLogprob:
+    """`values`: the log-probability of the token, then of the most likely ones; `total`: the log of all."""
+    if not math.isfinite(total) or any(map(math.isnan, values)):
+        raise ScoresNotNumbers(
+            "the scores of a prompt's tokens hold NaN or infinity. The weights may be damaged; if not, load the model "
+            "with dtype float32."
+        )
+    return TokenLogprob(token, values[0], tuple(zip(map(int, top), values[1:], strict=True)), rank)
+
+
+def own_columns(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
     """The columns [R,V] that are tokens: a padded output layer has more."""
     vocab = samplers[0].vocab_size
     if any(sampler.vocab_size != vocab for sampler in samplers):
         raise ValueError(f"samplers of different vocabularies in one draw: {sorted({s.vocab_size for s in samplers})}")
-    if logits.ndim != 2 or logits.shape[0] != len(samplers) or len(positions) != len(samplers):
-        raise ValueError(f"{len(samplers)} samplers, {len(positions)} positions, logits {tuple(logits.shape)}")
+    if logits.ndim != 2 or logits.shape[0] != len(samplers):
+        raise ValueError(f"{len(samplers)} samplers, logits {tuple(logits.shape)}")
     if not 0 < vocab <= min(logits.shape[1], MAX_VOCAB):
         raise ValueError(f"a vocabulary of {vocab}; logits have {logits.shape[1]}, the most is {MAX_VOCAB}")
     return logits[:, :vocab]
@@ -234,26 +290,24 @@ def _sample(scores: Tensor, best: Tensor, rows: Sequence[tuple[Sampler, int, Dra
     """Draw from scores [R,V] float32 of rows that are not greedy: sampler, position and draft of each. -> [R] int64"""
     weights = weights_of(scores, best, [sampler.params for sampler, _, _ in rows])
     chance = _floats([sampler.uniform(pos) for sampler, pos, _ in rows], scores.device)
-    coupled = [row for row, (_, _, draft) in enumerate(rows) if draft is not None and draft.weights is not None]
-    if not coupled:
-        return pick(weights, chance)
-    at = _rows(coupled, len(rows), scores.device)
-    drafts, drawn_from, accept = _joined_drafts([rows[row] for row in coupled], scores.device)
-    kept = keeps(weights[at], drawn_from, drafts, accept)
-    weights[at] = residual(weights[at], drawn_from)
     tokens = pick(weights, chance)
-    tokens[at] = torch.where(kept, drafts, tokens[at])
+    if coupled := [row for row, (_, _, draft) in enumerate(rows) if draft is not None and draft.weights is not None]:
+        at = _rows(coupled, len(rows), scores.device)
+        tokens[at] = coupled_tokens(weights[at], [rows[row] for row in coupled])
     return tokens
 
 
-def _joined_drafts(
-    rows: Sequence[tuple[Sampler, int, Draft | None]], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts [R], the weights [R,V] that they were drawn from, and the noise [R] that accepts them."""
+def coupled_tokens(weights: Tensor, rows: Sequence[tuple[Sampler, int, Draft | None]]) -> Tensor:
+    """Draw from weights [R,V], coupled with the drafts of the rows, which have weights. -> [R] int64"""
     drafts = [draft for _, _, draft in rows if draft is not None]
-    tokens = uploaded([draft.token_id for draft in drafts], torch.int64, device)
-    drawn_from = torch.stack([draft.weights.to(device) for draft in drafts if draft.weights is not None])
-    return tokens, drawn_from, _floats([sampler.uniform(pos, "accept") for sampler, pos, _ in rows], device)
+    tokens = uploaded([draft.token_id for draft in drafts], torch.int64, weights.device)
+    drawn_from = torch.stack([draft.weights.to(weights.device) for draft in drafts if draft.weights is not None])
+    accept, chance = (
+        _floats([sampler.uniform(pos, purpose) for sampler, pos, _ in rows], weights.device)
+        for purpose in ("accept", "draw")
+    )
+    kept = keeps(weights, drawn_from, tokens, accept)
+    return torch.where(kept, tokens, pick(residual(weights, drawn_from), chance))
 
 
 def weights_of(scores: Tensor, best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -307,7 +361,7 @@ def _logprobs(raw: Tensor, tokens: Tensor, samplers: Sequence[Sampler], wanting:
     return table
 
 
-def _drawn(row: list[float], sampler: Sampler, pos: int) -> Drawn:
+def drawn_of(row: Sequence[float], sampler: Sampler, pos: int) -> Drawn:
     """Read a row of the table: token, best score, then log-probabilities if any row asked for them."""
     token, best, *rest = row
     if sampler.late:
@@ -368,30 +422,16 @@ def weigh(scores: Tensor, best: Tensor, temperature: Tensor) -> tuple[Tensor, Te
     """
     best = best.double()[:, None]
     below = scores.double().sub_(best).div_(temperature[:, None]).masked_fill_(~best.isfinite(), 0.0)
-    return below, below.exp().mul_(2.0**WEIGHT_BITS).long()
+    return below, below.exp().mul_(2.0**WEIGHT_BITS).round_().long()
 
 
 def ranked(scores: Tensor, width: int) -> Tensor:
     """The ids of the `width` highest scores, best first, the lowest id first among equals. [R,V] -> [R,width]"""
-    if scores.device.type != "cpu" or width + EQUALS > min(scores.shape[1], MOST_RANKED):
-        return _ranked_by_keys(scores, width)
-    best, ids = scores.topk(width + EQUALS)  # of equals, any
-    left_out = best[:, width - 1] == best[:, -1]  # there may be equals with lower ids that are not among these
-    ids, by_id = ids.sort(dim=1)
-    order = best.gather(1, by_id).sort(dim=1, descending=True, stable=True).indices[:, :width]
-    ids = ids.gather(1, order)
-    if left_out.any():
-        ids[left_out] = _ranked_by_keys(scores[left_out], width)
-    return ids
-
-
-def _ranked_by_keys(scores: Tensor, width: int) -> Tensor:
-    """The same by keys that are all different."""
     bits = (scores + 0.0).view(torch.int32).long()  # + 0.0: minus zero equals zero
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # floats as integers of the same order
     last_id = scores.shape[1] - 1
     keys = ordered * MAX_VOCAB + (last_id - torch.arange(last_id + 1, device=scores.device))
-    top = keys.topk(width).values if width in SHORTLISTS or width < SHORTLISTS[0] else keys.sort(descending=True).values
+    top = keys.topk(width).values if width < FEW else keys.sort(descending=True).values
     return last_id - top[:, :width] % MAX_VOCAB
 
 
@@ -414,29 +454,12 @@ def keep_typical(weights: Tensor, below: Tensor, mass: Tensor) -> Tensor:
 
 
 def keep_top_p(weights: Tensor, scores: Tensor, mass: Tensor) -> Tensor:
-    """Keep the best, until they have `mass` [R] together. On a CPU, of a shortlist, where that has so many."""
-    vocab = weights.shape[1]
-    kept, rows = torch.empty_like(weights), torch.arange(len(weights), device=weights.device)
-    lists = SHORTLISTS if weights.device.type == "cpu" else ()  # elsewhere each costs a wait for the device
-    for width in (*(short for short in lists if short < vocab), vocab):
-        found, enough = _nucleus(weights[rows], scores[rows], mass[rows], width)
-        kept[rows] = found
-        if width == vocab:
-            break
-        rows = rows[~enough]
-        if not len(rows):
-            break
-    return kept
-
-
-def _nucleus(weights: Tensor, scores: Tensor, mass: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Weights of the nucleus among the `width` best, and for which rows [R] these contain all of it."""
-    limit = _part(mass, weights.sum(1, keepdim=True))
-    order = ranked(scores, width)
+    """Keep the best, until they have `mass` [R] together."""
+    order = ranked(scores, weights.shape[1])
     sorted_weights = weights.gather(1, order)
-    sums = sorted_weights.cumsum(1)
-    inside = torch.where(sums - sorted_weights < limit, sorted_weights, 0)
-    return torch.zeros_like(weights).scatter_(1, order, inside), sums[:, -1] >= limit[:, 0]
+    before = sorted_weights.cumsum(1) - sorted_weights
+    inside = torch.where(before < _part(mass, weights.sum(1, keepdim=True)), sorted_weights, 0)
+    return torch.zeros_like(weights).scatter_(1, order, inside)
 
 
 def keep_min_p(weights: Tensor, share: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.sample.couple import Draft
-from kvcellar.engine.sample.draw import Drawn, draw, edit, pick, weights_of
+from kvcellar.engine.sample.draw import BY_TORCH, Drawn, Draws
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 
@@ -50,9 +50,11 @@ class Chain:
         namespace: str,
         shared: int,
         retention: RetentionOptions = NO_OPTIONS,
+        draws: Draws = BY_TORCH,
     ) -> None:
         self.key, self.text, self.pos, self.room = key, text, pos, max(0, room)
         self.namespace, self.shared, self.retention = namespace, shared, retention
+        self.draws = draws  # of all chains of an engine the same
         self.drafts: list[Draft] = []
         self.samplers = [sampler]
         self._closed = False
@@ -114,21 +116,11 @@ def extend(chains: Sequence[Chain], logits: Tensor) -> None:
     drafts.
     """
     samplers = [chain.samplers[-1] for chain in chains]
-    vocab = samplers[0].vocab_size
-    scores = edit(_widened(logits, vocab), samplers)
-    best, tokens = scores.max(1)
-    at = [row for row, sampler in enumerate(samplers) if not sampler.greedy]
-    weights: dict[int, Tensor] = {}
-    if at:
-        rows = torch.tensor(at, device=scores.device)
-        drawn_from = weights_of(scores[rows].float(), best[rows], [samplers[row].params for row in at])
-        chances = [_noise(chains[row]) for row in at]
-        tokens[rows] = pick(drawn_from, torch.tensor(chances, dtype=torch.float64, device=scores.device))
-        weights = {row: each for row, each in zip(at, drawn_from, strict=True) if samplers[row].couples}
-    table: list[list[float]] = torch.stack([tokens.double(), best.double()], 1).tolist()
-    for row, (chain, (token, score)) in enumerate(zip(chains, table, strict=True)):
-        if math.isfinite(score):
-            chain.add(int(token), weights.get(row))
+    noise = [_noise(chain) for chain in chains]
+    found = chains[0].draws.propose(_widened(logits, samplers[0].vocab_size), samplers, noise)
+    for chain, sampler, one in zip(chains, samplers, found, strict=True):
+        if math.isfinite(one.score):
+            chain.add(one.token_id, one.weights if sampler.couples else None)
         else:
             chain.close()
 
@@ -163,7 +155,7 @@ class Verified:
 
 def verify(chains: Sequence[Chain], logits: Tensor) -> list[Verified]:
     """Verify the drafts of each chain by the logits [T,W] of its rows, chain by chain in order. Changes nothing."""
-    samplers = [sampler for chain in chains for sampler in chain.samplers]
+    samplers, draw = [sampler for chain in chains for sampler in chain.samplers], chains[0].draws.draw
     if len(samplers) == len(chains):  # plain decoding
         drawn = draw(logits, samplers, [chain.pos for chain in chains])
         return [Verified(() if one.late else (one,), 0, 0) for one in drawn]

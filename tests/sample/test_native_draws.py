@@ -1,0 +1,179 @@
+"""The compiled draw is the draw by torch: the same tokens, from the same weights, with the same log-probabilities."""
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcellar.engine.sample.couple import Draft
+from kvcellar.engine.sample.draw import Drawn, Draws
+from kvcellar.engine.sample.native_draws import NativeDraws
+from kvcellar.engine.sample.sampler import Sampler
+from kvcellar.errors import ScoresNotNumbers
+from kvcellar.events import TokenLogprob
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.sampling import SampleKernel
+from kvcellar.sampling_params import SamplingParams
+
+OBVIOUS = Draws()
+ENDS = frozenset({0, 1})
+
+
+@pytest.fixture(scope="module")
+def native() -> NativeDraws:
+    try:
+        return NativeDraws(SampleKernel(os.environ))
+    except NotCompiled as error:
+        pytest.skip(str(error))
+
+
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "temperature": st.sampled_from([0.0, 1e-4, 0.3, 0.8, 1.0, 2.0, 100.0]),
+        "top_h": st.sampled_from([None, 1e-9, 0.4, 1.0]),
+        "top_k": st.sampled_from([0, 1, 5, 40, 399, 2**31 - 1]),
+        "top_p": st.sampled_from([1e-9, 0.1, 0.5, 0.95, 0.999, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.05, 1.0]),
+        "typical_p": st.sampled_from([1e-9, 0.6, 0.95, 1.0]),
+        "epsilon_cutoff": st.sampled_from([0.0, 1e-4, 0.01, 0.5]),
+        "eta_cutoff": st.sampled_from([0.0, 1e-4, 0.01, 0.5]),
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3]),
+        "presence_penalty": st.sampled_from([-2.0, 0.0, 1.5]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.0, 2.0]),
+        "repeat_last_n": st.sampled_from([-1, 0, 4]),
+        "logit_bias": st.dictionaries(st.integers(0, 99), st.sampled_from([-100.0, 3.0, 100.0]), max_size=4),
+        "min_tokens": st.sampled_from([0, 3, 10]),
+        "exponential_decay_length_penalty": st.sampled_from([None, (2, 1.5)]),
+        "no_repeat_ngram_size": st.sampled_from([0, 1]),
+        "logprobs": st.sampled_from([None, 0, 3, 20]),
+    },
+)
+SHAPES = st.sampled_from(["peaked", "plain", "flat", "equal", "few", "nothing", "nan", "infinite"])
+
+
+def logits_of(shape: str, vocab: int, seed: int) -> torch.Tensor:
+    x = torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
+    match shape:
+        case "peaked":
+            return 5 * x + 12 * (x > 2)
+        case "plain":
+            return 2 * x
+        case "flat":
+            return 0.01 * x
+        case "equal":
+            return torch.zeros(vocab)
+        case "few":
+            x[x.argsort()[: vocab - 3]] = -math.inf
+        case "nothing":
+            x[:] = -math.inf
+        case "nan":
+            x[vocab // 2] = math.nan
+        case "infinite":
+            x[vocab // 3] = math.inf
+    return x
+
+
+def sampler(fields: dict[str, Any], number: int, vocab: int) -> Sampler:
+    made = Sampler(
+        SamplingParams(**fields), seed=number, index=number, prompt_ids=(3, 4, 5, 3, vocab + 1, 90), vocab_size=vocab,
+        end_ids=ENDS, never_ids=frozenset({7}),
+    )  # fmt: skip
+    for token in (4, 8, 8, 2)[: number % 5]:
+        made.accept(token)
+    return made
+
+
+def assert_same(one: Drawn, other: Drawn) -> None:
+    assert (one.token_id, str(one.error), one.late) == (other.token_id, str(other.error), other.late)
+    assert (one.logprob is None) == (other.logprob is None)
+    if one.logprob is not None and other.logprob is not None:
+        near = {"abs": 1e-6, "rel": 1e-6}
+        assert one.logprob.token_id == other.logprob.token_id
+        assert one.logprob.logprob == pytest.approx(other.logprob.logprob, **near)
+        assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+        assert [value for _, value in one.logprob.top] == pytest.approx([v for _, v in other.logprob.top], **near)
+
+
+@given(
+    st.lists(st.tuples(FIELDS, SHAPES), min_size=1, max_size=5),
+    st.sampled_from([100, 127, 128, 400, 3001]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(0, 2**20),
+)
+def test_every_row_draws_what_it_draws_by_torch(
+    native: NativeDraws, rows: list[tuple[dict[str, Any], str]], vocab: int, dtype: torch.dtype, seed: int
+) -> None:
+    wide = torch.full((len(rows), vocab + 3), math.nan)
+    for at, (_, shape) in enumerate(rows):
+        wide[at, :vocab] = logits_of(shape, vocab, seed + at)
+    logits = wide.to(dtype)
+    before = logits.clone()
+    samplers = [sampler(fields, number, vocab) for number, (fields, _) in enumerate(rows)]
+    positions = range(seed, seed + len(rows))
+    found = native.draw(logits, samplers, positions)
+    assert torch.equal(logits.nan_to_num(), before.nan_to_num())
+    for one, other in zip(found, OBVIOUS.draw(logits, samplers, positions), strict=True):
+        assert_same(one, other)
+    for at, one in enumerate(found):
+        (alone,) = native.draw(logits[at : at + 1], samplers[at : at + 1], positions[at : at + 1])
+        assert (alone.token_id, alone.logprob, str(alone.error)) == (one.token_id, one.logprob, str(one.error))
+
+
+@given(FIELDS, SHAPES, st.sampled_from([128, 400, 3001, 70_000]), st.integers(0, 2**20))
+def test_what_is_drawn_from_is_what_it_is_by_torch(
+    native: NativeDraws, fields: dict[str, Any], shape: str, vocab: int, seed: int
+) -> None:
+    logits, one = logits_of(shape, vocab, seed)[None].bfloat16(), sampler(fields, 3, vocab)
+    (found,), (other,) = (draws.propose(logits, [one], [0.4]) for draws in (native, OBVIOUS))
+    assert found.score == other.score or (math.isnan(found.score) and math.isnan(other.score))
+    if math.isfinite(other.score):
+        assert found.token_id == other.token_id
+        assert (found.weights is None) == (other.weights is None) == one.greedy
+    if math.isfinite(other.score) and found.weights is not None and other.weights is not None:
+        assert found.weights.shape == (vocab,)
+        assert torch.equal(found.weights > 1, other.weights > 1)
+        assert (found.weights - other.weights).abs().max() <= 1
+
+
+@given(st.integers(0, 2**20), st.sampled_from([0.3, 1.0]), st.sampled_from([1.0, 0.9]), st.booleans())
+def test_a_coupled_row_draws_what_it_draws_by_torch(
+    native: NativeDraws, seed: int, temperature: float, top_p: float, logprobs: bool
+) -> None:
+    vocab = 300
+    logits, guessed = (logits_of("plain", vocab, seed + at)[None] for at in range(2))
+    fields = {"temperature": temperature, "top_p": top_p, "logprobs": 2 if logprobs else None}
+    one = sampler(fields, 3, vocab)
+    (draft,) = OBVIOUS.propose(guessed, [one], [0.7])
+    drafts = [Draft(draft.token_id, draft.weights)]
+    assert_same(*(draws.draw(logits, [one], [seed], drafts)[0] for draws in (native, OBVIOUS)))
+
+
+@given(SHAPES, st.sampled_from([100, 128, 3001]), st.integers(0, 20), st.integers(0, 2**20))
+def test_a_given_token_is_scored_as_by_torch(native: NativeDraws, shape: str, vocab: int, most: int, seed: int) -> None:
+    logits, tokens = torch.stack([logits_of(shape, vocab, seed + at) for at in range(3)]).bfloat16(), [5, 0, vocab - 1]
+
+    def found(draws: Draws) -> list[TokenLogprob] | str:
+        try:
+            return draws.score(logits, tokens, most)
+        except ScoresNotNumbers as error:
+            return str(error)
+
+    ours, theirs = found(native), found(OBVIOUS)
+    assert isinstance(ours, str) == isinstance(theirs, str)
+    if isinstance(ours, list) and isinstance(theirs, list):
+        assert [one.rank for one in ours] == [one.rank for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(Drawn(one.token_id, one), Drawn(other.token_id, other))
+
+
+def test_the_score_of_a_given_token_is_that_of_a_drawn_one(native: NativeDraws) -> None:
+    logits = torch.stack([logits_of("plain", 3001, at) for at in range(9)])
+    drawn = native.draw(logits, [sampler({"logprobs": 4}, 3, 3001)] * 9, range(9))
+    scored = native.score(logits, [one.token_id for one in drawn], 4)
+    assert [replace(one, rank=0) for one in scored] == [one.logprob for one in drawn]

@@ -1,8 +1,8 @@
 """structured: what masks of constrained answers cost beside a decode step, in one run.
 
 The network has the sizes of the others here and a vocabulary of 128 thousand, of bytes and made-up words. Masks are
-those of texts that match a schema, with tokens drawn at random from the allowed ones; their time is that of `edit` on
-scores of one row for each sequence, with the copy that it makes, and of `accept`: all that a constraint adds to a step.
+those of texts that match a schema, with tokens drawn at random from the allowed ones; their time is that of a draw
+beyond one without masks, and of `accept`: all that a constraint adds to a step.
 Both are CPU time, measured in turn: of a step that of its thread, of masks that of all threads, as others compute them.
 """
 
@@ -24,7 +24,7 @@ from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import SMALL, TINY, Size, write
 from kvcellar.constraint import Constraint
-from kvcellar.engine.sample.draw import edit
+from kvcellar.engine.sample.draw import Draws, edit
 from kvcellar.engine.sample.matcher import Matcher
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.frontend.engine import Engine
@@ -77,6 +77,7 @@ ORDER = {
 
 
 LARGE = replace(SMALL, vocabulary=131_072)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +118,11 @@ def structured(extent: Extent, directory: Path) -> dict[int, Found]:
             draw = random.Random(0)
             prompts = [[draw.randrange(256) for _ in range(extent.prompt)] for _ in range(sequences)]
             texts = [_Text(matcher, extent.size.vocabulary, number) for number in range(sequences)]
+            draws = engine._built.guest.draws  # pyright: ignore[reportPrivateUsage]
             steps, masks = in_rounds(
                 extent.rounds,
                 lambda prompts=prompts: _per_step(engine, prompts, extent.steps),
-                lambda texts=texts: _masks(texts, extent),
+                lambda texts=texts: _masks(draws, texts, extent),
             )
             shares = [mask / step for step, mask in zip(steps, masks, strict=True)]
             of_step, of_masks = 1e3 * statistics.median(steps), 1e3 * statistics.median(masks)
@@ -136,7 +138,7 @@ class _Text:
         self.sampler = self._begun()
 
     def _begun(self) -> Sampler:
-        params = SamplingParams(constraint=Constraint.json_schema(ORDER))
+        params = replace(GREEDY, constraint=Constraint.json_schema(ORDER))
         return Sampler(
             params,
             seed=0,
@@ -166,15 +168,19 @@ def _per_step(engine: Engine, prompts: Sequence[Sequence[int]], steps: int) -> f
     return burst.seconds / burst.steps
 
 
-def _masks(texts: Sequence[_Text], extent: Extent) -> float:
+def _masks(draws: Draws, texts: Sequence[_Text], extent: Extent) -> float:
     """CPU seconds per step of what constraints add to it."""
     spent = 0.0
     logits = torch.zeros(len(texts), extent.size.vocabulary)
+    plain = Sampler(GREEDY, seed=0, index=0, prompt_ids=(), vocab_size=extent.size.vocabulary, end_ids=frozenset())
     for _ in range(extent.steps):
-        began = time.process_time()
-        scores = edit(logits, [text.sampler for text in texts])
-        spent += time.process_time() - began
-        drawn = [text.next(row) for text, row in zip(texts, scores, strict=True)]
+        samplers = [text.sampler for text in texts]
+        clock = [time.process_time()]
+        for each in ([plain] * len(texts), samplers):
+            draws.draw(logits, each, [0] * len(each))
+            clock.append(time.process_time())
+        spent += (clock[2] - clock[1]) - (clock[1] - clock[0])
+        drawn = [text.next(row) for text, row in zip(texts, edit(logits, samplers), strict=True)]
         began = time.process_time()
         for text, token in zip(texts, drawn, strict=True):
             text.follow(token)

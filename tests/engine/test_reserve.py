@@ -143,7 +143,7 @@ def test_a_step_with_drafts_takes_no_more_than_was_said(name: str) -> None:
             logits = model.forward(
                 memory, plan, torch.zeros(batch.tokens, dtype=torch.long), torch.arange(batch.tokens)
             )
-            _draw(logits)
+            _draw(model.draws, logits, coupled=True)
             memory.abandon()
         truth.append(meter.bytes)
     assert max(truth) <= said
@@ -165,7 +165,7 @@ def test_rows_that_packed_layers_pad_are_in_what_a_step_takes() -> None:
     with uncollected(), peak(CPU) as meter:
         plan = memory.begin(batch, reserve=True)
         logits = model.forward(memory, plan, torch.zeros(writers, dtype=torch.long), torch.arange(writers))
-        _draw(logits)
+        _draw(model.draws, logits)
         memory.abandon()
     assert meter.bytes <= said
 
@@ -256,7 +256,7 @@ def test_checkpoints_inside_a_step_take_no_more_than_was_reserved(name: str) -> 
         with uncollected(), peak(CPU) as meter:
             plan = memory.begin(Batch(feeds))
             logits = guest.forward(memory, plan, torch.zeros(rows, dtype=torch.long), torch.arange(2))
-            _draw(logits)
+            _draw(guest.draws, logits)
             assert len(memory.commit()) == 2
         assert meter.bytes <= most, f"{rows - few} and {few} tokens"
         memory.clear()

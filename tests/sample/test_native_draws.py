@@ -93,7 +93,7 @@ def assert_same(one: Drawn, other: Drawn) -> None:
     assert (one.token_id, str(one.error), one.late) == (other.token_id, str(other.error), other.late)
     assert (one.logprob is None) == (other.logprob is None)
     if one.logprob is not None and other.logprob is not None:
-        near = {"abs": 1e-6, "rel": 1e-6}
+        near: Any = {"abs": 1e-6, "rel": 1e-6}
         assert one.logprob.token_id == other.logprob.token_id
         assert one.logprob.logprob == pytest.approx(other.logprob.logprob, **near)
         assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]

@@ -245,7 +245,28 @@ KV_INLINE D fused(D a, D b, D c) {
 #endif
 }
 
-// 2^(40 + x) as a whole number, for x of at most 0. The polynomial has a relative error of 3e-16.
+// 2^(40 + x) as a whole number, for x of at most 0. The relative error of the polynomials is below 9.0e-15.
+#if KV_AVX512
+alignas(64) constexpr double POWERS[16] = {  // 2^(i/16)
+    0x1.0000000000000p+0, 0x1.0b5586cf9890fp+0, 0x1.172b83c7d517bp+0, 0x1.2387a6e756238p+0,
+    0x1.306fe0a31b715p+0, 0x1.3dea64c123422p+0, 0x1.4bfdad5362a27p+0, 0x1.5ab07dd485429p+0,
+    0x1.6a09e667f3bcdp+0, 0x1.7a11473eb0187p+0, 0x1.8ace5422aa0dbp+0, 0x1.9c49182a3f090p+0,
+    0x1.ae89f995ad3adp+0, 0x1.c199bdd85529cp+0, 0x1.d5818dcfba487p+0, 0x1.ea4afa2a490dap+0};
+
+KV_INLINE L whole_power(D x) {
+    const __m512d shift = _mm512_set1_pd(0x1.8p48);  // added, it rounds to a multiple of 1/16, which is in the last bits
+    const __m512d y = _mm512_max_pd((__m512d)x, _mm512_set1_pd(-64.)), shifted = _mm512_add_pd(y, shift);
+    const __m512d n = _mm512_sub_pd(shifted, shift), r = _mm512_sub_pd(y, n);
+    const __m512d power = _mm512_permutex2var_pd(_mm512_load_pd(POWERS), _mm512_castpd_si512(shifted),
+                                                 _mm512_load_pd(POWERS + 8));
+    D p = fused(D{} + 0x1.5d897e525c216p-10, (D)r, D{} + 0x1.3b2c9b8a6caeap-7);
+    p = fused(p, (D)r, D{} + 0x1.c6b08d6f2a289p-5);
+    p = fused(p, (D)r, D{} + 0x1.ebfbdff555824p-3);
+    p = fused(p, (D)r, D{} + 0x1.62e42fefa39f3p-1);
+    p = fused(p * (D)r, (D)power, (D)power);
+    return (L)_mm512_cvtpd_epi64(_mm512_scalef_pd((__m512d)p, _mm512_add_pd(n, _mm512_set1_pd(WEIGHT_BITS))));
+}
+#else
 KV_INLINE L whole_power(D x) {
     constexpr double shift = 0x1.8p52;  // added, it rounds to a whole number, which is in the last bits
     x = x > -64. ? x : D{} - 64.;
@@ -263,6 +284,7 @@ KV_INLINE L whole_power(D x) {
     const D scaled = (D)((L)p + ((L)shifted << 52) + (WEIGHT_BITS << 52)) + 0x1p52;
     return (L)scaled & ((int64_t(1) << 52) - 1);
 }
+#endif
 
 // Weights of scores [n], and their sum.
 int64_t weigh(const float* scores, int64_t n, float best, double temperature, int64_t* weights) {
@@ -429,14 +451,16 @@ Edge<Key> edge_of(Set<Key> set, int64_t limit, int64_t total, Set<Key> rest) {
 
 // -- filters: what they remove weighs nothing ------------------------------------------------------------------------
 
-// Keeps what is above an edge, and of equal keys those up to its id. Ids rise.
+// Keeps what is above an edge, and of equal keys those up to its id. Ids rise. Returns the sum of weights that are left.
 template <class Key>
-void cut(const Set<Key>& set, Edge<Key> edge) {
+int64_t cut(const Set<Key>& set, Edge<Key> edge) {
     int64_t i = 0;
     const int64_t end = set.ids ? std::upper_bound(set.ids, set.ids + set.n, edge.last) - set.ids
                                 : std::min<int64_t>(set.n, int64_t(edge.last) + 1);
-    for (; i < end; ++i) set.weights[i] = set.keys[i] >= edge.key ? set.weights[i] : 0;
-    for (; i < set.n; ++i) set.weights[i] = set.keys[i] > edge.key ? set.weights[i] : 0;
+    int64_t sum = 0;
+    for (; i < end; ++i) sum += set.weights[i] = set.keys[i] >= edge.key ? set.weights[i] : 0;
+    for (; i < set.n; ++i) sum += set.weights[i] = set.keys[i] > edge.key ? set.weights[i] : 0;
+    return sum;
 }
 
 int64_t most_of(const Set<float>& set) {
@@ -548,8 +572,7 @@ class Filters {
         Set<double> near{space_.keys, set_.weights, set_.ids, set_.n};
         Edge<double> edge = edge_of(near, part_of(row_.typical_p, total_), total_,
                                     Set<double>{space_.rest, space_.rest_weights, space_.rest_ids, 0});
-        cut(near, Edge<double>{edge.key, ALL});
-        sum();
+        total_ = cut(near, Edge<double>{edge.key, ALL});
     }
 
     void top_p() {
@@ -562,8 +585,7 @@ class Filters {
             if (found >= limit) set_ = short_set(), total = found;
         }
         const Set<float> rest{reinterpret_cast<float*>(space_.rest), space_.rest_weights, space_.rest_ids, 0};
-        cut(set_, edge_of(set_, limit, total, rest));
-        sum();
+        total_ = cut(set_, edge_of(set_, limit, total, rest));
     }
 
     void epsilon(double least) {

@@ -26,6 +26,7 @@ from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.graphs import Graphs
+from kvcellar.engine.sample.couple import Draft
 from kvcellar.engine.sample.draw import MAX_VOCAB, Draws
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.engine.speculate.chain import PART
@@ -172,9 +173,9 @@ class _Steps:
         _define(made)
         return made
 
-    def _tried(self, feeds: Sequence[Feed], *, wanted: int | None = None, draws: bool = True) -> int:
+    def _tried(self, feeds: Sequence[Feed], **how: Any) -> int:
         report("measuring the largest steps")
-        return _tried(self._guest, self._memory, feeds, wanted=wanted, draws=draws)
+        return _tried(self._guest, self._memory, feeds, **how)
 
     def read(self, rows: int, remembered: int) -> int:
         """Of prompts; `remembered` does not include `rows`."""
@@ -207,7 +208,7 @@ class _Steps:
         """Of rows with logits, of as many sequences or, solo, of one."""
         feeds = _writers(rows, 2) if self._guest.mode == "flat" else [Feed(0, Span(0, rows))]
         name = f"{rows} rows with logits" + (", drawn" if draws else "")
-        return self._known.of(name, lambda: self._tried(feeds, wanted=rows, draws=draws))
+        return self._known.of(name, lambda: self._tried(feeds, wanted=rows, draws=draws, coupled=True))
 
 
 def prove(
@@ -280,10 +281,11 @@ def _define(memory: Memory) -> None:
 
 
 def _tried(
-    guest: Guest, memory: Memory, feeds: Sequence[Feed], *, wanted: int | None = None, draws: bool = True
-) -> int:
+    guest: Guest, memory: Memory, feeds: Sequence[Feed], *, wanted: int | None = None, draws: bool = True,
+    coupled: bool = False,
+) -> int:  # fmt: skip
     """The bytes that one reserved step takes, with logits and draws of as many rows as there are feeds, or of the first
-    `wanted` rows, without the step tables that it adds: these grow by powers of two, so they are not on a line through
+    `wanted` rows, each of them `coupled` with a draft or not, without the step tables that it adds: these grow by powers of two, so they are not on a line through
     the measured steps (see `_row_tables`). The step is abandoned. Its bytes are those of a first one: memory that a
     recording or draws keep for later steps is a part of them."""
     if guest.recording is not None:
@@ -297,20 +299,21 @@ def _tried(
             count = len(feeds) if wanted is None else wanted
             logits = guest.forward(memory, plan, ids, torch.arange(count, device=guest.device))
             if draws and count:
-                _draw(guest.draws, logits)
+                _draw(guest.draws, logits, coupled=coupled)
         finally:
             memory.abandon()
     return meter.bytes - (memory.storage.table_bytes - tables)
 
 
 @torch.inference_mode()
-def _draw(draws: Draws, logits: Tensor) -> None:
+def _draw(draws: Draws, logits: Tensor, *, coupled: bool = False) -> None:
     """Draw with all sampling options enabled. The logits [R,V] are overwritten with zeros first: cells may contain NaN,
     and drawing from NaN takes fewer bytes."""
     vocab = min(logits.shape[1], MAX_VOCAB)
     sampler = Sampler(HUNGRY, seed=0, index=0, prompt_ids=(), vocab_size=vocab, end_ids=frozenset())
+    draft = Draft(0, torch.ones(vocab, dtype=torch.int64, device=logits.device)) if coupled else None
     for part in logits.zero_().split(PART):
-        draws.draw(part, [sampler] * len(part), [0] * len(part))
+        draws.draw(part, [sampler] * len(part), [0] * len(part), [draft] * len(part))
 
 
 def continued(

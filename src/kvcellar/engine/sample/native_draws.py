@@ -19,6 +19,8 @@ from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.events import TokenLogprob
 from kvcellar.kernels.sampling import BLOCK, TYPES, SampleKernel
 
+COUPLED = 2**19  # weights that are coupled at once: they stay in the caches of a CPU
+
 
 class NativeDraws(Draws):
     """Draws from logits on the CPU."""
@@ -37,6 +39,13 @@ class NativeDraws(Draws):
         if len(positions) != len(samplers):
             raise ValueError(f"{len(samplers)} samplers, {len(positions)} positions")
         raw = own_columns(logits, samplers)
+        most = max(1, COUPLED // raw.shape[1]) if any(one is not None for one in drafts) else len(samplers)
+        parts = (slice(start, start + most) for start in range(0, len(samplers), most))
+        return [one for at in parts for one in self._part(raw[at], samplers[at], positions[at], drafts[at])]
+
+    def _part(
+        self, raw: Tensor, samplers: Sequence[Sampler], positions: Sequence[int], drafts: Sequence[Draft | None]
+    ) -> list[Drawn]:
         chances = [0.0 if one.greedy else one.uniform(pos) for one, pos in zip(samplers, positions, strict=True)]
         coupled = [
             row

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -92,10 +93,30 @@ def logits_of(shape: str, vocab: int, seed: int) -> torch.Tensor:
     return x
 
 
-def sampler(fields: dict[str, Any], number: int, vocab: int) -> Sampler:
+class Masked:
+    """Stands in for the matcher of a constraint: allows a share of the tokens, in time or too late."""
+
+    error = None
+
+    def __init__(self, share: float, *, late: bool) -> None:
+        self._share, self._late = share, late
+
+    def accept(self, token: int) -> None:
+        pass
+
+    def fill(self, drafts: tuple[int, ...], mask: np.ndarray) -> bool:
+        bits = np.random.default_rng(5).random(32 * len(mask)) < self._share
+        mask[:] = 0 if self._late else np.packbits(bits, bitorder="little").view(np.int32)
+        return not self._late
+
+
+MATCHERS = st.sampled_from([None, None, Masked(0.5, late=False), Masked(0.01, late=False), Masked(1.0, late=True)])
+
+
+def sampler(fields: dict[str, Any], number: int, vocab: int, matcher: Any = None) -> Sampler:
     made = Sampler(
         SamplingParams(**fields), seed=number, index=number, prompt_ids=(3, 4, 5, 3, vocab + 1, 90), vocab_size=vocab,
-        end_ids=ENDS, never_ids=frozenset({7}),
+        end_ids=ENDS, never_ids=frozenset({7}), matcher=matcher,
     )  # fmt: skip
     for token in (4, 8, 8, 2)[: number % 5]:
         made.accept(token)
@@ -114,20 +135,20 @@ def assert_same(one: Drawn, other: Drawn) -> None:
 
 
 @given(
-    st.lists(st.tuples(FIELDS, SHAPES), min_size=1, max_size=5),
+    st.lists(st.tuples(FIELDS, SHAPES, MATCHERS), min_size=1, max_size=5),
     st.sampled_from([100, 127, 128, 400, 3001]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.integers(0, 2**20),
 )
 def test_every_row_draws_what_it_draws_by_torch(
-    native: NativeDraws, rows: list[tuple[dict[str, Any], str]], vocab: int, dtype: torch.dtype, seed: int
+    native: NativeDraws, rows: list[tuple[dict[str, Any], str, Any]], vocab: int, dtype: torch.dtype, seed: int
 ) -> None:
     wide = torch.full((len(rows), vocab + 3), math.nan)
-    for at, (_, shape) in enumerate(rows):
+    for at, (_, shape, _) in enumerate(rows):
         wide[at, :vocab] = logits_of(shape, vocab, seed + at)
     logits = wide.to(dtype)
     before = logits.clone()
-    samplers = [sampler(fields, number, vocab) for number, (fields, _) in enumerate(rows)]
+    samplers = [sampler(fields, number, vocab, matcher) for number, (fields, _, matcher) in enumerate(rows)]
     positions = range(seed, seed + len(rows))
     found = native.draw(logits, samplers, positions)
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())

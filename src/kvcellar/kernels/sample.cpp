@@ -641,7 +641,7 @@ int64_t first_of(const void* logits, const float* maxima, float best) {
 void draw(const Call& call, Row& row, Space& space) {
     const bool edited = edits(row), copies = edited || !row.greedy || row.logprobs >= 0;
     Best best = read(call, row, space.maxima, copies ? space.scores : nullptr);
-    row.log_sum = std::numeric_limits<double>::quiet_NaN();
+    row.log_sum = best.nan ? std::numeric_limits<double>::quiet_NaN() : double(best.score);
     if (row.logprobs >= 0 && !best.nan && std::isfinite(best.score)) log_probabilities(row, space, call.vocab, best.score);
     if (row.scores) {
         const float given = logit(call, row, row.token);

@@ -371,6 +371,8 @@ def drawn_of(row: Sequence[float], sampler: Sampler, pos: int) -> Drawn:
     asked = sampler.params.logprobs
     if asked is None:
         return Drawn(int(token))
+    if not math.isfinite(rest[0]):  # as a score of a token that cannot be drawn is no number
+        return Drawn(-1, error=_no_token(abs(rest[0]), sampler, pos))
     most = len(rest) // 2
     ids, values = rest[1 : 1 + most], rest[1 + most :]
     top = tuple((int(i), value) for i, value in zip(ids[:asked], values[:asked], strict=True))

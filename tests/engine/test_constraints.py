@@ -173,7 +173,8 @@ def test_completions_that_are_preempted_go_on_where_they_were_in_their_grammar()
         plain = [ear.answers() for ear in batch(engine, asks)]
         assert engine.stats().preemptions == 0
         has = engine._built.capacity
-    few = has.total - 3_600 * (has.tokens - 160)  # a token takes so many bytes; all answers together have 320
+    # A token takes so many bytes with those of its edits; all answers together have 320.
+    few = has.scratch + has.states.bytes + 3_600 * 160
     with Engine(**settings, cache_bytes=few) as engine:
         scarce = [ear.answers() for ear in batch(engine, asks)]
         assert engine.stats().preemptions > 0

@@ -439,5 +439,5 @@ def test_a_start_goes_on_without_a_cache_and_with_a_damaged_one(settled, tmp_pat
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     again, tried = started(model, record="off")
-    assert again == first
+    assert again.partition(";")[0] == first.partition(";")[0], "the rest is what draws take, which are not compiled"
     assert tried > 0

@@ -149,7 +149,7 @@ def quiet(monkeypatch):
 def broken(monkeypatch: pytest.MonkeyPatch, mix: Mix, part: str, name: str, fault: Fault) -> Iterator[None]:
     built, loop = mix.engine._built, mix.engine._loop
     parts: dict[str, Any] = {
-        "manager": loop.manager, "scheduler": loop.scheduler, "memory": built.memory, "storage": built.memory.storage,
+        "manager": loop.manager, "scheduler": loop.scheduler, "memory": built.memory,
         "guest": built.guest, "runner": built.runner, "loop": loop, "completion": Completion,
         "compaction": loop.compaction, "prefixes": loop.manager.prefixes, "tree": loop.manager.prefixes.tree,
         "order": loop.manager.prefixes.tree._order,
@@ -186,8 +186,7 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
         "of", "exclusive", "make", "assemble", "split", "join", "drop", "drop_checkpoint", "move_checkpoint",
         "share_with",
     ],
-    "memory": ["begin", "commit", "fork", "remove", "drop", "can_cut", "length", "has", "free"],
-    "storage": ["used"],
+    "memory": ["begin", "commit", "fork", "remove", "drop", "can_cut", "length", "has", "free", "used"],
     "guest": ["forward"],
     "runner": ["step", "_transact", "_ready", "_siblings", "_draw", "_emit", "_fork", "_accept", "_feeds", "_keep"],
     "loop": ["_free"],

@@ -11,7 +11,6 @@ import torch
 
 from kvcellar import BadRequest, EngineClosed, EngineFailed
 from kvcellar.engine.core.request import Completion
-from kvcellar.engine.speculate import chain
 from kvcellar.errors import CacheFull, NoToken, WrongStage
 from kvcellar.events import Delta, Finished
 from kvcellar.sampling_params import SamplingParams
@@ -493,7 +492,7 @@ def test_a_step_is_drawn_while_it_is_open_and_delivered_when_it_is_kept(monkeypa
 
             monkeypatch.setattr(owner, name, watched)
 
-        watch(chain, "draw")
+        watch(engine._built.guest.draws, "draw")
         watch(Completion, "accept")
         watch(memory, "commit")
         engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvcellar import BadRequest, Engine, EngineFailed
-from kvcellar.engine.speculate import chain
 from kvcellar.memory.kv.pool import Pool
 from tests.engine.mixes import assert_at_rest, bytes_for
 from tests.zoo import ARCHS
@@ -38,19 +37,21 @@ def recurrent():
 
 def test_a_draw_that_fails_for_all_together_is_done_one_by_one(engine, monkeypatch) -> None:
     expected = [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)]
-    real = chain.draw
+    draws = engine._built.guest.draws
+    real = draws.draw
 
     def narrow(logits, choices, *rest):
         if len(choices) > 1:
             raise torch.OutOfMemoryError("no room for so many rows")
         return real(logits, choices, *rest)
 
-    monkeypatch.setattr(chain, "draw", narrow)
+    monkeypatch.setattr(draws, "draw", narrow)
     assert [result.token_ids for result in engine.generate([[1, 2], [3, 4], [5, 6]], **HOW)] == expected
 
 
 def test_a_draw_that_fails_ends_its_request_and_no_other(engine, monkeypatch) -> None:
-    real = chain.draw
+    draws = engine._built.guest.draws
+    real = draws.draw
 
     def refuse_sevens(logits, choices, *rest):
         if any(choice.seed == 7 for choice in choices):
@@ -58,7 +59,7 @@ def test_a_draw_that_fails_ends_its_request_and_no_other(engine, monkeypatch) ->
         return real(logits, choices, *rest)
 
     expected = engine.generate([3, 4], **HOW).token_ids
-    monkeypatch.setattr(chain, "draw", refuse_sevens)
+    monkeypatch.setattr(draws, "draw", refuse_sevens)
     with pytest.raises(EngineFailed, match="the draw failed"):
         engine.generate([1, 2], seed=7, **HOW)
     assert engine.generate([3, 4], **HOW).token_ids == expected

@@ -68,7 +68,8 @@ def test_masks_that_are_late_also_after_a_preemption_change_no_token(monkeypatch
         prompts = [engine.encode(text) for text in PROMPTS]
         plain = told(prompts, ask(engine, prompts, **sampling))
         has = engine._built.capacity
-    few = has.total - 3_600 * (has.tokens - 150)  # a token takes so many bytes; all answers together have 240
+    # A token takes so many bytes with those of its edits; all answers together have 240.
+    few = has.scratch + has.states.bytes + 3_600 * 150
     with Engine(**settings, cache_bytes=few) as engine:
         sometimes = SometimesLate(monkeypatch, 1)
         assert told(prompts, ask(engine, prompts, **sampling)) == plain

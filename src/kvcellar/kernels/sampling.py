@@ -4,7 +4,7 @@ Always true: the result of a row depends only on that row: not on other rows, on
 """
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from kvcellar.kernels.structures import constant, structure
 SOURCE = SOURCES / "sample.cpp"
 Row = structure(SOURCE, "Row")
 _Call = structure(SOURCE, "Call")
+ROWS = 64  # that are drawn at once, or more
 BLOCK = constant(SOURCE, "BLOCK")  # weights that a row asks for have room for whole blocks
 TYPES = {torch.bfloat16: constant(SOURCE, "BFLOAT16"), torch.float32: constant(SOURCE, "BFLOAT16") + 1}
 
@@ -30,28 +31,30 @@ class SampleKernel(Kernel):
         self._size = self.library.kvcellar_sample_bytes
         self._size.argtypes, self._size.restype = [ctypes.c_int64], ctypes.c_int64
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._rows = (Row * ROWS)()
 
     def clear(self) -> None:
         """Free the memory that is kept for the next draw."""
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def rows(self, logits: Tensor) -> Any:
+    def rows(self, logits: Tensor) -> list[Any]:
         """A `Row` for each row of logits [R,W], to be filled in. The logits are of `TYPES`, on the CPU, elements of a
-        row beside each other, and must live as long as the rows."""
+        row beside each other, and must live as long as the rows. These are used again by the next call."""
         assert logits.dtype in TYPES and logits.device.type == "cpu" and logits.stride(1) == 1
-        made = (Row * len(logits))()
+        if len(logits) > len(self._rows):  # a class of arrays refers to itself, so few are made
+            self._rows = (Row * (1 << (len(logits) - 1).bit_length()))()
+        ctypes.memset(self._rows, 0, len(logits) * ctypes.sizeof(Row))
+        made = self._rows[: len(logits)]
         first, step = logits.data_ptr(), logits.stride(0) * logits.itemsize
         for at, row in enumerate(made):
             row.logits = first + at * step
         return made
 
-    def draw(self, rows: Any, vocab: int, dtype: torch.dtype) -> None:
+    def draw(self, rows: Sequence[Any], vocab: int, dtype: torch.dtype) -> None:
         """Fill in the results of rows, whose logits have this type."""
         threads = min(torch.get_num_threads(), len(rows))
         if len(self._scratch) < threads * self._size(vocab):
             most = torch.get_num_threads() * self._size(vocab)
             self._scratch = torch.empty(most, dtype=torch.uint8, device="cpu")
-        call = _Call(
-            ctypes.addressof(rows), self._scratch.data_ptr(), self._threads, len(rows), vocab, TYPES[dtype], threads
-        )
-        self.run(ctypes.byref(call))
+        memory = ctypes.addressof(self._rows), self._scratch.data_ptr(), self._threads
+        self.run(ctypes.byref(_Call(*memory, len(rows), vocab, TYPES[dtype], threads)))

@@ -284,10 +284,11 @@ def _tried(
     guest: Guest, memory: Memory, feeds: Sequence[Feed], *, wanted: int | None = None, draws: bool = True,
     coupled: bool = False,
 ) -> int:  # fmt: skip
-    """The bytes that one reserved step takes, with logits and draws of as many rows as there are feeds, or of the first
-    `wanted` rows, each of them `coupled` with a draft or not, without the step tables that it adds: these grow by powers of two, so they are not on a line through
-    the measured steps (see `_row_tables`). The step is abandoned. Its bytes are those of a first one: memory that a
-    recording or draws keep for later steps is a part of them."""
+    """The bytes that one reserved step takes, with logits and draws of as many rows as there are feeds, or of the
+    first `wanted` rows, each of them `coupled` with a draft or not, without the step tables that it adds: these
+    grow by powers of two, so they are not on a line through the measured steps (see `_row_tables`). The step is
+    abandoned. Its bytes are those of a first one: memory that a recording or draws keep for later steps is a part
+    of them."""
     if guest.recording is not None:
         guest.recording.clear()
     guest.draws.clear()

@@ -1,8 +1,9 @@
 """sampled: what a decode step with sampled tokens costs over a greedy one, in one run.
 
 The network has the sizes of the others here and a vocabulary of 128 thousand. Logits of random weights are flat: with
-them a nucleus has most of the vocabulary. For peaked ones the weights of the head are larger, so that the nucleus of 0.95
-has about a hundred tokens, as that of trained networks. All settings take turns; CPU time is that of the engine's thread.
+them a nucleus has most of the vocabulary. For peaked ones the weights of the head are larger, so that the nucleus of
+0.95 has about a hundred tokens, as that of trained networks. All settings take turns; CPU time is that of the engine's
+thread.
 """
 
 import json

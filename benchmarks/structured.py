@@ -109,7 +109,7 @@ def structured(extent: Extent, directory: Path) -> dict[int, Found]:
     write_tokenizer(extent.size.vocabulary, directory)
     found: dict[int, Found] = {}
     with Engine(directory, cache_bytes=CACHE_BYTES, threads=1, draft="none", context=1024) as engine:
-        grammars = engine._built.intake.grammars  # pyright: ignore[reportPrivateUsage]
+        grammars, draws = engine._built.intake.grammars, engine._built.guest.draws  # pyright: ignore[reportPrivateUsage]
         grammars.matcher(Constraint.json_object())  # reads the tokenizer
         began = time.thread_time()
         matcher = grammars.matcher(Constraint.json_schema(ORDER))
@@ -118,7 +118,6 @@ def structured(extent: Extent, directory: Path) -> dict[int, Found]:
             draw = random.Random(0)
             prompts = [[draw.randrange(256) for _ in range(extent.prompt)] for _ in range(sequences)]
             texts = [_Text(matcher, extent.size.vocabulary, number) for number in range(sequences)]
-            draws = engine._built.guest.draws  # pyright: ignore[reportPrivateUsage]
             steps, masks = in_rounds(
                 extent.rounds,
                 lambda prompts=prompts: _per_step(engine, prompts, extent.steps),

@@ -15,17 +15,19 @@ from tests.serve.wire import MODEL
 
 SEED = 14
 FEW, MANY = 120, 10_000  # requests; `--long`: many
+FIRST = 72  # requests after which all pools have been used
 MiB = 2**20
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
 
 
 def many_leave(crowd: Crowd, model: str, count: int, check: Callable[[], object]) -> None:
-    """The first fifth of them fills pools and caches; the others leave the server with what it had then."""
+    """The first of them fill pools and caches; the others leave the server with what it had then."""
     acts = [act(SEED, number, model=model, real=model != MODEL) for number in range(count)]
+    first = max(FIRST, count // 5)
     with crowd.serving():
-        before = crowd.send(acts[: count // 5], check=check)
-        after = crowd.send(acts[count // 5 :], check=check)
+        before = crowd.send(acts[:first], check=check)
+        after = crowd.send(acts[first:], check=check)
     assert crowd.tally.requests == count
     assert crowd.tally.answered[200], "no answer was read to its end"
     assert crowd.tally.answered[400], "no request was invalid"

@@ -14,8 +14,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvcellar.errors import BadRequest
+from kvcellar.events import Done, Timings, Usage
 from kvcellar.serve import Server, ServeSettings
-from kvcellar.serve.http.traces import Traces, open_traces, wanted
+from kvcellar.serve.http.request_log import RequestLog
+from kvcellar.serve.http.traces import Traces, _usage, open_traces, wanted
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import CHAT, COMPLETIONS, MODEL, chat, completion
 
@@ -78,6 +80,13 @@ def test_a_chat_has_the_attributes_of_the_conventions(traced):
     }
     assert {name: found.get(name) for name in expected} == expected
     assert 0 < (span.end_time or 0) - (span.start_time or 0)
+
+
+def test_of_several_prompts_the_first_chunk_counts():
+    ends = [Done(Usage(5, 2, 3), Timings(queued=0.0, first_token=first, decoding=1.0)) for first in (0.75, 0.25, 0.5)]
+    found = _usage(RequestLog("one", done=dict(enumerate(ends))))
+    assert found["gen_ai.response.time_to_first_chunk"] == 0.25
+    assert found["gen_ai.usage.cache_read.input_tokens"] == 6
     assert "secret" not in span.to_json()
     assert "hello" not in span.to_json()
 

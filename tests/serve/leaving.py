@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -101,7 +101,8 @@ KEPT = {"Kept", "Turn"}  # responses that clients asked to be kept, and what the
 class Held:
     """What a process holds at rest. `objects`: those of the server and of the event loop, by type."""
 
-    files: int
+    files: int  # that are open, without
+    links: int  # Unix sockets: to forks that render templates, as many as have done so at the same time
     bytes: int  # of memory
     objects: Counter[str]
 
@@ -113,7 +114,19 @@ class Held:
         kept = (one for one in gc.get_objects() if type(one) is not asyncio.TimerHandle or not one.cancelled())
         kinds = map(type, kept)
         objects = Counter(one.__name__ for one in kinds if f"{one.__module__}.".startswith(SERVING))
-        return cls(len(os.listdir("/proc/self/fd")), resident, Counter({k: objects[k] for k in objects.keys() - KEPT}))
+        files, links = _open_files()
+        return cls(files, links, resident, Counter({k: objects[k] for k in objects.keys() - KEPT}))
+
+
+def _open_files() -> tuple[int, int]:
+    """How many this process has, and how many Unix sockets beside them."""
+    local = {f"socket:[{line.split()[6]}]" for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    links = sum(one in local for one in found)
+    return len(found) - links, links
 
 
 def threads() -> set[threading.Thread]:

@@ -96,7 +96,7 @@ struct Set {
 // Memory of a thread for one row.
 struct Space {
     float* scores;     // [padded vocab], filled with minus infinity behind the vocabulary
-    int64_t* weights;  // the same, filled with zeros
+    int64_t* weights;  // [vocab]
     float* maxima;     // [blocks], the largest of each block of scores
     float* order;      // [blocks], to be ordered
     float* shortlist;  // scores of a short list, with

@@ -17,7 +17,6 @@ SOURCE = SOURCES / "sample.cpp"
 Row = structure(SOURCE, "Row")
 _Call = structure(SOURCE, "Call")
 ROWS = 64  # that are drawn at once, or more
-BLOCK = constant(SOURCE, "BLOCK")  # weights that a row asks for have room for whole blocks
 TYPES = {torch.bfloat16: constant(SOURCE, "BFLOAT16"), torch.float32: constant(SOURCE, "BFLOAT16") + 1}
 
 

@@ -17,7 +17,7 @@ from kvcellar.engine.sample.draw import Drawn, Draws, Proposed, coupled_tokens, 
 from kvcellar.engine.sample.matcher import WORD_BITS
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.events import TokenLogprob
-from kvcellar.kernels.sampling import BLOCK, TYPES, SampleKernel
+from kvcellar.kernels.sampling import TYPES, SampleKernel
 
 COUPLED = 2**19  # weights that are coupled at once: they stay in the caches of a CPU
 
@@ -39,7 +39,8 @@ class NativeDraws(Draws):
         if len(positions) != len(samplers):
             raise ValueError(f"{len(samplers)} samplers, {len(positions)} positions")
         raw = own_columns(logits, samplers)
-        most = max(1, COUPLED // raw.shape[1]) if any(one is not None for one in drafts) else len(samplers)
+        couples = any(one is not None and one.weights is not None for one in drafts)
+        most = max(1, COUPLED // raw.shape[1]) if couples else len(samplers)
         parts = (slice(start, start + most) for start in range(0, len(samplers), most))
         return [one for at in parts for one in self._part(raw[at], samplers[at], positions[at], drafts[at])]
 
@@ -97,8 +98,7 @@ class NativeDraws(Draws):
         raw = _readable(raw)
         vocab = raw.shape[1]
         rows = self._kernel.rows(raw)
-        padded = -(-vocab // BLOCK) * BLOCK
-        weights = dict(zip(weighed, torch.empty(len(weighed), padded, dtype=torch.int64), strict=True))
+        weights = dict(zip(weighed, torch.empty(len(weighed), vocab, dtype=torch.int64), strict=True))
         tops: dict[int, tuple[array[int], array[float]]] = {}
         used: list[Any] = []  # arrays that rows have the addresses of
         for at, (row, sampler, chance) in enumerate(zip(rows, samplers, chances, strict=True)):
@@ -116,7 +116,7 @@ class NativeDraws(Draws):
                 tops[at] = array("q", bytes(8 * row.logprobs)), array("d", bytes(8 * row.logprobs))
                 row.top, row.values = (each.buffer_info()[0] for each in tops[at])
         self._kernel.draw(rows, vocab, raw.dtype)
-        return rows, {at: one[:vocab] for at, one in weights.items()}, tops
+        return rows, weights, tops
 
 
 def _readable(logits: Tensor) -> Tensor:

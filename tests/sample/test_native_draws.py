@@ -247,3 +247,26 @@ def test_tokens_are_drawn_as_often_as_transformers_says_in_float64(native: Nativ
     found = ((counts - expected) ** 2 / expected)[often].sum() + (rest[0] - rest[1]) ** 2 / rest[1].clamp(min=1)
     freedom = max(1, int(often.sum()))
     assert found < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3  # Wilson and Hilferty
+
+
+EDITS = {
+    "presence": {"presence_penalty": 1.5}, "frequency": {"frequency_penalty": -0.5}, "decay": {
+        "exponential_decay_length_penalty": (1, 1.5)
+    }, "repetition": {"repetition_penalty": 1.3}, "bias": {"logit_bias": {30: 3.0}}, "least": {"min_tokens": 9},
+    "repeats": {"no_repeat_ngram_size": 1}, "suppressed": {"suppress_tokens": (9,)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_each_edit_changes_what_is_drawn_from_as_by_torch(native: NativeDraws, name: str) -> None:
+    """Alone, and after three tokens of the completion: 4, 8 and 8."""
+    logits = logits_of("plain", 128, 5)[None]
+    plain, one = (sampler(fields, 3, 128) for fields in ({}, EDITS[name]))
+    (without,), (found,), (other,) = (
+        draws.propose(logits, [each], [0.4]) for draws, each in ((native, plain), (native, one), (OBVIOUS, one))
+    )
+    assert found.weights is not None
+    assert other.weights is not None
+    assert without.weights is not None
+    assert (found.weights - other.weights).abs().max() <= 1
+    assert (found.weights - without.weights).abs().max() > 1

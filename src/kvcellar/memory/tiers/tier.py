@@ -6,6 +6,7 @@ in `failures`, and logs one line. What is returned was verified.
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
@@ -91,7 +92,7 @@ class Breaker:
             self._in_row, self._wait = 0, self._first
 
 
-class Tier:
+class Tier(ABC):
     """A store of the snapshots of one identity. All methods may be called from any thread."""
 
     name: str  # "host", "disk" or "remote"
@@ -118,25 +119,28 @@ class Tier:
         """Of all contents, and the index in a file, at most: bytes that are counted against `cap`."""
         return self._index.size()
 
+    @abstractmethod
     def put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention = DEFAULT) -> bool:
         """Store an entry; False if that is not possible. May evict others.
 
         Where the key is stored already, `chunks` are not read, and the stronger retention applies. Raises `ValueError`
         for chunks of other sizes than the snapshot's.
         """
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def get(self, key: bytes, take: Take = fresh) -> Loaded | None:
         """None on a miss. `take` is called for the memory of each chunk that has to be read, in order."""
-        raise NotImplementedError
+        ...
 
     def contains(self, key: bytes) -> bool:
         """Whether there is an entry, as far as is known without reading it."""
         return self._index.find(key) is not None
 
+    @abstractmethod
     def entries(self) -> list[Entry]:
         """All that this identity and cipher can read, in any order. They are reported, too."""
-        raise NotImplementedError
+        ...
 
     def used(self, keys: Iterable[bytes]) -> None:
         """These entries were restored: their values rise."""
@@ -147,19 +151,22 @@ class Tier:
         know how they were kept when stored."""
         self._index.renew(keys, retention)
 
+    @abstractmethod
     def remove(self, keys: Iterable[bytes]) -> None:
         """Delete entries, pinned ones too."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def close(self) -> None:
         """May be called again."""
-        raise NotImplementedError
+        ...
 
     # -- for the index ------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def delete(self, names: list[str]) -> Iterable[str]:
         """Delete contents; returns the names of those that are gone."""
-        raise NotImplementedError
+        ...
 
     def made(self, snapshot: Snapshot, retention: Retention) -> None:
         """There is an entry that was not there before."""

@@ -266,6 +266,22 @@ def test_who_has_the_same_digest_shares_the_cells_and_nothing_is_written_again()
     assert not mem.inputs.share(1, "dog")
 
 
+def test_an_input_that_is_imported_is_known_by_its_digest_once():
+    mem, other = memory(), memory()
+    mem.inputs.write(0, 20, of(0, 20), digest="cat")
+    step(mem, {0: 3})
+    claim = mem.claims.make(0, Span(0, 3))
+    with mem.claims.reading(claim) as reading:
+        record, chunks = reading.record, list(reading)
+    first, second = (other.claims.write_back(record, chunks) for _ in range(2))
+    other.check()
+    assert [other.claims.of(number).digest for number in (first, second)] == ["cat", None]
+    assert other.inputs.share(0, "cat")
+    assert other.inputs.length(0) == 20
+    other.claims.drop(first)
+    assert other.inputs.share(1, "cat"), "a sequence has it"
+
+
 def test_inputs_move_together():
     mem = memory()
     for seq, n in enumerate((7, 9, 5, 6)):

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from itertools import pairwise
+from math import prod
 
 import pytest
 from hypothesis import given
@@ -46,6 +47,23 @@ def test_of_what_comes_back_in_turn_the_one_that_was_just_used_is_worth_least(pe
     worth = worth_by_age([returned], [reached], WIDTHS)[0]
     assert worth[0] == min(worth[: due + 1])
     assert all(one < other for one, other in pairwise(worth[: due + 1]))
+
+
+@given(st.lists(st.integers(0, 9), min_size=AGES, max_size=AGES), st.integers(0, AGES - 1))
+def test_a_worth_is_the_most_uses_that_any_time_of_keeping_gives_for_a_unit_of_it(tenths, age):
+    many = 1e12  # so much was seen that what is assumed of a class does not count
+    worth = worth_by_age([[many * one / 10 for one in tenths]], [[many] * AGES], WIDTHS)[0]
+
+    def rate(stop: int) -> float:
+        """Uses over time, of a thing of this age that is kept until it was used, or has reached the age `stop`."""
+        uses = time = 0.0
+        for at in range(age, stop):
+            alive = prod(1 - tenths[before] / 10 for before in range(age, at))
+            uses += alive * tenths[at] / 10
+            time += alive * WIDTHS[at] * (1 - tenths[at] / 20)  # one that is used is so in the middle of an age
+        return uses / time
+
+    assert worth[age] == pytest.approx(max(map(rate, range(age + 1, AGES + 1))), rel=1e-6, abs=1e-9)
 
 
 def test_of_two_classes_the_one_that_comes_back_more_often_is_worth_more() -> None:

@@ -132,6 +132,21 @@ def test_prompt_logprobs_are_returned_as_vllm_does(server, engine, route):
         assert sorted(one["rank"] for one in entry.values())[:2] == [1, 2]
 
 
+def test_an_echo_without_log_probabilities_has_none_beside_those_of_the_prompt(server):
+    (choice,) = post(server, "/v1/completions", prompt=OTHER, max_tokens=1, echo=True, prompt_logprobs=1).json()["choices"]
+    assert choice["text"].startswith(OTHER)
+    assert choice["prompt_logprobs"][0] is None
+    assert choice.get("logprobs") is None
+
+
+def test_a_streamed_echo_that_only_scores_has_no_log_probabilities_that_were_not_asked_for(client, engine):
+    body = {"model": engine.model.name, "prompt": OTHER, "max_tokens": 0, "temperature": 0}
+    parts = [*client.completions.create(**body, echo=True, stream=True)]
+    choices = [choice for part in parts for choice in part.choices]
+    assert "".join(choice.text for choice in choices) == OTHER
+    assert all(choice.logprobs is None for choice in choices)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -133,7 +133,8 @@ def test_prompt_logprobs_are_returned_as_vllm_does(server, engine, route):
 
 
 def test_an_echo_without_log_probabilities_has_none_beside_those_of_the_prompt(server):
-    (choice,) = post(server, "/v1/completions", prompt=OTHER, max_tokens=1, echo=True, prompt_logprobs=1).json()["choices"]
+    asked = {"prompt": OTHER, "max_tokens": 1, "echo": True, "prompt_logprobs": 1}
+    (choice,) = post(server, "/v1/completions", **asked).json()["choices"]
     assert choice["text"].startswith(OTHER)
     assert choice["prompt_logprobs"][0] is None
     assert choice.get("logprobs") is None

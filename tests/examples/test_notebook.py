@@ -1,6 +1,8 @@
 """The notebook runs from top to bottom in a fresh kernel, and is stored without what it has printed."""
 
+import ast
 import os
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -37,6 +39,16 @@ def test_its_links_to_documents_and_examples_have_targets(notebook) -> None:
     named = [word.strip("`:") for word in last.split() if word.startswith("`")]
     assert named
     assert all((ROOT / name).exists() for name in named)
+
+
+def test_what_it_imports_of_ours_exists(notebook) -> None:
+    trees = [ast.parse(cell.source) for cell in notebook.cells if cell.cell_type == "code"]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = [(node.module or "", one.name) for node in imports for one in node.names]
+    ours = [(module, name) for module, name in ours if module.split(".")[0] in ("benchmarks", "kvcellar")]
+    assert ours
+    for module, name in ours:
+        assert getattr(import_module(module), name)
 
 
 @pytest.mark.slow

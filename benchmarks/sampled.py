@@ -1,31 +1,24 @@
 """sampled: what a decode step with sampled tokens costs over a greedy one, in one run.
 
-The network has the sizes of the others here and a vocabulary of 128 thousand. Logits of random weights are flat: with
-them a nucleus has most of the vocabulary. For peaked ones the weights of the head are larger, so that the nucleus of
-0.95 has about a hundred tokens, as that of trained networks. All settings take turns; CPU time is that of the engine's
-thread.
+The network is that of the others here. Peaked logits are its own: the nucleus of 0.95 has about a hundred tokens, as
+that of trained networks. With flat ones, those of random weights, it has most of the vocabulary. All settings take
+turns; CPU time is that of the engine's thread.
 """
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.decoding import decode
 from benchmarks.interleave import in_rounds
 from benchmarks.row import Given, Lines
-from kvcellar.bench.network import SMALL, TINY, Size, write
+from kvcellar.bench.network import SHARP, SMALL, TINY, Size, write
 from kvcellar.frontend.engine import Engine
 from kvcellar.sampling_params import SamplingParams
 
 CACHE_BYTES = 1 << 30
-NUCLEUS = 102  # tokens of the nucleus of 0.95 where logits are peaked
-LARGE = replace(SMALL, vocabulary=128_256)
 SETTINGS: Mapping[str, SamplingParams] = {
     name: SamplingParams(ignore_eos=True, seed=1, **fields)
     for name, fields in {
@@ -42,7 +35,7 @@ SETTINGS: Mapping[str, SamplingParams] = {
 class Extent:
     """The sizes of what is measured."""
 
-    size: Size = LARGE
+    size: Size = SMALL
     sequences: tuple[int, ...] = (1, 8, 32)
     prompt: int = 64
     steps: int = 12  # of a burst
@@ -61,12 +54,10 @@ class Found(NamedTuple):
 
 def sampled(extent: Extent, directory: Path) -> Iterator[tuple[str, int, str, Found]]:
     """Logits, sequences in a step, the setting, and what it costs."""
-    for logits in ("peaked", "flat"):
+    for logits, sharp in {"peaked": SHARP, "flat": 1.0}.items():
         at = directory / logits
         at.mkdir()
-        write(extent.size, at)
-        if logits == "peaked":
-            sharpen(at)
+        write(extent.size, at, sharp=sharp)
         with Engine(at, cache_bytes=CACHE_BYTES, threads=1, draft="none", context=1024) as engine:
             for sequences in extent.sequences:
                 prompts = [[(7 * seq + 13 * at) % 256 for at in range(extent.prompt)] for seq in range(sequences)]
@@ -78,23 +69,6 @@ def sampled(extent: Extent, directory: Path) -> Iterator[tuple[str, int, str, Fo
                 for name, seconds in zip(SETTINGS, rounds, strict=True):
                     ratios = [one / greedy for one, greedy in zip(seconds, rounds[0], strict=True)]
                     yield logits, sequences, name, Found(1e3 * statistics.median(seconds), statistics.median(ratios))
-
-
-def sharpen(directory: Path) -> None:
-    """Give the network of a directory a head of its own, that of its embedding times a factor: so large that its
-    nucleus of 0.95 has about `NUCLEUS` tokens."""
-    weights = load_file(directory / "model.safetensors")
-    head = weights["model.embed_tokens.weight"].float()
-    hidden = torch.randn(4, head.shape[1], generator=torch.Generator().manual_seed(1))
-    low, high = 0.1, 100.0
-    while high / low > 1.01:
-        middle = (low * high) ** 0.5
-        kept = (hidden @ head.T * middle).softmax(1).sort(descending=True).values.cumsum(1) < 0.95
-        low, high = (middle, high) if kept.sum(1).float().mean() > NUCLEUS else (low, middle)
-    weights["lm_head.weight"] = (head * low).bfloat16()
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
 
 
 def row(given: Given) -> Lines:

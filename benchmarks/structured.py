@@ -76,7 +76,6 @@ ORDER = {
 }
 
 
-LARGE = replace(SMALL, vocabulary=131_072)
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -84,7 +83,7 @@ GREEDY = SamplingParams(temperature=0.0)
 class Extent:
     """The sizes of what is measured."""
 
-    size: Size = LARGE
+    size: Size = SMALL
     sequences: tuple[int, ...] = (1, 8)
     prompt: int = 64
     steps: int = 16  # of a burst

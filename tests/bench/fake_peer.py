@@ -54,6 +54,14 @@ class Peer:
         wrong = 1 if self._how == "differs" and self._given == 2 else 0
         return [[following(prompt, self._given)[-1] + wrong] for prompt in self._prompts]
 
+    def stream(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._note("stream")
+        began = time.process_time()
+        while time.process_time() < began + 0.02:
+            pass
+        count = len(request["texts"])
+        return {"tokens": count * request["new"], "first": [0.1] * count, "gaps": [0.01] * count}
+
     def lead(self, tokens: Sequence[int], over: int) -> float:
         self._note(f"lead {len(tokens)} {over}")
         return 0.5

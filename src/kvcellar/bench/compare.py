@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvcellar.bench.peer import Peer, PeerFailed, Side, running
+from kvcellar.bench.processes import PROC, cpu_seconds
 
 MOST_IDS = 500  # ids of prompts are below
 NEAR = 0.25  # lead of a token in log-probability that the rounding of a 16-bit type can turn over
@@ -151,10 +152,10 @@ class Others:
     """The CPU time of the machine that other processes than those measured have had, from when it is made.
 
     Wall time says how fast something is only where cores were idle. Linux counts the time of all CPUs in `/proc/stat`,
-    with what a hypervisor took, and that of a process in `/proc/PID/stat`.
+    with what a hypervisor took.
     """
 
-    def __init__(self, pids: Sequence[int], *, root: Path = Path("/proc")) -> None:
+    def __init__(self, pids: Sequence[int], *, root: Path = PROC) -> None:
         """`pids` are of the processes that are measured, beside this one. `root` is where the kernel's files are."""
         self._pids, self._root = (*pids, os.getpid()), root
         self._began, self._before = time.perf_counter(), self._clocks()
@@ -173,16 +174,8 @@ class Others:
             columns = (self._root / "stat").read_text().partition("\n")[0].split()[1:]
         except OSError:
             return None
-        ticks = os.sysconf("SC_CLK_TCK")
-        return sum(int(columns[at]) for at in BUSY) / ticks, sum(map(self._ticks, self._pids)) / ticks
-
-    def _ticks(self, pid: int) -> int:
-        """User and system time of a process, and of its children that have ended; 0 if it has ended."""
-        try:
-            text = (self._root / str(pid) / "stat").read_text()
-        except OSError:
-            return 0
-        return sum(map(int, text.rpartition(")")[2].split()[11:15]))
+        busy = sum(int(columns[at]) for at in BUSY) / os.sysconf("SC_CLK_TCK")
+        return busy, cpu_seconds(self._pids, self._root)
 
 
 class Comparison:

@@ -24,7 +24,7 @@ from kvcellar.bench.compare import IDLE, QUICK, WORKS, Agreement, Compared, Exte
 from kvcellar.bench.gguf import write_gguf
 from kvcellar.bench.kinds import CACHE_BYTES, EXTENT, KINDS, write_kind
 from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
-from kvcellar.bench.network import LARGER, SMALL, TINY, Size, write
+from kvcellar.bench.network import LARGER, SMALL, TINY, Size, write, write_tokenizer
 from kvcellar.bench.peer import OURS, Side, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.kernels.compiled import library
@@ -63,7 +63,7 @@ class Reads:
 
 OTHER_KINDS = "kinds"  # the row of all networks of other kinds
 ROWS = (*WORKS, OTHER_KINDS, *KINDS)
-SIZES: Mapping[str, Size] = {"125m": SMALL, "0.5b": LARGER}  # for the others than the first nothing is aimed at
+SIZES: Mapping[str, Size] = {"0.2b": SMALL, "0.5b": LARGER}  # for the others than the first nothing is aimed at
 LIMIT = 0.8  # of the limit that is aimed at, by one sequence in 16 bits
 MEMORY = 1.3  # times as much as llama.cpp, beside Python, torch and the model's module
 TARGETS: Mapping[tuple[str, str], float] = {
@@ -146,8 +146,9 @@ def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = F
 
 
 def write_for_peers(size: Size, directory: Path) -> int:
-    """A model directory with a GGUF file of the same weights. Returns the number of parameters."""
+    """A model directory with a tokenizer, and a GGUF file of the same. Returns the number of parameters."""
     parameters = write(size, directory)
+    write_tokenizer(size.vocabulary, directory)
     write_gguf(size, directory)
     return parameters
 

@@ -2,7 +2,7 @@
 and k in pairs within each head, and norms in float32."""
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvcellar.bench.network import Size
+from kvcellar.bench.network import CHAT, Size, words
 
 ALIGNMENT = 32
 TYPES = {torch.float32: 0, torch.bfloat16: 30}
@@ -71,7 +71,7 @@ def _stored(size: Size, key: str, tensor: Tensor) -> Tensor:
 
 
 def _fields(size: Size) -> Mapping[str, Any]:
-    """The tokenizer has a token for each id and no merges: only ids are given to peers."""
+    tokens, merges = words(size.vocabulary)
     return {
         "general.architecture": "llama",
         "general.file_type": FILE_TYPE,
@@ -89,17 +89,12 @@ def _fields(size: Size) -> Mapping[str, Any]:
         "llama.vocab_size": size.vocabulary,
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
-        "tokenizer.ggml.tokens": list(_tokens(size.vocabulary)),
+        "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [Signed(1)] * size.vocabulary,
-        "tokenizer.ggml.merges": ["t 0"],
-        "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in merges],
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT,
     }
-
-
-def _tokens(count: int) -> Iterator[str]:
-    yield from ("t", "0", "t0")
-    yield from (f"t{number}" for number in range(3, count))
 
 
 def _padded(count: int) -> int:
@@ -114,6 +109,8 @@ def _value(value: Any) -> bytes:
     """The type and the bytes of a field."""
     if isinstance(value, Signed):
         return struct.pack("<Ii", 5, value)
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
     if isinstance(value, float):

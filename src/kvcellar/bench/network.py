@@ -1,12 +1,15 @@
-"""network: Llama networks with random weights, as model directories."""
+"""network: Llama networks with random weights, and a tokenizer of made-up words, as model directories."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from string import ascii_lowercase
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 
@@ -42,19 +45,23 @@ class Size:
         }
 
 
-SMALL = Size(896, 12, 14, 2, 64, 2304, 32_000, 8192)  # 125 million parameters
+SMALL = Size(896, 12, 14, 2, 64, 2304, 128_256, 8192)  # 211 million parameters
 LARGER = Size(896, 24, 14, 2, 64, 4864, 151_936, 8192)  # 494 million parameters
 TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to test the bench
 
 BRANCH = 0.002  # of the usual size: what a layer adds to the residual stream of a network that repeats its last token
+SHARP = 5.6  # standard deviation of logits: a hundred tokens of 128 thousand have 0.95 of the probability
+SPACE = "Ġ"  # as byte-level tokenizers write it
 
 
-def write(size: Size, directory: Path, *, repeats: bool = False) -> int:
+def write(size: Size, directory: Path, *, repeats: bool = False, sharp: float = SHARP) -> int:
     """Write a model directory in bfloat16, the same for each call. Returns the number of parameters.
 
-    With `repeats`, layers add so little that the most probable next token is the last one, by a wide margin.
+    Logits have the standard deviation `sharp`: those of random weights, 1, are nearly all near ties. With `repeats`,
+    layers add so little that the most probable next token is the last one, by a wide margin.
     """
     weights = dict(_weights(size, branch=BRANCH if repeats else 1.0))
+    weights["model.norm.weight"] *= sharp
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(size.config()))
     return sum(weight.numel() for weight in weights.values())
@@ -80,3 +87,27 @@ def _weights(size: Size, branch: float) -> Iterator[tuple[str, Tensor]]:
         yield at + "mlp.down_proj.weight", drawn(size.hidden, size.intermediate, branch)
         yield at + "input_layernorm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)
         yield at + "post_attention_layernorm.weight", torch.ones(size.hidden, dtype=torch.bfloat16)
+
+
+def write_tokenizer(vocabulary: int, directory: Path) -> None:
+    """Write a byte-level tokenizer; a chat is the texts of its messages."""
+    tokens, merges = words(vocabulary)
+    made = Tokenizer(models.BPE({token: at for at, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.save(str(directory / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def words(vocabulary: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """The tokens of a vocabulary, and its merges in order: bytes; words of up to three letters behind a space, and some
+    of four."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    one, two, three, four = (
+        [SPACE + "".join(word) for word in product(ascii_lowercase, repeat=n)] for n in range(1, 5)
+    )
+    grown = [*one, *two, *three, *four[::3]][: vocabulary - len(alphabet)]  # four[::3]: words begin with any letter
+    return [*alphabet, *grown], [(word[:-1], word[-1]) for word in grown]

@@ -22,6 +22,7 @@ from threading import Thread
 from types import MappingProxyType
 from typing import IO, Any
 
+from kvcellar.bench.processes import family, kill
 from kvcellar.errors import BadRequest, KvcellarError
 
 PEERS = Path(__file__).parent / "peers"
@@ -133,10 +134,14 @@ class Peer:
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._process.stdout or ():
             self._lines.put(line)
         self._lines.put("")
+
+    @property
+    def ended(self) -> int | None:
+        """The status of the process, if it has ended."""
+        return self._process.poll()
 
     def ask(self, what: str, **request: Any) -> dict[str, Any]:
         """Send a request; returns its reply. `what` is what it is for, for messages."""
@@ -153,21 +158,21 @@ class Peer:
         try:
             line = self._lines.get(timeout=self.side.patience)
         except Empty:
-            raise self._failed(what, f"it did not reply within {self.side.patience:.0f} s") from None
+            raise self.failed(what, f"it did not reply within {self.side.patience:.0f} s") from None
         if not line:
-            raise self._failed(what, f"its process ended with status {self._process.wait()}")
+            raise self.failed(what, f"its process ended with status {self._process.wait()}")
         try:
             found = json.loads(line)
         except ValueError:
             found = None
         if not isinstance(found, dict):
-            raise self._failed(what, f"it replied {line[:80]!r}, not an object of JSON")
+            raise self.failed(what, f"it replied {line[:80]!r}, not an object of JSON")
         reply: dict[str, Any] = found
         if "error" in reply:
-            raise self._failed(what, str(reply["error"]))
+            raise self.failed(what, str(reply["error"]))
         return reply
 
-    def _failed(self, what: str, why: str) -> PeerFailed:
+    def failed(self, what: str, why: str) -> PeerFailed:
         self._left = 0.0
         self._printed.seek(0)
         lines = self._printed.read().decode(errors="replace").split("\n")
@@ -178,12 +183,16 @@ class Peer:
     def end(self) -> None:
         """End the process, with those that it started."""
         assert self._process.stdin is not None
+        descended = family(self.pid)
         with suppress(OSError):
             self._process.stdin.close()
+        if self._process.stdout is None:  # it reads no requests
+            self._process.terminate()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=self._left)
+        kill(descended)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)  # also those whose parent has ended
         self._process.wait()
         self._reader.join()
 
@@ -194,24 +203,34 @@ def running(side: Side, options: Mapping[str, Any]) -> Iterator[Peer]:
     threads = options["threads"] if side.threads is None else side.threads
     asked = json.dumps({**options, "precision": side.precision, "threads": threads, "record": side.record})
     command = [side.python, "-u", str(SERVE), str(side.adapter), asked]  # -u: what it prints before it dies is there
+    with started(side, command, threads) as peer:
+        peer.about = peer.reply("loading the model")
+        yield peer
+
+
+@contextmanager
+def started(
+    side: Side, command: Sequence[str], threads: int, *, replies: bool = True, **environment: str
+) -> Iterator[Peer]:
+    """A process, which ends with the block, and all that descend from it. Without `replies`, what it writes is printed
+    with its errors."""
     one = {name: str(threads) for name in THREADS}
     with tempfile.TemporaryFile() as printed:
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                stdout=subprocess.PIPE if replies else printed,
                 stderr=printed,
                 text=True,
-                env={**os.environ, **one},
-                start_new_session=True,  # so that its own children end with it
+                env={**os.environ, **one, **environment},
+                start_new_session=True,  # a terminal signals the bench only, which ends it
             )
         except OSError as error:
             raise PeerFailed(f"{side.label} did not start: {side.python}: {error.strerror}") from error
         with process:
             peer = Peer(side, process, printed)
             try:
-                peer.about = peer.reply("loading the model")
                 yield peer
             finally:
                 peer.end()

@@ -1,9 +1,12 @@
 """bench: the subcommand that measures kvcellar and other engines on this machine."""
 
+import signal
+
 import click
 
 from kvcellar.cli.options import Command
 from kvcellar.engine.load.settings import RECORD
+from kvcellar.errors import BadRequest
 
 
 @click.command("bench", cls=Command, epilog="Example: kvcellar bench --only ragged-8")
@@ -29,7 +32,13 @@ from kvcellar.engine.load.settings import RECORD
     help="The Python interpreter of the environment in which a peer is installed. Repeatable.",
 )
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of all engines.")
-@click.option("--size", type=click.Choice(["125m", "0.5b"]), help="Parameters of the network. Default: 125m.")
+@click.option("--size", type=click.Choice(["0.2b", "0.5b"]), help="Parameters of the network. Default: 0.2b.")
+@click.option(
+    "--serve",
+    is_flag=True,
+    help="Measure whole servers over HTTP, and the engine alone: rows greedy-N, sampled-N and system-N with N streams. "
+    "Peers are vllm, llama.cpp and transformers; the clients are vLLM's.",
+)
 @click.option("--record", type=click.Choice(RECORD), help="That setting of kvcellar.")
 def command(
     quick: bool,
@@ -38,10 +47,18 @@ def command(
     peer_python: tuple[str, ...],
     threads: int,
     size: str | None,
+    serve: bool,
     record: str | None,
 ) -> None:
     """Measure kvcellar and other engines on the same weights and tokens, interleaved, each in a process of its own.
     Prints a table and one line of JSON."""
     from kvcellar.bench.compared import run_against
+    from kvcellar.bench.served import run_served
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # peers end with the bench
+    if serve:
+        if size or record:
+            raise BadRequest("--serve has one network, and the defaults of a server", "serve")
+        run_served(against, peer_python, only=only, quick=quick, threads=threads)
+        return
     run_against(against, peer_python, only=only, quick=quick, threads=threads, size=size, record=record)

@@ -1,7 +1,9 @@
 """ours: an `Engine` as a peer, through `submit`, with the default settings: the precision is the setting `weights`."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -66,6 +68,23 @@ class Peer:
             ticket.cancel()
         self._turns.end()
         self._engine.stats()  # waits until the engine's thread has cancelled them
+
+    def stream(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Texts are continued on as many threads as there are streams, as a program would do it."""
+        how: dict[str, Any] = {"temperature": 0.0} if request["greedy"] else {}  # else the defaults of the model
+        first, gaps = list[float](), list[float]()
+
+        def one(text: str) -> int:
+            at, count, times = time.perf_counter(), 0, list[float]()
+            for delta in self._engine.stream(text, max_tokens=request["new"], ignore_eos=True, **how):
+                times.append(time.perf_counter() - at)
+                at, count = at + times[-1], count + len(delta.token_ids)
+            first.append(times[0])
+            gaps.extend(times[1:])
+            return count
+
+        with ThreadPoolExecutor(request["streams"]) as threads:
+            return {"tokens": sum(threads.map(one, request["texts"])), "first": first, "gaps": gaps}
 
     def lead(self, tokens: Sequence[int], over: int) -> float:
         """By how much the log-probability of the most probable next token exceeds that of `over`; where that is not

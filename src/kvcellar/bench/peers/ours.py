@@ -38,15 +38,17 @@ class Peer:
             **how,
         )
         self._turns, self._tickets = Turns(0), list[Any]()
+        self.flags = f"weights {how.get('weights', 'as stored')}, record {how.get('record', 'auto')}"
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
         from kvcellar.bench.peers.turns import Turns
         from kvcellar.sampling_params import SamplingParams
 
-        greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+        how: Any = {"temperature": 0.0} if sampled is None else sampled
+        params = SamplingParams(ignore_eos=True, **how)
         self._turns = Turns(len(prompts))
         self._tickets = [
-            self._engine.submit(prompt, greedy, deliver=partial(self._on_event, self._turns, number))
+            self._engine.submit(prompt, params, deliver=partial(self._on_event, self._turns, number))
             for number, prompt in enumerate(prompts)
         ]
         return self._turns.first()

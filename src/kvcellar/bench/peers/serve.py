@@ -7,7 +7,8 @@ once, the `longest` prompt, and `new` tokens after it; `reuses`: whether prompts
 line of JSON when the model is loaded, and one as the reply to each line. CPU seconds are those of the whole process,
 all threads together.
 
-    {"do": "open", "prompts": [[ids], ...]}   compute the prompts, to the first token of each
+    {"do": "open", "prompts": [[ids], ...], "sampled": {...}}   compute the prompts, to the first token of each; tokens
+                                              are drawn with this temperature, top_k and top_p; null: greedily
     {"do": "steps", "count": 4}               so many steps, in each of which every sequence gets a token
     {"do": "close"}                           end these sequences; what is cached of their prompts may stay
     {"do": "stream", "texts": [...], "new": 9, "streams": 2, "greedy": true}   so many texts at a time, each to `new`
@@ -22,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -30,7 +31,9 @@ from typing import Any, Protocol, TextIO
 class Adapter(Protocol):
     """The class `Peer` of an adapter, made from OPTIONS. One that has `lead(tokens, over)` can be the reference."""
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    flags: str  # how it was built and computes, as far as it says
+
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
         """Compute these prompts; returns the tokens of each so far, at least one."""
         ...
 
@@ -50,7 +53,7 @@ def main(adapter: str, options: str) -> None:
         version = module.library(asked)
         imported = {"imported_bytes": _memory()["bytes"], "imported_cpu": time.process_time()}
         peer: Adapter = module.Peer(asked)
-        _reply(out, {"version": version, **imported, **_memory(), "cpu": time.process_time()})
+        _reply(out, {"version": version, "flags": peer.flags, **imported, **_memory(), "cpu": time.process_time()})
         for line in sys.stdin:
             _reply(out, _done(peer, json.loads(line)))
     except Exception as error:
@@ -75,7 +78,7 @@ def _reply(out: TextIO, content: dict[str, Any]) -> None:
 def _done(peer: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "open":
         before = _clocks()
-        ids = peer.open(request["prompts"])
+        ids = peer.open(request["prompts"], request["sampled"])
         return {"ids": ids, **_since(before)}
     if request["do"] == "steps":
         ids, took = list[list[list[int]]](), list[dict[str, float]]()

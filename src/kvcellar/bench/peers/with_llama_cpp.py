@@ -32,6 +32,11 @@ class Peer:
         if not self._model:
             raise RuntimeError(f"llama.cpp did not load {file}")
         self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        defaults = llama_cpp.llama_context_default_params()
+        names = ("flash_attn_type", "type_k", "type_v", "n_ubatch")
+        self.flags = ", ".join(f"{name} {getattr(defaults, name)}" for name in names)
+        self.flags += f"; {llama_cpp.llama_print_system_info().decode()}"
+        self._sampler: Any = None
         self._contexts: dict[tuple[int, int], Any] = {}  # by number of sequences, and cells of all
         self._context: Any = None
         self._held: dict[Any, list[int]] = {}  # tokens in the cache of a context of one sequence
@@ -62,7 +67,18 @@ class Peer:
             self._contexts[sequences, cells] = made
         return self._contexts[sequences, cells]
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def _chain(self, sampled: Mapping[str, float]) -> Any:
+        """These steps of llama.cpp's default chain, in its order."""
+        api = self._api
+        chain = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_k(sampled["top_k"]))
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_top_p(sampled["top_p"], 1))
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_temp(sampled["temperature"]))
+        api.llama_sampler_chain_add(chain, api.llama_sampler_init_dist(0))
+        return chain
+
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
+        self._sampler = None if sampled is None else self._chain(sampled)
         self._context = self._made(len(prompts), max(map(len, prompts)))
         memory = self._api.llama_get_memory(self._context)
         common = 0
@@ -111,5 +127,7 @@ class Peer:
             raise RuntimeError(f"llama_decode returned {failed} for {len(rows)} tokens")
 
     def _drawn(self, row: int) -> int:
+        if self._sampler is not None:
+            return int(self._api.llama_sampler_sample(self._sampler, self._context, row))
         logits = self._api.llama_get_logits_ith(self._context, row)
         return int(self._numpy.ctypeslib.as_array(logits, shape=(self._vocabulary,)).argmax())

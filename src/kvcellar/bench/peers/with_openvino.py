@@ -38,22 +38,26 @@ class Peer:
         scheduler.max_num_seqs = options["sequences"]
         how = {"INFERENCE_NUM_THREADS": options["threads"]}
         self._pipeline = genai.ContinuousBatchingPipeline(str(made), scheduler, "CPU", how)
-        self._greedy = genai.GenerationConfig()
-        self._greedy.max_new_tokens, self._greedy.do_sample = options["new"], False
-        self._greedy.ignore_eos = True
-        self._greedy.set_eos_token_id(0)  # there has to be one
-        self._greedy.stop_token_ids = {0}
+        self._how = genai.GenerationConfig()
+        self._how.max_new_tokens, self._how.do_sample = options["new"], False
+        self._how.ignore_eos = True
+        self._how.set_eos_token_id(0)  # there has to be one
+        self._how.stop_token_ids = {0}
+        self.flags = f"K/V of {scheduler.cache_size} GiB, {STEP_TOKENS} tokens of a step"
         self._opened = 0
         self._handles: list[Any] = []
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
+        self._how.do_sample = sampled is not None
+        for name, value in (sampled or {}).items():
+            setattr(self._how, name, value)
         self._handles = [self._added(prompt) for prompt in prompts]
         return self.step()
 
     def _added(self, prompt: Sequence[int]) -> Any:
         self._opened += 1
         ids = self._openvino.Tensor(self._numpy.array([prompt], dtype="int64"))
-        return self._pipeline.add_request(self._opened, ids, self._greedy)
+        return self._pipeline.add_request(self._opened, ids, self._how)
 
     def step(self) -> list[list[int]]:
         new: list[list[int]] = [[] for _ in self._handles]

@@ -17,8 +17,10 @@ class Peer:
         import_module("torch").set_num_threads(options["threads"])
         self._generating = Generating(options["model"], most=options["new"], keeps=options["reuses"])
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        return self._generating.start(prompts)
+        self.flags = f"attention {self._generating.attention}"
+
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
+        return self._generating.start(prompts, sampled)
 
     def step(self) -> list[list[int]]:
         return self._generating.turns.step()

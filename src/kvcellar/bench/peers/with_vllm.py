@@ -20,9 +20,7 @@ class Peer:
     def __init__(self, options: Mapping[str, Any]) -> None:
         import_module("torch").set_num_threads(options["threads"])
         vllm = import_module("vllm")
-        self._params = vllm.SamplingParams(
-            temperature=0.0, max_tokens=options["new"], ignore_eos=True, detokenize=False
-        )
+        self._sampling, self._most = vllm.SamplingParams, options["new"]
         self._engine = vllm.LLM(
             options["model"],
             dtype="bfloat16",
@@ -30,16 +28,19 @@ class Peer:
             max_model_len=options["longest"] + options["new"],
             max_num_seqs=options["sequences"],
         ).llm_engine
+        self.flags = "its defaults"
         self._ids: dict[str, int] = {}  # number of the sequence by request
         self._opened = 0
         self._tokens: list[int] = []  # of each sequence, returned so far
 
-    def open(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
+        how = {"temperature": 0.0} if sampled is None else sampled
+        params = self._sampling(**how, max_tokens=self._most, ignore_eos=True, detokenize=False)
         self._ids = {f"{self._opened}-{number}": number for number in range(len(prompts))}
         self._opened += 1
         self._tokens = [0] * len(prompts)
         for (request, _), prompt in zip(self._ids.items(), prompts, strict=True):
-            self._engine.add_request(request, {"prompt_token_ids": list(prompt)}, self._params)
+            self._engine.add_request(request, {"prompt_token_ids": list(prompt)}, params)
         return self.step()
 
     def step(self) -> list[list[int]]:

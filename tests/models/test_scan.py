@@ -1,7 +1,9 @@
 """Scan functions: from any state, over any number of tokens, they equal a plain loop and those of transformers."""
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +18,10 @@ from transformers.models.zamba import modeling_zamba
 
 from kvcellar.engine.models.mixers import StateView
 from kvcellar.engine.models.weights import scan
-from kvcellar.engine.models.weights.scan import SCANS, Call, selective_scan
+from kvcellar.engine.models.weights.scan import SCANS, Call, after, selective_scan
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.scans import ScanKernel
 from kvcellar.memory.plan import StateSegment
 from tests.models.timeline import relative
 
@@ -152,10 +156,10 @@ def test_the_state_after_some_tokens_equals_that_of_a_scan_over_these_alone(kind
     call = CALLS[kind]
     indices, counts = [3, 0, 2], [6, 2, 1]
     before = call.arguments[call.scan.state]
-    found = call.without_state().after(before[indices], indices, counts)
+    found = after(call.recurrence, before[indices], indices, counts)
     for state, index, most in zip(found, indices, counts, strict=True):
         alone = {
-            name: value[index : index + 1].narrow(call.scan.axis, 0, most)
+            name: value[index : index + 1].narrow(-1 if call.by_head else 1, 0, most)
             for name, value in call.arguments.items()
             if name in ALL_TOKENS and isinstance(value, Tensor)
         }
@@ -176,11 +180,39 @@ class _Held:
     def __init__(self, state: Tensor) -> None:
         self._state = state
 
-    def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
+    def planes(self, layer: int) -> dict[str, Tensor]:
         return {scan.recurrent(0): self._state}
 
-    def write(self, layer: int, segments: Sequence[StateSegment], planes: Any, at: Any = None) -> None:
+    def read(self, layer: int, segments: Sequence[StateSegment], names: Any = None) -> dict[str, Tensor]:
+        return self.planes(layer)
+
+    def write(self, layer: int, segments: Sequence[StateSegment], planes: Any, *more: Any) -> None:
         raise AssertionError("it is not stored")
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_the_kernel_equals_scans_of_transformers_and_writes_rows(kind: str) -> None:
+    """Of all tokens, and after some, in rows of their own or as a part of a step."""
+    try:
+        kernel = ScanKernel(os.environ)
+    except NotCompiled as error:
+        pytest.skip(str(error))
+    call = CALLS[kind]
+    before = call.arguments[call.scan.state]
+    n = len(before)
+    rows = torch.cat([torch.zeros_like(before[:1]), before, *[torch.full_like(before, torch.nan)] * 2])
+    segments = [StateSegment(i, 0, 6, 1 + i, 1 + n + i, ((4, 1 + 2 * n + i),)) for i in range(n)]
+    view = StateView(_Held(rows), segments, 6, revertible=True, kernel=kernel)
+    assert view.state(0, scan.recurrent(0)) is None
+    bare = replace(call, arguments={**call.arguments, call.scan.state: None})
+    wanted, last = call.run()
+    found, _ = view.scan(0, bare)
+    assert found.dtype is wanted.dtype
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rows[1 + n : 1 + 2 * n], last, atol=1e-5, rtol=1e-5)
+    parts = view._at(0, lambda indices, count: view)([2, 1], [4, 2])[scan.recurrent(0)]
+    assert torch.equal(parts[0], rows[1 + 2 * n + 2])
+    torch.testing.assert_close(parts, after(call.recurrence, before[[2, 1]], [2, 1], [4, 2]), atol=1e-5, rtol=1e-5)
 
 
 def test_each_head_is_scanned_from_its_own_state() -> None:
@@ -190,7 +222,7 @@ def test_each_head_is_scanned_from_its_own_state() -> None:
     zero, none = torch.zeros(3), torch.full((2, 3, 5), 1e4)
     for head in range(3):
         given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
-        call = Call(SCANS["mamba_selective_scan"], selective_scan, given)
+        call = call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, given)
         _, last = view.scan(0, call)
         unbiased = torch.expm1(delta.abs().double()).log()  # the inverse of softplus
         _, wanted = obvious(u, unbiased, A, B, C, zero, none, zero, state[:, head])

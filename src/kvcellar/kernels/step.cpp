@@ -208,16 +208,17 @@ extern "C" const void* kvcellar_line_of(const char* name, int64_t a, int64_t b, 
 struct Rows {
     const int64_t* rows;
     char *plane, *values;
-    int64_t count, bytes, writes;
+    int64_t step, count, bytes, writes;  // `step`: from one number of a row to the next
 };
 
 extern "C" int kvcellar_rows(const void* given) {
     const Rows& call = *static_cast<const Rows*>(given);
     for (int64_t i = 0; i < call.count; i++) {
-        char *stored = call.plane + call.rows[i] * call.bytes, *value = call.values + i * call.bytes;
+        const int64_t row = call.rows[i * call.step];
+        char *stored = call.plane + row * call.bytes, *value = call.values + i * call.bytes;
         if (!call.writes)
             std::memcpy(value, stored, call.bytes);
-        else if (call.rows[i])
+        else if (row)
             std::memcpy(stored, value, call.bytes);
     }
     return NONE;

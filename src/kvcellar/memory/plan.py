@@ -180,6 +180,7 @@ class StateSegment(NamedTuple):
     length: int
     read: int
     write: int
+    between: tuple[tuple[int, int], ...] = ()  # (tokens, state row): the state after the first so many goes there, too
 
 
 @dataclass(frozen=True, slots=True)

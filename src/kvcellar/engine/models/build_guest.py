@@ -18,7 +18,7 @@ from kvcellar.engine.models.guest import Guest, Verdict, backends_for
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of
 from kvcellar.engine.models.latent_attention import with_latents, without_latents
-from kvcellar.engine.models.mixers import wrap_mixers
+from kvcellar.engine.models.mixers import scan_kernel, wrap_mixers
 from kvcellar.engine.models.rope import with_rotations
 from kvcellar.engine.models.seam import current_door, fresh_layers, our_attention, own_attention, register
 from kvcellar.engine.models.selftest import TOLERANCE, Reference, partial_commit_test, reference_of, whole_step_test
@@ -150,7 +150,7 @@ def _flat(model: PreTrainedModel, backends: Sequence[Backend], *, offsets: bool)
     probe(model, near, range(PROBE_TOKENS))
     if near.reads and "position_ids" not in inspect.signature(model.forward).parameters:
         raise ModelRefused("its forward takes no positions")
-    wrap_mixers(near.mixers, current_door)
+    wrap_mixers(near.mixers, current_door, scan_kernel(model))
     shape = shape_of(near, dtype=str(model.dtype).removeprefix("torch."), device=model.device.type)
     guest = Guest(model, shape, "flat", backends_for(shape, backends), offsets=offsets)
     positions = [*range(PROBE_TOKENS - 1), context - 1]

@@ -11,7 +11,8 @@ of any length. So a mixer is called once for all sequences with the same number 
 All other layers stay flat. A zero state equals no state, so the first step of a sequence is like any other.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kvcellar.engine.models.weights.scan import Call, Scans, recurrent, with_our_scans
+from kvcellar.engine.models.weights.scan import Call, Scanned, Scans, after, recurrent, with_our_scans
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.compiled import NotCompiled
+from kvcellar.kernels.scans import TYPES, Recurrence, Rows, ScanKernel, runs_of
 from kvcellar.kernels.uploads import uploaded
 from kvcellar.memory.kv.states import At
 from kvcellar.memory.memory import Memory
@@ -38,31 +41,45 @@ def conv(index: int) -> str:
 class StateRows(Protocol):
     """The states of sequences, as `Memory.states` has them in an open step."""
 
-    def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]: ...
+    def planes(self, layer: int) -> Mapping[str, Tensor]: ...
+
+    def read(
+        self, layer: int, segments: Sequence[StateSegment], names: Collection[str] | None = None
+    ) -> dict[str, Tensor]: ...
 
     def write(
-        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None
-    ) -> None: ...
+        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None,
+        between: At | None = None, stored: Collection[str] = (),
+    ) -> None: ...  # fmt: skip
 
 
 class StateView:
-    """Copies of the states of B sequences with L new tokens each, which a mixer reads and overwrites."""
+    """Copies of the states of B sequences with L new tokens each, which a mixer reads and overwrites.
+
+    A kernel that scans reads and writes the rows themselves, those of checkpoints inside segments too.
+    """
 
     def __init__(
-        self, rows: StateRows, segments: Sequence[StateSegment], length: int, *, revertible: bool = False
-    ) -> None:
+        self, rows: StateRows, segments: Sequence[StateSegment], length: int, *, revertible: bool = False,
+        kernel: ScanKernel | None = None,
+    ) -> None:  # fmt: skip
         """`revertible`: a part of the tokens may be committed, so what determines the states in between is kept."""
         self.segments, self.length = segments, length
-        self._rows, self._keeps = rows, revertible and length > 1
+        self._rows, self._kernel, self._revertible = rows, kernel, revertible and length > 1
+        self._keeps = self._revertible or any(segment.between for segment in segments)
         self._states: dict[int, dict[str, Tensor]] = {}
         self._longer: dict[tuple[int, str], Tensor] = {}  # a convolution's inputs [B,C,K+L], the new ones last
-        self._scans: dict[int, list[Call]] = {}  # by layer; a mixer may scan its heads one by one, in order
+        self._scans: dict[int, list[Recurrence]] = {}  # by layer; a mixer may scan its heads one by one, in order
         self._done: dict[int, int] = {}  # by layer, the number of scans so far
 
-    def state(self, layer: int, name: str) -> Tensor:
-        """[B,*shape], a copy that may be overwritten."""
+    def state(self, layer: int, name: str) -> Tensor | None:
+        """[B,*shape], a copy that may be overwritten; None for the state that a kernel scans from, so that a mixer
+        calls its scan for any number of tokens."""
+        if self._kernel is not None and name == recurrent(0):
+            return None
         if layer not in self._states:
-            self._states[layer] = self._rows.read(layer, self.segments)
+            names = [name for name in self._rows.planes(layer) if self._kernel is None or name != recurrent(0)]
+            self._states[layer] = self._rows.read(layer, self.segments, names)
         found = self._states[layer].get(name)
         if found is None:
             raise ModelRefused(f"layer {layer} reads a state {name}, and had none when the model was probed")
@@ -71,6 +88,7 @@ class StateView:
     def shift_in(self, new: Tensor, layer: int, name: str) -> Tensor:
         """The inputs of a convolution [B,C,K] followed by `new` ones [B,C,L]; the last K become its state."""
         before = self.state(layer, name)
+        assert before is not None
         longer = torch.cat([before.to(new.dtype), new], -1)
         self._states[layer][name] = longer[..., -before.shape[-1] :]
         if self._keeps and new.shape[-1] == self.length:
@@ -78,23 +96,41 @@ class StateView:
         return longer
 
     def update(self, value: Tensor, layer: int, name: str) -> Tensor:
-        self.state(layer, name)
-        self._states[layer][name] = value
+        if self._kernel is None or name != recurrent(0):
+            self.state(layer, name)
+            self._states[layer][name] = value
         return value
 
     def scan(self, layer: int, call: Call) -> Any:
         """Run a scan of a mixer, from its state, also where transformers' own scan takes none."""
+        plane, of = self._rows.planes(layer).get(recurrent(0)), call.recurrence
+        if plane is None:
+            raise ModelRefused(f"layer {layer} scans, and had no state when the model was probed")
+        heads = plane.shape[1] if call.by_head and plane.dim() > 3 else 1
+        done = self._done.get(layer, 0)
+        if done == heads and call.by_head:
+            raise ModelRefused("one of its layers has more scans than states")
+        self._done[layer] = done + 1
+        if self._kernel is not None:
+            of = of.of(lambda x: x if x.dtype in TYPES else x.float())
+        if self._keeps:
+            self._scans.setdefault(layer, []).append(of)
+        if self._kernel is not None:
+            out = of.first.new_empty(of.shape, dtype=torch.float32 if call.scan.wide else of.first.dtype)
+            self._scan(self._kernel, layer, done if heads > 1 else None, of, out)
+            shape = plane.shape[2 if heads > 1 else 1 :]
+            final = of.first.new_empty((), dtype=torch.float32).expand(of.shape[0], *shape)  # nothing reads it
+            return call.outputs(out.to(call.recurrence.first.dtype) if not call.scan.wide else out), final
         state = self.state(layer, recurrent(0))
-        if call.scan.ours is not None:
-            heads, done = _heads(call, state), self._done.get(layer, 0)
-            if done == len(heads):
-                raise ModelRefused("one of its layers has more scans than states")
-            call, self._done[layer] = call.from_state(heads[done]), done + 1
+        assert state is not None
+        if call.by_head:
+            call = call.from_state(state[:, done] if heads > 1 else state)
         elif call.arguments[call.scan.state] is None:  # mixers may pass None for zero
             call = call.from_state(state)
-        if self._keeps:
-            self._scans.setdefault(layer, []).append(call.without_state())
         return call.run()
+
+    def _scan(self, kernel: ScanKernel, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
+        scan_rows(kernel, of, self._rows.planes(layer)[recurrent(0)], head, self.segments, out)
 
     def states(self, layer: int) -> dict[str, Tensor]:
         return self._states[layer]
@@ -103,38 +139,78 @@ class StateView:
         """Store the states. If a part of the tokens may be committed, those after fewer tokens can be computed until
         the step ends: from what was kept, or else by `rerun`.
         """
-        for layer, planes in self._states.items():
-            at = self._at(layer, rerun) if self._keeps else None
-            self._rows.write(layer, self.segments, planes, at=at)
+        stored = () if self._kernel is None else (recurrent(0),)
+        for layer in self._states.keys() | self._done.keys():
+            at = self._at(layer, rerun) if self._revertible else None
+            between = self._at(layer, rerun, stored) if self._keeps else None
+            self._rows.write(layer, self.segments, self._states.get(layer, {}), at, between, stored)
 
-    def _at(self, layer: int, rerun: "Rerun") -> At:
+    def _at(self, layer: int, rerun: "Rerun", stored: Collection[str] = ()) -> At:
+        """Without the planes that are `stored` already."""
+
         def at(indices: Sequence[int], counts: Sequence[int]) -> Mapping[str, Tensor]:
             found: dict[str, Tensor] = {}
-            for name, state in self._states[layer].items():
+            for name in self._rows.planes(layer):
                 longer, scans = self._longer.get((layer, name)), self._scans.get(layer)
+                if name in stored:
+                    continue
                 if longer is not None:
-                    found[name] = _windows(longer, indices, counts, state.shape[-1])
+                    kernel = self._states[layer][name].shape[-1]
+                    found[name] = _windows(longer, indices, counts, kernel)
                 elif scans and name == recurrent(0):
-                    before = self._rows.read(layer, [self.segments[i] for i in indices])[name]
-                    heads = _heads(scans[0], before)
-                    after = [scan.after(head, indices, counts) for scan, head in zip(scans, heads, strict=True)]
-                    found[name] = torch.stack(after, 1) if after[0].dim() < state.dim() else after[0]
+                    each = [
+                        self._after(layer, head if len(scans) > 1 else None, of, indices, counts)
+                        for head, of in enumerate(scans)
+                    ]
+                    found[name] = torch.cat(each, 1) if len(scans) > 1 else each[0]
                 else:
                     return self._by_count(layer, rerun, indices, counts)
             return found
 
         return torch.inference_mode()(at)
 
+    def _after(
+        self, layer: int, head: int | None, of: Recurrence, indices: Sequence[int], counts: Sequence[int]
+    ) -> Tensor:
+        """The states [b,*shape] after the first `counts` tokens of the segments `indices`."""
+        name = recurrent(0)
+        if self._kernel is None:
+            before = self._rows.read(layer, [self.segments[i] for i in indices], [name])[name]
+            return after(of, before if head is None else before[:, head : head + 1], indices, counts)
+        plane = self._rows.planes(layer)[name]
+        parts = {i: (n, row) for row, (i, n) in enumerate(zip(indices, counts, strict=True), 1)}
+        made = plane.new_empty(1 + len(counts), *(plane if head is None else plane[:, head : head + 1]).shape[1:])
+        ends = [(one.read, [parts.get(i, (0, 0))]) for i, one in enumerate(self.segments)]
+        rows = Rows(of_heads(plane, head), of_heads(made, None), runs_of(ends), len(ends))
+        self._kernel.run(of, rows, of.first.new_empty(()).expand(of.shape))  # outputs that nothing reads
+        return made[1:]
+
     def _by_count(
         self, layer: int, rerun: "Rerun", indices: Sequence[int], counts: Sequence[int]
     ) -> Mapping[str, Tensor]:
         """Run the mixer again once per distinct count, since it takes rows of equal length."""
-        found = {name: state.new_empty(len(indices), *state.shape[1:]) for name, state in self._states[layer].items()}
+        found: dict[str, Tensor] = {}
         for count in set(counts):
             places = [place for place, other in enumerate(counts) if other == count]
             for name, state in rerun([indices[place] for place in places], count).states(layer).items():
-                found[name][places] = state
+                found.setdefault(name, state.new_empty(len(indices), *state.shape[1:]))[places] = state
         return found
+
+
+def scan_rows(
+    kernel: ScanKernel, of: Recurrence, plane: Tensor, head: int | None, segments: Sequence[StateSegment], out: Tensor
+) -> None:
+    """Fill `out`, and the rows of `plane` that segments name. `head`: of a mixer that scans head by head."""
+    plane = of_heads(plane, head)
+    ends = [(one.read, [*one.between, (one.length, one.write)]) for one in segments]
+    kernel.run(of, Rows(plane, plane, runs_of(ends), len(ends)), out)
+
+
+def of_heads(plane: Tensor, head: int | None) -> Tensor:
+    """A plane of states as a kernel takes it [rows,heads,.,.]; of one head of a mixer that scans head by head."""
+    if head is not None:
+        return plane[:, head : head + 1]
+    return plane if plane.dim() == 4 else plane[:, None]
 
 
 # The states of a mixer after the first so many tokens of the segments of these indices.
@@ -146,11 +222,6 @@ def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kern
     return torch.stack([longer[i, ..., n : n + kernel] for i, n in zip(indices, counts, strict=True)])
 
 
-def _heads(call: Call, state: Tensor) -> Sequence[Tensor]:
-    """The initial states [B,...] of a mixer's scans, one per head where the scan takes a single head."""
-    return state.unbind(1) if call.scan.ours is not None and state.dim() > 3 else (state,)
-
-
 class Mixes(Scans, Protocol):
     """The part of a door that mixers call."""
 
@@ -160,8 +231,12 @@ class Mixes(Scans, Protocol):
 class Mixed:
     """Replaces the `forward` of a mixer: an open door decides how the original is called."""
 
-    def __init__(self, module: nn.Module, door: Callable[[], Mixes | None]) -> None:
-        self._own, self._ours, self._door = module.forward, with_our_scans(module, door), door
+    def __init__(self, module: nn.Module, door: Callable[[], Mixes | None], kernel: ScanKernel | None) -> None:
+        self._own, self._ours, self._door = module.forward, with_our_scans(module, door, kernel), door
+
+    @property
+    def kernel(self) -> ScanKernel | None:
+        return kernel_of(self._ours)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         door = self._door()
@@ -238,7 +313,7 @@ class Mixing:
             return view
 
         revertible = any(segment.seq in self.revertible for segment in segments)
-        view = StateView(self.memory.states, segments, length, revertible=revertible)
+        view = StateView(self.memory.states, segments, length, revertible=revertible, kernel=kernel_of(forward))
         out = self._run(view, forward, args, kwargs)
         view.put(rerun)
         return out
@@ -263,6 +338,29 @@ class Mixing:
         return part
 
 
+def scan_kernel(network: nn.Module, environment: Mapping[str, str] = os.environ) -> ScanKernel | None:
+    """What can run the scans of a network; None where torch has to: on other devices, in float64, or if it cannot be
+    compiled."""
+    weight = next(network.parameters())
+    if weight.device.type != "cpu" or weight.dtype is torch.float64:
+        return None
+    try:
+        return ScanKernel(environment)
+    except NotCompiled:
+        return None
+
+
+def scans_of(network: nn.Module) -> ScanKernel | None:
+    """What runs the scans of a network's mixers."""
+    forwards = (vars(module).get("forward") for module in network.modules())
+    return next((found for one in forwards if isinstance(one, Mixed) and (found := one.kernel) is not None), None)
+
+
+def kernel_of(forward: Forward) -> ScanKernel | None:
+    """What runs the scans of a mixer's forward."""
+    return forward.kernel if isinstance(forward, Scanned) else None
+
+
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """`value` with `change` applied to every tensor in it."""
     if isinstance(value, Tensor):
@@ -274,8 +372,11 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def wrap_mixers(mixers: Iterable[nn.Module], door: Callable[[], Mixes | None]) -> None:
-    """Let an open door decide how these modules are called. Without one they are called as before."""
+def wrap_mixers(
+    mixers: Iterable[nn.Module], door: Callable[[], Mixes | None], kernel: ScanKernel | None = None
+) -> None:
+    """Let an open door decide how these modules are called. Without one they are called as before. `kernel` runs their
+    scans, if there is one."""
     for module in mixers:
         if not isinstance(vars(module).get("forward"), Mixed):
-            module.forward = Mixed(module, door)
+            module.forward = Mixed(module, door, kernel)

@@ -394,7 +394,7 @@ class FlatDoor(StepDoor):
         self._expanded = frozenset(b.layer for b in bindings.values() if not b.direct and b.latent is None)
         self._latent = frozenset(b.layer for b in bindings.values() if b.latent is not None)
         self._storing = None if plan.stored == plan.tokens else memory.tables.fill("storing rows", plan.storing)
-        revertible = frozenset(feed.seq for feed in plan.feeds if feed.in_parts)
+        revertible = frozenset(feed.seq for feed in plan.feeds if feed.revertible)
         self.mixing = Mixing(memory, plan.states, plan.tokens, revertible)
 
     def history(self, layer: int) -> LayerHistory:
@@ -465,7 +465,7 @@ class SoloDoor(StepDoor):
         if plan.stored < plan.tokens:
             raise ModelRefused("a model that runs solo attends to its new tokens, so none of them can be query-only")
         self._memory, self._past = memory, plan.feeds[0].pos.start
-        self._states = StateView(memory.states, plan.states, plan.tokens, revertible=plan.feeds[0].in_parts)
+        self._states = StateView(memory.states, plan.states, plan.tokens, revertible=plan.feeds[0].revertible)
         self._own_layers = OwnLayers(fresh, self.update_plane)
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:

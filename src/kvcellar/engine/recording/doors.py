@@ -5,7 +5,7 @@ layers. For others they are found by running the module on zeros, with two value
 a sum of multiples of symbols.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from kvcellar.engine.models.adapters.adapters import sizes_of
-from kvcellar.engine.models.mixers import Forward, StateView, mapped
+from kvcellar.engine.models.mixers import Forward, StateView, kernel_of, mapped
 from kvcellar.engine.models.seam import Binding, Door, Extras, GuestCache, StepDoor, opened, scoring_of
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.models.weights.scan import Call
@@ -26,6 +26,7 @@ from kvcellar.engine.recording.recording import NotRecordable
 from kvcellar.engine.recording.trace import Sizes, Trace
 from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.kernels.layers import OwnExperts, OwnHeads
+from kvcellar.kernels.scans import Recurrence, ScanKernel
 from kvcellar.memory.shapes import Scoring
 
 
@@ -92,7 +93,7 @@ class DecodingDoor(RecordingDoor, StepDoor):
         return self._running
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        self._running = view = StateView(self._states, (), 1)
+        self._running = view = _TracedView(self._states, (), 1, kernel=kernel_of(forward))
         try:
             out = forward(*mapped(args, self._apart), **mapped(kwargs, self._apart))
         finally:
@@ -115,16 +116,38 @@ class _TracedStates:
         self._trace, self._ids = trace, ids
         self._layers = {} if shape.recurrent is None else shape.recurrent.layers
 
-    def read(self, layer: int, segments: Any) -> dict[str, Tensor]:
-        planes = self._layers[layer]
-        rows = self._ids.shape[0]
-        made = [self._trace.empty(self._ids, (rows, *one.shape), getattr(torch, one.kind)) for one in planes]
-        self._trace.add("kvcellar.states", (layer,), {}, made)
+    def planes(self, layer: int) -> dict[str, Tensor]:
+        """Fake ones, in place of those of a memory."""
+        planes = self._layers.get(layer, ())
+        made = [self._trace.empty(self._ids, (1, *one.shape), getattr(torch, one.kind)) for one in planes]
         return {plane.name: one for plane, one in zip(planes, made, strict=True)}
 
-    def write(self, layer: int, segments: Any, planes: Mapping[str, Tensor], at: Any = None) -> None:
-        values = tuple(planes[one.name].to(getattr(torch, one.kind)).contiguous() for one in self._layers[layer])
-        self._trace.add("kvcellar.keep_states", (values, layer), {}, ())
+    def read(self, layer: int, segments: Any, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        planes, rows = self._layers[layer], self._ids.shape[0]
+        made = [self._trace.empty(self._ids, (rows, *one.shape), getattr(torch, one.kind)) for one in planes]
+        self._trace.add("kvcellar.states", (layer,), {}, made)
+        found = {plane.name: one for plane, one in zip(planes, made, strict=True)}
+        return {name: one for name, one in found.items() if names is None or name in names}
+
+    def scan(self, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
+        self._trace.add("kvcellar.scan", (layer, head, *of), {}, (out,))
+
+    def write(
+        self, layer: int, segments: Any, planes: Mapping[str, Tensor], at: Any = None, between: Any = None,
+        stored: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        kept = {one.name: getattr(torch, one.kind) for one in self._layers[layer] if one.name not in stored}
+        values = tuple(planes[name].to(dtype).contiguous() for name, dtype in kept.items())
+        self._trace.add("kvcellar.keep_states", (values, tuple(kept), layer), {}, ())
+
+
+class _TracedView(StateView):
+    """Its states are operators of a trace."""
+
+    _rows: _TracedStates
+
+    def _scan(self, kernel: ScanKernel, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
+        self._rows.scan(layer, head, of, out)
 
 
 def _no_part(indices: Sequence[int], length: int) -> StateView:

@@ -10,7 +10,7 @@ Always true:
   * the numbers of the rows of a step are at the same address in each step of so many sequences.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from kvcellar.engine.models.mixers import of_heads, scans_of
+from kvcellar.engine.models.weights.scan import recurrent
 from kvcellar.engine.recording.program import Argument, Op, Program, resolved
 from kvcellar.engine.recording.recorded import FIXED, Recorded
 from kvcellar.engine.recording.recorded_kernel import StepKernel
@@ -26,6 +28,7 @@ from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Out
 from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
 from kvcellar.engine.recording.replay import constants_of, layers_of_cells
 from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, merged
+from kvcellar.kernels.scans import Recurrence, Rows, runs_of
 from kvcellar.memory.attention.cpu import TYPES, Cpu
 from kvcellar.memory.kv.history import LayerHistory
 from kvcellar.memory.memory import Memory
@@ -99,9 +102,10 @@ class _Handlers:
     ) -> None:
         self._fixed, self._network, self._kernel = fixed, network, kernel
         self.states = states  # layers whose states native calls read and store
+        self._scans = scans_of(network)
         self._open: RecordedStep | None = None
         self.put: dict[int, tuple[tuple[int, str], ...]] = {}  # layers whose keys and values native calls store
-        self._rows: dict[int, Tensor] = {}  # by the number of sequences: state rows that are read, and written [2,n]
+        self._runs: dict[int, Tensor] = {}  # by the number of sequences: of one token each, as scans take them [n,4]
         self._merged: dict[Any, OwnLinear] = {}  # layers that are one call, by their paths
 
     def by_operator(self) -> dict[str, Handler]:
@@ -116,6 +120,7 @@ class _Handlers:
             "kvcellar.heads": self._heads,
             "kvcellar.states": self._state_rows,
             "kvcellar.keep_states": self._state_rows,
+            "kvcellar.scan": self._scan,
             "kvcellar.mix": self._called,
             "kvcellar.module": self._called,
         }
@@ -125,8 +130,8 @@ class _Handlers:
         """Within the block, `step` is the running one."""
         if self.states:
             segments = step.plan.states
-            rows = torch.tensor([[one.read for one in segments], [one.write for one in segments]], device="cpu")
-            self._rows.setdefault(len(segments), rows).copy_(rows)
+            runs = runs_of([(one.read, [(1, one.write)]) for one in segments])
+            self._runs.setdefault(len(segments), runs).copy_(runs)
         self._open = step
         try:
             yield
@@ -239,9 +244,23 @@ class _Handlers:
         """Copies of state rows, as each sequence has one new token."""
         layer, writes = op.args[-1], op.name != READS
         assert isinstance(layer, int)
-        planes, values = self._step.memory.states.planes(layer).values(), inputs if writes else outputs
-        used = [(plane, one) for plane, one in zip(planes, values, strict=True) if one is not None]
-        return [self._kernel.rows(self._rows[len(one)][int(writes)], plane, one, writes=writes) for plane, one in used]
+        planes = self._step.memory.states.planes(layer)
+        names, values = (op.args[1], inputs) if writes else (planes, outputs)
+        assert isinstance(names, Iterable)
+        used = [(planes[str(name)], one) for name, one in zip(names, values, strict=True) if one is not None]
+        return [
+            self._kernel.rows(self._runs[len(one)][:, int(writes)], plane, one, writes=writes) for plane, one in used
+        ]
+
+    def _scan(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """A recurrence of one token of each sequence, on state rows."""
+        (layer, head, *rest), given, out = op.args, iter(inputs), _only(outputs)
+        assert isinstance(layer, int)
+        assert head is None or isinstance(head, int)
+        assert self._scans is not None, "a program has scans where there is a kernel"
+        of = Recurrence(*resolved(tuple(rest), lambda _: next(given), {}, None))
+        plane = of_heads(self._step.memory.states.planes(layer)[recurrent(0)], head)
+        return self._scans.native(of, Rows(plane, plane, self._runs[len(out)], len(out)), out)
 
     # -- modules --------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from kvcellar.engine.recording.program import Argument, Op, Program, Ref, Size, Value
 
-_EFFECTS = frozenset({"kvcellar.put", "kvcellar.keep_states", "kvcellar.mix", "kvcellar.module"})
+_EFFECTS = frozenset({"kvcellar.put", "kvcellar.keep_states", "kvcellar.scan", "kvcellar.mix", "kvcellar.module"})
 _COPIES = frozenset({"aten.clone.default", "aten._to_copy.default"})
 VECTORS = 64  # elements of the largest step of torch's loops over vectors
 _EXACT = frozenset({  # they give the same bits for an element wherever it is in memory

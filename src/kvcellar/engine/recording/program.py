@@ -17,7 +17,8 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
     kvcellar.attend_dense(q, k, v, layer, scoring)       -> [1,T,H,Dv]; over keys computed from `dense`
     kvcellar.mix(path, arguments, keywords)              -> tensors; a module that keeps a state, called by the door
     kvcellar.states(layer)                               -> planes [T,*shape]; states of T sequences
-    kvcellar.keep_states(planes, layer)                  -> (); stores their states after the step
+    kvcellar.keep_states(planes, names, layer)           -> (); stores these planes of their states after the step
+    kvcellar.scan(layer, head, *recurrence)              -> [T,1,heads,elements]; also stores their states after it
     kvcellar.module(path, arguments, keywords)           -> tensors; a module that could not be traced
 
 `path` is that of the module in the network, as in `get_submodule`. `scoring` are the keywords `scale`, `softcap` and

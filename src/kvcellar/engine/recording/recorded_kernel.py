@@ -149,7 +149,7 @@ class StepKernel:
         assert values.is_contiguous()
         assert plane.dtype is values.dtype
         places = rows.data_ptr(), plane.data_ptr(), values.data_ptr()
-        call = _Rows(*places, len(values), plane.stride(0) * plane.itemsize, writes)
+        call = _Rows(*places, rows.stride(0), len(values), plane.stride(0) * plane.itemsize, writes)
         return Native(address_of(self._library.kvcellar_rows), call, (self, rows, plane, values))
 
     def number(self, value: float) -> int:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from kvcellar.engine.models.mixers import scan_rows, scans_of
+from kvcellar.engine.models.weights.scan import recurrent
 from kvcellar.engine.recording.program import Op, Program, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import operator
 from kvcellar.engine.recording.recording import Executor, RecordedStep, Results
+from kvcellar.kernels.scans import Recurrence
 from kvcellar.memory.shapes import Scoring
 
 
@@ -96,7 +99,15 @@ class _Run:
         )
         return args, dict(zip(op.kwargs, kwargs, strict=True))
 
-    def _ours(self, op: Op) -> Any:
+    def _scan(self, layer: int, head: int | None, *given: Any, dtype: torch.dtype) -> Tensor:
+        of, kernel, states = Recurrence(*given), scans_of(self._replay.network), self._step.memory.states
+        assert kernel is not None, "a program has scans where there is a kernel"
+        out = of.first.new_empty(of.shape, dtype=dtype)
+        scan_rows(kernel, of, states.planes(layer)[recurrent(0)], head, self._step.plan.states, out)
+        return out
+
+    def _ours(self, op: Op) -> Any:  # noqa: C901 - an operator of ours each
+
         args, kwargs = self._resolved(op)
         match op.name:
             case "kvcellar.linear":
@@ -117,11 +128,13 @@ class _Run:
             case "kvcellar.states":
                 return list(self._step.memory.states.read(args[0], self._step.plan.states).values())
             case "kvcellar.keep_states":
-                values, layer = args
+                values, names, layer = args
                 states = self._step.memory.states
-                planes = dict(zip(states.planes(layer), values, strict=True))
-                states.write(layer, self._step.plan.states, planes)
+                stored = [name for name in states.planes(layer) if name not in names]
+                states.write(layer, self._step.plan.states, dict(zip(names, values, strict=True)), stored=stored)
                 return ()
+            case "kvcellar.scan":
+                return self._scan(*args, dtype=getattr(torch, self._values[op.outputs[0] or 0].dtype))
             case "kvcellar.dense":
                 layer, plane = args
                 k, v, _ = self._door.history(layer).dense()

@@ -320,12 +320,12 @@ class StepRows:
                 self._new[feed.seq] = self._rows.take()
             for pos in feed.between:
                 self._between[feed.seq, pos] = self._rows.take()
-        return _segments(batch, row_of, self.new)
+        return _segments(batch, row_of, self.new, self.between)
 
     def null(self, batch: Batch) -> tuple[StateSegment, ...]:
         """As `begin`, for a reserved step: all sequences begin at the null row, and no row is taken."""
         self.open = True
-        return () if self._rows.capacity is None else _segments(batch, lambda seq: 0, lambda seq: 0)
+        return () if self._rows.capacity is None else _segments(batch, lambda seq: 0, lambda seq: 0, lambda seq, pos: 0)
 
     def new(self, seq: int) -> int:
         """The row that becomes the state of a sequence."""
@@ -352,6 +352,12 @@ class StepRows:
         feeds = zip(batch.feeds, counts, strict=True)
         return {self._new[feed.seq]: feed.seq for feed, kept in feeds if kept and feed.seq in self._new}
 
+    def inside(self, batch: Batch, counts: Sequence[int]) -> dict[int, int]:
+        """The same of checkpoints inside feeds."""
+        feeds = zip(batch.feeds, counts, strict=True)
+        kept = ((feed.seq, pos) for feed, n in feeds for pos in feed.between if pos < feed.pos.start + n)
+        return {self._between[one]: one[0] for one in kept if one in self._between}
+
     def end(self) -> None:
         """End the step: rows without other references are freed."""
         for row in self.held():
@@ -359,12 +365,14 @@ class StepRows:
         self._new, self._between, self.open = {}, {}, False
 
 
-def _segments(batch: Batch, read: Callable[[int], int], write: Callable[[int], int]) -> tuple[StateSegment, ...]:
+def _segments(
+    batch: Batch, read: Callable[[int], int], write: Callable[[int], int], between: Callable[[int, int], int]
+) -> tuple[StateSegment, ...]:
     segments: list[StateSegment] = []
     row = 0
     for feed in batch.feeds:
-        segments.append(
-            StateSegment(feed.seq, row, len(feed.pos), read(feed.seq), write(feed.seq) if feed.stores else 0)
-        )
-        row += len(feed.pos)
+        length, written = len(feed.pos), write(feed.seq) if feed.stores else 0
+        inside = tuple((pos - feed.pos.start, kept) for pos in feed.between if (kept := between(feed.seq, pos)))
+        segments.append(StateSegment(feed.seq, row, length, read(feed.seq), written, inside))
+        row += length
     return tuple(segments)

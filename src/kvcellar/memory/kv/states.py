@@ -9,7 +9,7 @@ Always true:
     it; a step writes only to rows that it allocated. Other rows are undefined: on a CPU they use no memory until then.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,31 +62,41 @@ class States:
         """Bytes of all rows, the null row included."""
         return sum(t.untyped_storage().nbytes() for planes in self._planes.values() for t in planes.values())
 
-    def read(self, layer: int, segments: Sequence[StateSegment]) -> dict[str, Tensor]:
-        """By plane, copies [B,*shape] of a layer's state before the open step."""
+    def read(
+        self, layer: int, segments: Sequence[StateSegment], names: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """By plane, copies [B,*shape] of a layer's state before the open step. `names`: of these planes only."""
         self._check_open("read")
         planes, index = self._of(layer), self._index(tuple(segment.read for segment in segments))
-        return {name: plane.index_select(0, index) for name, plane in planes.items()}
+        return {name: plane.index_select(0, index) for name, plane in planes.items() if names is None or name in names}
 
     def _check_open(self, what: str) -> None:
         if not self.step_rows.open:
             raise WrongStage(f"states.{what}() needs an open step: begin() one first")
 
     def write(
-        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None
-    ) -> None:
-        """Store planes [B,*shape]: a layer's state after the open step.
+        self, layer: int, segments: Sequence[StateSegment], planes: Mapping[str, Tensor], at: At | None = None,
+        between: At | None = None, stored: Collection[str] = (),
+    ) -> None:  # fmt: skip
+        """Store planes [B,*shape]: a layer's state after the open step. A kernel has `stored` those of these names.
 
         `at(indices, counts)` returns the state after the first `counts[i]` tokens of segment `indices[i]`, where counts
-        are in descending order. Without it, a commit cannot accept only a part of the tokens of a segment.
+        are in descending order. Without it, a commit cannot accept only a part of the tokens of a segment. `between`,
+        or else `at`, computes the states of checkpoints inside segments, without the planes that are stored.
         """
         self._check_open("write")
         rows = [segment.write for segment in segments]
-        copies = self._copies(layer, rows, planes)
+        inside = sorted(((n, i, row) for i, one in enumerate(segments) for n, row in one.between), reverse=True)
+        copies = self._copies(layer, rows, planes, stored)
         written = self._written[layer]
         written.difference_update(rows)  # not valid until all planes are written
         for plane, index, values in copies:
             plane.index_copy_(0, index, values)
+        if inside and (compute := between or at) is not None:
+            counts, indices, more = zip(*inside, strict=True)
+            for plane, index, values in self._copies(layer, more, compute(indices, counts), stored):
+                plane.index_copy_(0, index, values)
+            rows += more
         written.update(rows)
         self._puts.append(_Put(layer, segments, at))
 
@@ -133,19 +143,6 @@ class States:
             self._torn.update(partly)
             for plane, index, values in self._copies(layer, [self.step_rows.new(seq) for seq in seqs], planes):
                 plane.index_copy_(0, index, values)
-        self._settle_between(batch, counts)
-
-    def _settle_between(self, batch: Batch, counts: Sequence[int]) -> None:
-        """Write the rows of checkpoints inside feeds: the first one of each feed, then the second ones, and so on."""
-        feeds = [(feed, feed.pos.start + count) for feed, count in zip(batch.feeds, counts, strict=True)]
-        places = {feed.seq: [pos for pos in feed.between if pos < end] for feed, end in feeds}
-        starts = {feed.seq: feed.pos.start for feed, _ in feeds}
-        for number in range(max(map(len, places.values()), default=0)):
-            at = {seq: found[number] for seq, found in places.items() if number < len(found)}
-            for layer, seqs, planes in self._parts({seq: pos - starts[seq] for seq, pos in at.items()}):
-                rows = [self.step_rows.between(seq, at[seq]) for seq in seqs]
-                for plane, index, values in self._copies(layer, rows, planes):
-                    plane.index_copy_(0, index, values)
 
     def _parts(self, partly: Mapping[int, int]) -> Iterator[tuple[int, list[int], Mapping[str, Tensor]]]:
         """Per layer: sequences, and their planes [b,*shape] after `partly[seq]` tokens. Layers are computed one after
@@ -158,10 +155,7 @@ class States:
         together: dict[int, tuple[_Put, list[int]]] = {}  # by write: the indices for one call of `at`
         for (layer, seq), (put, index) in last.items():
             if put.at is None:
-                raise NotSupported(
-                    f"a part of the new tokens of sequence {seq} cannot be kept, nor be a checkpoint: layer {layer} "
-                    f"passed no `at` that computes its state after them"
-                )
+                raise _no_part(seq, layer)
             together.setdefault(id(put), (put, []))[1].append(index)
         for put, indices in together.values():
             assert put.at is not None
@@ -179,6 +173,9 @@ class States:
                     f"commit() before layer {layer} wrote its states of sequences {seqs}: run the whole model, or "
                     f"abandon() the step"
                 )
+            inside = self.step_rows.inside(batch, counts)
+            if missing := inside.keys() - written:
+                raise _no_part(inside[min(missing)], layer)
 
     def _index(self, rows: tuple[int, ...]) -> Tensor:
         """[n], on the device."""
@@ -196,12 +193,12 @@ class States:
         return planes
 
     def _copies(
-        self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor]
+        self, layer: int, rows: Sequence[int], planes: Mapping[str, Tensor], without: Collection[str] = ()
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """What stores planes [n,*shape] in n rows: planes, their rows [m] and the values [m,*shape] for these. Row 0
         (null) is skipped."""
         copies: list[tuple[Tensor, Tensor, Tensor]] = []
-        stored = self._of(layer)
+        stored = {name: plane for name, plane in self._of(layer).items() if name not in without}
         if planes.keys() != stored.keys():
             raise BadRequest(f"layer {layer} has state planes {sorted(stored)}, not {sorted(planes)}")
         kept = tuple(i for i, row in enumerate(rows) if row)
@@ -223,6 +220,13 @@ class States:
             for name, plane in planes.items():
                 assert self.rows.capacity is not None and len(plane) == self.rows.capacity + 1
                 assert not plane[0].any(), f"the null row of {name} was written"
+
+
+def _no_part(seq: int, layer: int) -> NotSupported:
+    return NotSupported(
+        f"a part of the new tokens of sequence {seq} cannot be kept, nor be a checkpoint: layer {layer} passed no `at` "
+        f"that computes its state after them"
+    )
 
 
 def _rows(n: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

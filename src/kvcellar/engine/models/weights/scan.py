@@ -12,6 +12,7 @@ neither its code nor its module is changed. Then
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvcellar.kernels.packed import CAUSAL_CONV, of_few_lengths
+from kvcellar.kernels.scans import Recurrence, ScanKernel
 
 Function = Callable[..., Any]
 
@@ -45,110 +47,128 @@ def selective_scan(
 ) -> Any:
     """hidden_states, dt, z [b,d,L], A [d,n], B and C [b,n,L], D [d], initial_states [b,d,n] -> [b,d,L], the last state.
 
-    The recurrence of Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 3:
-    h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t. Sums are kept in float32.
+    The recurrence of Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (2023), section 3.
+    Sums are kept in float32.
     """
+    names = ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus")
+    values = (hidden_states, dt, A, B, C, D, z, delta_bias, delta_softplus)
+    of = _of_selective(dict(zip(names, values, strict=True)))
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     x = hidden_states.to(wide)
-    decay, drive = _terms(x, dt, A, B, delta_bias, delta_softplus)
-    h = x.new_zeros(*x.shape[:2], A.shape[-1]) if initial_states is None else initial_states.to(wide)
-    out = torch.empty_like(x)
-    for t in range(x.shape[-1]):
-        h = decay[:, :, t] * h + drive[:, :, t]
-        out[..., t] = torch.einsum("bdn,bn->bd", h, C[..., t].to(wide))
-    if D is not None:
-        out = out + x * D.to(wide)[:, None]
-    y = out.to(hidden_states.dtype)
-    if z is not None:
-        y = y * F.silu(z)
+    h = x.new_zeros(*x.shape[:2], A.shape[-1]) if initial_states is None else initial_states.to(wide).clone()
+    step = advance(of)
+    y = torch.stack([step(h, t)[:, 0] for t in range(x.shape[-1])], -1).to(hidden_states.dtype)
     return (y, h) if return_last_state else y
 
 
-def _terms(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, bias: Tensor | None, softplus: bool) -> tuple[Tensor, Tensor]:
-    """[b,d,L,n] in the type of x: how a state decays in each token, and what is added to it."""
-    dt = _steps(dt, None if bias is None else bias[..., None], softplus).to(x.dtype)
-    decay = torch.exp(dt[..., None] * A[:, None].to(x.dtype))
-    return decay, (dt * x)[..., None] * B.transpose(1, 2)[:, None].to(x.dtype)
+# Updates the states [n,*shape] of the first n sequences by token t, in place; returns its outputs [n,heads,elements].
+Advance = Callable[[Tensor, int], Tensor]
 
 
-def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """The step size of a state space for each token, from a mixer's projection. At 0 the state stays as it is."""
+def _of_selective(given: Mapping[str, Any]) -> Recurrence:
+    """The arguments of `selective_scan`: all channels are one head."""
+
+    def tokens(name: str) -> Tensor | None:
+        return None if given[name] is None else given[name].transpose(1, 2)[:, :, None]
+
+    def weights(name: str) -> Tensor | None:
+        return None if given[name] is None else given[name][None]
+
+    return Recurrence(
+        "space",
+        tuple(map(tokens, ("hidden_states", "dt", "B", "C", "z"))),
+        tuple(map(weights, ("delta_bias", "A", "D"))),
+        softplus=given["delta_softplus"],
+        limits=(-inf, inf),
+    )
+
+
+def _of_dual(given: Mapping[str, Any]) -> Recurrence:
+    """Of Dao and Gu, "Transformers are SSMs" (2024), section 6: A is one number for each head."""
+    bias, a, d = (None if given[name] is None else given[name][:, None] for name in ("dt_bias", "A", "D"))
+    return Recurrence(
+        "space",
+        (given["hidden_states"], given["dt"][..., None], given["B"], given["C"], None),
+        (bias, None if a is None else a[..., None], d),
+        softplus=given["dt_softplus"],
+        limits=given["dt_limit"],
+    )
+
+
+def _of_delta(given: Mapping[str, Any]) -> Recurrence:
+    """Of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), section 3. The decay is one number for each head,
+    or for each channel of the keys."""
+    query, key, value, g, beta = (given[name] for name in ("query", "key", "value", "g", "beta"))
+    g = g if g.dim() == 4 else g[..., None]
+    return Recurrence("delta", (query, key, value, g, beta[..., None]), normed=given["use_qk_l2norm_in_kernel"])
+
+
+def advance(of: Recurrence) -> Advance:
+    """The recurrence in torch, token by token: slow and obvious. It judges the kernel, and serves other devices."""
+    return _space(of) if of.kind == "space" else _delta(of)
+
+
+def _wide(x: Tensor | None, heads: int) -> Tensor:
+    """In float32 at least, with as many heads: those of a group are beside each other."""
+    assert x is not None
+    return x.to(torch.promote_types(x.dtype, torch.float32)).repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def _space(of: Recurrence) -> Advance:
+    x, dt, b, c = (_wide(one, of.shape[2]) for one in of.tokens[:4])
+    (bias, a, d), z = of.weights, of.tokens[4]
+    assert a is not None
     if bias is not None:
-        dt = dt + bias.to(dt.dtype)
-    return F.softplus(dt) if softplus else dt
+        dt = dt + bias
+    dt = (F.softplus(dt) if of.softplus else dt).clamp(*of.limits)
+    drive = dt * x
 
-
-Advance = Callable[[Tensor, int], None]  # updates the states [n,*shape] of the first n sequences by token t, in place
-
-
-def _selective(given: Mapping[str, Any]) -> Advance:
-    """The recurrence of `selective_scan`."""
-    x = given["hidden_states"]
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    decay, drive = _terms(x, given["dt"], given["A"], given["B"], given["delta_bias"], given["delta_softplus"])
-
-    def advance(states: Tensor, t: int) -> None:
+    def step(states: Tensor, t: int) -> Tensor:
         n = len(states)
-        states.mul_(decay[:n, :, t]).add_(drive[:n, :, t])
+        held = states.view(n, *drive.shape[2:], -1)
+        held.mul_(torch.exp(dt[:n, t, ..., None] * a)).addcmul_(drive[:n, t, ..., None], b[:n, t, :, None])
+        y = (held @ c[:n, t, ..., None])[..., 0]
+        y = y if d is None else y + x[:n, t] * d
+        return y if z is None else y * F.silu(z[:n, t])
 
-    return advance
-
-
-def _state_space_dual(given: Mapping[str, Any]) -> Advance:
-    """The recurrence of Dao and Gu, "Transformers are SSMs" (2024), section 6:
-    h_t = exp(dt_t a) h_(t-1) + dt_t x_t B_t^T."""
-    x, B = given["hidden_states"].float(), given["B"].float()  # [b,L,h,p], [b,L,groups,n]
-    dt = _steps(given["dt"], given["dt_bias"], given["dt_softplus"]).clamp(*given["dt_limit"])  # [b,L,h]
-    B = B.repeat_interleave(x.shape[2] // B.shape[2], dim=2)
-    decay, drive = torch.exp(given["A"].float() * dt.float()), x * dt[..., None].float()
-
-    def advance(states: Tensor, t: int) -> None:
-        n = len(states)
-        states.mul_(decay[:n, t, :, None, None]).addcmul_(drive[:n, t, ..., None], B[:n, t, :, None])
-
-    return advance
+    return step
 
 
-def _gated_delta(given: Mapping[str, Any]) -> Advance:
-    """The recurrence of Yang, Kautz and Hatamizadeh, "Gated Delta Networks" (2024), section 3: S decays, and its value
-    at key k_t moves towards v_t by beta_t. The decay is one number per head, or one per channel of the keys."""
-    key, value, g, beta = (given[name].float() for name in ("key", "value", "g", "beta"))  # [b,L,h,...]
-    if given["use_qk_l2norm_in_kernel"]:
-        key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + 1e-6)
-    key = key.repeat_interleave(value.shape[2] // key.shape[2], dim=2)
-    decay = g.exp().reshape(*g.shape[:3], -1, 1)
+def _delta(of: Recurrence) -> Advance:
+    query, key, value, g, beta = (_wide(one, of.shape[2]) for one in of.tokens)
+    if of.normed:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    query, decay = query * query.shape[-1] ** -0.5, g.exp()[..., None]
 
-    def advance(states: Tensor, t: int) -> None:
+    def step(states: Tensor, t: int) -> Tensor:
         n = len(states)
         k = key[:n, t, :, None]  # [n,h,1,k]
         states.mul_(decay[:n, t])
-        missing = (value[:n, t, :, None] - k @ states) * beta[:n, t, :, None, None]
+        missing = (value[:n, t, :, None] - k @ states) * beta[:n, t, :, None]
         states.addcmul_(k.transpose(2, 3), missing)
+        return (query[:n, t, :, None] @ states)[..., 0, :]
 
-    return advance
+    return step
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The signature of a scan in transformers: the arguments that change the state, with tokens along `axis`, and the
-    name of the initial state.
+    """The signature of a scan in transformers: what it computes from its arguments, and the name of the initial state.
 
-    It returns (outputs, final state). `recurrence` computes only states, token by token. `ours` replaces a scan that
-    takes no initial state.
+    It returns (outputs, final state). `ours` replaces a scan that takes no initial state. `wide`: its outputs are in
+    float32, whatever its inputs are.
     """
 
-    drives: tuple[str, ...]
-    axis: int
+    of: Callable[[Mapping[str, Any]], Recurrence]
     state: str
-    recurrence: Callable[[Mapping[str, Any]], Advance]
     ours: Function | None = None
+    wide: bool = False
 
 
-_DELTA = Scan(("key", "value", "g", "beta"), 1, "initial_state", _gated_delta)
-_MAMBA = ("hidden_states", "dt", "B")
+_DELTA = Scan(_of_delta, "initial_state")
 SCANS: Mapping[str, Scan] = {
-    "mamba_selective_scan": Scan(_MAMBA, -1, "initial_states", _selective, selective_scan),
-    "mamba2_chunk_scan": Scan(_MAMBA, 1, "initial_states", _state_space_dual),
+    "mamba_selective_scan": Scan(_of_selective, "initial_states", selective_scan),
+    "mamba2_chunk_scan": Scan(_of_dual, "initial_states", wide=True),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
 }
@@ -173,26 +193,33 @@ class Call:
         """
         given = dict(self.arguments)
         if "chunk_size" in given:
-            given["chunk_size"] = min(given["chunk_size"], given[self.scan.drives[0]].shape[self.scan.axis])
+            given["chunk_size"] = min(given["chunk_size"], self.recurrence.shape[1])
         more = given.pop("kwargs", {})
         return self.function(**given, **more)
 
-    def without_state(self) -> "Call":
-        """The same call without its initial state, which memory has while the step is open."""
-        return replace(self, arguments={**self.arguments, self.scan.state: None})
+    @property
+    def recurrence(self) -> Recurrence:
+        return self.scan.of(self.arguments)
 
-    def after(self, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """The states [n,*shape] of the sequences `indices` after their first `counts` tokens, from the states `before`,
-        which may be overwritten. `counts` are in descending order."""
-        given = dict(self.arguments)
-        some = torch.tensor(indices, device=before.device)
-        for name in self.scan.drives:
-            given[name] = given[name].index_select(0, some).narrow(self.scan.axis, 0, counts[0])
-        states = before.to(torch.promote_types(before.dtype, torch.float32))
-        advance = self.scan.recurrence(given)
-        for t in range(counts[0]):
-            advance(states[: sum(count > t for count in counts)], t)
-        return states
+    @property
+    def by_head(self) -> bool:
+        """Whether it scans one head of a mixer that has a state for each."""
+        return self.scan.ours is not None
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """Outputs [B,L,heads,elements], as the scan returns them."""
+        return out[:, :, 0].transpose(1, 2) if self.by_head else out
+
+
+def after(of: Recurrence, before: Tensor, indices: Sequence[int], counts: Sequence[int]) -> Tensor:
+    """The states [n,*shape] of the sequences `indices` after their first `counts` tokens, from the states `before`,
+    which may be overwritten. `counts` are in descending order."""
+    some = torch.tensor(indices, device=before.device)
+    states = before.to(torch.promote_types(before.dtype, torch.float32))
+    step = advance(of.of(lambda x: x.index_select(0, some).narrow(1, 0, counts[0])))
+    for t in range(counts[0]):
+        step(states[: sum(count > t for count in counts)], t)
+    return states
 
 
 class Scans(Protocol):
@@ -203,7 +230,18 @@ class Scans(Protocol):
         ...
 
 
-def with_our_scans(module: nn.Module, door: Callable[[], Scans | None]) -> Function:
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """The forward of a mixer whose scans the open door runs, by the kernel if there is one."""
+
+    forward: Function
+    kernel: ScanKernel | None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+
+def with_our_scans(module: nn.Module, door: Callable[[], Scans | None], kernel: ScanKernel | None) -> Function:
     """The forward of a mixer, with scans run by the open door and convolutions over few distinct lengths.
 
     It is the mixer's own forward if its code refers to none of these functions, or if `forward` was replaced on the
@@ -223,7 +261,8 @@ def with_our_scans(module: nn.Module, door: Callable[[], Scans | None]) -> Funct
     }
     forward = FunctionType(own.__code__, own.__globals__ | named, own.__name__, own.__defaults__, own.__closure__)
     forward.__kwdefaults__ = own.__kwdefaults__
-    return MethodType(forward, module)
+    ours = MethodType(forward, module)
+    return Scanned(ours, kernel) if names & SCANS.keys() else ours
 
 
 def _replacement(scan: Scan, theirs: Function, layer: int, door: Callable[[], Scans | None]) -> Function:

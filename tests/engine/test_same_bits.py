@@ -15,7 +15,7 @@ from tests.engine.test_store import acknowledged
 from tests.own_layers import need_own_layers
 from tests.zoo import ARCHS
 
-KINDS = ("llama", "gemma3", "gpt-oss", "qwen3-moe", "lfm2")  # full, sliding, sinks, experts, convolutions
+KINDS = ("llama", "gemma3", "gpt-oss", "qwen3-moe", "lfm2", "mamba2")  # full, sliding, sinks, experts, recurrent
 ASKED: Any = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 20}
 
 

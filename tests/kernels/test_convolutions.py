@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvcellar.engine.models import build_guest
 from kvcellar.kernels.packed import BLOCK, PADDED, of_few_lengths, with_padding
+from kvcellar.memory.attention.choose import backends
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
-from tests.models.timeline import guest_and_reference
+from tests.zoo import ARCHS
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 100, 127, 128, 129, 200, 300]
 
@@ -54,8 +56,11 @@ def test_texts_that_are_packed_into_one_are_left_to_transformers(lengths: set[in
 
 
 @pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3.5"])
-def test_prompts_of_many_lengths_meet_few_in_a_served_model(name: str, lengths: set[int]) -> None:
-    guest, _ = guest_and_reference(name)
+def test_prompts_of_many_lengths_meet_few_in_a_model_without_kernels(
+    name: str, lengths: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_guest, "scan_kernel", lambda network: None)
+    guest = build_guest.build_guest(ARCHS[name].build(), backends())
     lengths.clear()  # of the probes that it was adopted by
     memory = guest.memory({group.name: 100 for group in guest.shape.groups}, rows=4)
     for n in range(2, 60):

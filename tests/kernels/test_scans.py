@@ -168,3 +168,27 @@ def test_threads_change_no_bit(kernel, monkeypatch) -> None:
         found.append((rows, out))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+
+
+@SETTINGS
+@given(
+    st.integers(1, 3), st.sampled_from([1, 33, 300]), st.integers(1, 40), st.integers(1, 5), DTYPES, st.booleans(),
+    st.booleans(), st.integers(1, 40),
+)  # fmt: skip
+def test_a_convolution_is_that_of_torch_however_it_is_cut(
+    kernel, batch, channels, length, size, dtype, biased, silu, cut
+) -> None:
+    draw = torch.Generator().manual_seed(length)
+    x = torch.randn(batch, length, channels, generator=draw).to(dtype).transpose(1, 2)
+    w, bias = (torch.randn(channels, n, generator=draw).to(dtype) for n in (size, 1))
+    given_bias = bias[:, 0] if biased else None
+    y = kernel.convolve(x, w, given_bias, silu=silu)
+    wide = None if given_bias is None else given_bias.double()
+    wanted = torch.conv1d(x.double(), w.double()[:, None], wide, padding=size - 1, groups=channels)[..., :length]
+    wanted = torch.nn.functional.silu(wanted) if silu else wanted
+    bound = 1e-5 if dtype is torch.float32 else 1e-2
+    assert (y.double() - wanted).abs().max() <= bound * max(1.0, float(wanted.abs().max()))
+    start = min(cut, length - 1)
+    before = max(0, start - size + 1)
+    part = kernel.convolve(x[-1:, :, before:].contiguous(), w, given_bias, silu=silu)
+    assert torch.equal(part[..., start - before :], y[-1:, :, start:])

@@ -26,13 +26,13 @@ def by_way(guest: Guest) -> dict[str, SameBits]:
 
 
 # Full, sliding and soft-capped attention, sinks, partial rotation, learned positions, transposed weights, experts of
-# four classes, convolutions, latents; then chunks, shared K/V and a router by sigmoids, whose sizes leave tails
-# of vectors in float32.
+# four classes, convolutions, latents, state spaces; then chunks, shared K/V, a router by sigmoids, and scans with few
+# heads, whose sizes leave tails of vectors in float32.
 PROMISED = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "gpt-neox", "opt", "gpt2"),
-    *("gpt-oss", "qwen3-moe", "mixtral", "olmoe", "lfm2", "deepseek-v2"),
+    *("gpt-oss", "qwen3-moe", "mixtral", "olmoe", "lfm2", "deepseek-v2", "mamba2", "granitemoehybrid"),
 )
-IN_BFLOAT16 = ("deepseek-v3", "llama4", "gemma3n", "gemma4-e2b")
+IN_BFLOAT16 = ("deepseek-v3", "llama4", "gemma3n", "gemma4-e2b", "qwen3-next", "kimi-linear", "jamba", "mamba")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-// Recurrences of state spaces and of linear attention, token by token, with states in float32. `scans.py` calls it.
+// Recurrences of state spaces and of linear attention, token by token, with states in float32; and the convolutions in
+// front of them. `scans.py` calls it.
 //
 // Runs of tokens of a sequence follow one another: each begins with the state of a row, and leaves the one behind it in
 // another row, so that a state in the middle of a text costs no second pass.
@@ -52,6 +53,14 @@ struct Delta {
     float scale;  // of queries
 };
 
+// y_t = sum over i of w_i x_(t-size+1+i), plus a bias, of each channel by itself; tokens before the first are zero.
+struct Convolution {
+    Input x, w, bias, y;  // elements are channels; tokens of w are its `size` factors; y is written
+    Threads* threads;
+    int64_t n_threads, sequences, tokens, channels, size;
+    int64_t silu;  // of the result
+};
+
 namespace {
 
 using namespace vectors;
@@ -59,6 +68,7 @@ using namespace vectors;
 constexpr int64_t TOKENS = 16;  // of a block, whose inputs are widened once for all rows
 constexpr int64_t ROWS = 64;    // of a state space that are one item
 constexpr int64_t BESIDE = 2;   // vectors of values that are computed together
+constexpr int64_t CHANNELS = 256;  // of a convolution that are one item
 constexpr float EPSILON = 1e-6f;
 
 KV_INLINE const char* place(const Input& x, int64_t sequence, int64_t token, int64_t head) {
@@ -94,6 +104,8 @@ void narrow(const Input& x, int64_t sequence, int64_t token, int64_t head, int64
     char* to = const_cast<char*>(place(x, sequence, token, head));
     if (x.wide)
         for (int64_t i = 0; i < n; ++i) reinterpret_cast<float*>(to)[(first + i) * x.element] = from[i];
+    else if (x.element == 1)
+        for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint16_t*>(to)[first + i] = narrowed(from[i]);
     else
         for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint16_t*>(to)[(first + i) * x.element] = narrowed(from[i]);
 }
@@ -413,10 +425,32 @@ bool delta_item(const Delta& s, int64_t sequence, int64_t head) {
     return true;
 }
 
+// -- convolutions -----------------------------------------------------------------------------------------------------
+
+bool convolution_item(const Convolution& s, int64_t sequence, int64_t first, int64_t channels) {
+    Scratch scratch((2 * s.size + 2) * CHANNELS);
+    if (!scratch) return false;
+    float *held = scratch.zeros(s.size * CHANNELS), *w = scratch.take(s.size * CHANNELS);  // a ring of the last tokens
+    float *bias = scratch.zeros(CHANNELS), *y = scratch.take(CHANNELS);
+    for (int64_t i = 0; i < s.size; ++i) widen(s.w, 0, i, 0, first, channels, w + i * CHANNELS);
+    if (s.bias.at) widen(s.bias, 0, 0, 0, first, channels, bias);
+    for (int64_t t = 0; t < s.tokens; ++t) {
+        widen(s.x, sequence, t, 0, first, channels, held + t % s.size * CHANNELS);
+        for (int64_t c = 0; c < channels; c += W) {
+            F sum = load(bias + c);
+            for (int64_t i = 0; i < s.size; ++i)
+                sum = fused(load(held + (t + 1 + i) % s.size * CHANNELS + c), load(w + i * CHANNELS + c), sum);
+            store(y + c, s.silu ? silu(sum) : sum);
+        }
+        narrow(s.y, sequence, t, 0, first, channels, y);
+    }
+    return true;
+}
+
 template <class Item>
-int all_items(const States& states, int64_t items, const Item& one) {
+int all_items(Threads* threads, int64_t n_threads, int64_t items, const Item& one) {
     std::atomic<bool> full{false};
-    for_each_item(states.threads, states.n_threads, items, [&](int64_t item) noexcept {
+    for_each_item(threads, n_threads, items, [&](int64_t item) noexcept {
         if (!one(item)) full = true;
     });
     return full;
@@ -424,11 +458,11 @@ int all_items(const States& states, int64_t items, const Item& one) {
 
 }  // namespace
 
-// Both return 1 if there is not enough memory.
+// All return 1 if there is not enough memory.
 extern "C" int kvcellar_space(const void* call) {
     const Space& s = *static_cast<const Space*>(call);
     const int64_t parts = (s.rows + ROWS - 1) / ROWS, of_sequence = s.heads * parts;
-    return all_items(s.states, s.states.sequences * of_sequence, [&](int64_t item) {
+    return all_items(s.states.threads, s.states.n_threads, s.states.sequences * of_sequence, [&](int64_t item) {
         const int64_t first = item % parts * ROWS, rows = s.rows - first < ROWS ? s.rows - first : ROWS;
         return space_item(s, item / of_sequence, item % of_sequence / parts, first, rows);
     });
@@ -436,6 +470,15 @@ extern "C" int kvcellar_space(const void* call) {
 
 extern "C" int kvcellar_delta(const void* call) {
     const Delta& s = *static_cast<const Delta*>(call);
-    return all_items(s.states, s.states.sequences * s.heads,
+    return all_items(s.states.threads, s.states.n_threads, s.states.sequences * s.heads,
                      [&](int64_t item) { return delta_item(s, item / s.heads, item % s.heads); });
+}
+
+extern "C" int kvcellar_convolution(const void* call) {
+    const Convolution& s = *static_cast<const Convolution*>(call);
+    const int64_t parts = (s.channels + CHANNELS - 1) / CHANNELS;
+    return all_items(s.threads, s.n_threads, s.sequences * parts, [&](int64_t item) {
+        const int64_t first = item % parts * CHANNELS, left = s.channels - first;
+        return convolution_item(s, item / parts, first, left < CHANNELS ? left : CHANNELS);
+    });
 }

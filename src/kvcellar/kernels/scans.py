@@ -1,5 +1,7 @@
 """scans: recurrences of state spaces and of linear attention on CPUs, token by token, in float32 (`scans.cpp`).
 
+The convolutions in front of them are here, too.
+
 A recurrence reads its states in rows of a plane, and leaves those after given numbers of tokens in other rows.
 
 Always true: the bits of a token's output depend on the state before it and on the token, not on how a text is cut into
@@ -18,8 +20,11 @@ from kvcellar.kernels.structures import structure
 
 SOURCE = SOURCES / "scans.cpp"
 TYPES = (torch.float32, torch.bfloat16)
+KINDS = ("space", "delta", "convolution")
 PER_THREAD = 1 << 17  # elements of states, once for each token, that are worth another thread
-_Input, _States, _Space, _Delta = (structure(SOURCE, name) for name in ("Input", "States", "Space", "Delta"))
+_Input, _States, _Space, _Delta, _Convolution = (
+    structure(SOURCE, name) for name in ("Input", "States", "Space", "Delta", "Convolution")
+)
 
 
 class Recurrence(NamedTuple):
@@ -88,14 +93,36 @@ class ScanKernel:
     """The kernel, compiled. Raises `NotCompiled` where it cannot be, with the reason."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._kernels = {kind: Kernel(SOURCE, f"kvcellar_{kind}", environment).run for kind in ("space", "delta")}
+        self._kernels = {kind: Kernel(SOURCE, f"kvcellar_{kind}", environment).run for kind in KINDS}
         self._threads = Threads(environment).address
 
     def run(self, recurrence: Recurrence, rows: Rows, out: Tensor) -> None:
         """Fill out [B,L,heads,elements], and the rows of the runs."""
-        native = self.native(recurrence, rows, out)
-        if out.numel() and self._kernels[recurrence.kind](native.address):
-            raise MemoryError(f"there is not enough memory for a scan of {tuple(out.shape)}")
+        self._run(recurrence.kind, self.native(recurrence, rows, out), out)
+
+    def _run(self, kind: str, native: Native, out: Tensor) -> None:
+        if out.numel() and self._kernels[kind](native.address):
+            raise MemoryError(f"there is not enough memory for a {kind} of {tuple(out.shape)}")
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+        """x [B,C,L], weight [C,K], bias [C] -> [B,C,L], each channel by itself; inputs before the first are zero."""
+        out = torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        self._run("convolution", self.native_convolution(x, weight, bias, out, silu=silu), out)
+        return out
+
+    def native_convolution(self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, silu: bool) -> Native:
+        """The call that fills out [B,C,L], of tensors at fixed addresses."""
+        (sequences, channels, tokens), size = out.shape, weight.shape[1]
+        threads = min(torch.get_num_threads(), 1 + out.numel() * size // PER_THREAD)
+        inputs = [
+            x.transpose(1, 2),
+            weight.T[None],
+            None if bias is None else bias[None, None],
+            out.transpose(1, 2),
+        ]  # [B,L,C]
+        given = (_input(None if one is None else one[:, :, None]) for one in inputs)
+        call = _Convolution(*given, self._threads, threads, sequences, tokens, channels, size, silu)
+        return Native(address_of(self._kernels["convolution"]), call, (self, x, weight, bias, out))
 
     def native(self, recurrence: Recurrence, rows: Rows, out: Tensor) -> Native:
         """The call, of tensors in `TYPES` at fixed addresses."""

@@ -89,7 +89,8 @@ class StateView:
         """The inputs of a convolution [B,C,K] followed by `new` ones [B,C,L]; the last K become its state."""
         before = self.state(layer, name)
         assert before is not None
-        longer = torch.cat([before.to(new.dtype), new], -1)
+        # Channels of a token are beside each other, as they come from a linear layer.
+        longer = torch.cat([before.to(new.dtype).transpose(1, 2), new.transpose(1, 2)], 1).transpose(1, 2)
         self._states[layer][name] = longer[..., -before.shape[-1] :]
         if self._keeps and new.shape[-1] == self.length:
             self._longer[layer, name] = longer
@@ -233,10 +234,7 @@ class Mixed:
 
     def __init__(self, module: nn.Module, door: Callable[[], Mixes | None], kernel: ScanKernel | None) -> None:
         self._own, self._ours, self._door = module.forward, with_our_scans(module, door, kernel), door
-
-    @property
-    def kernel(self) -> ScanKernel | None:
-        return kernel_of(self._ours)
+        self.kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         door = self._door()

@@ -48,6 +48,7 @@ from kvcellar.engine.models.mixers import Forward, Mixing, StateView, conv
 from kvcellar.engine.models.weights.scan import Call, recurrent
 from kvcellar.errors import ModelRefused, NotSupported, WrongStage
 from kvcellar.kernels.layers import OwnHeads
+from kvcellar.kernels.scans import ScanKernel
 from kvcellar.memory.kv.history import LayerHistory
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Plan
@@ -212,6 +213,10 @@ class Door(ABC):
         """Run a scan of the mixer of `layer`."""
         raise ModelRefused(STATELESS)
 
+    def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """A causal convolution of x [B,C,L], by the kernel."""
+        return kernel.convolve(x, weight, bias, silu=silu)
+
 
 _door: ContextVar[Door] = ContextVar("kvcellar_door")
 
@@ -265,7 +270,7 @@ class GuestCache(Cache):
         return self._door.update_state(recurrent_states, layer_idx, recurrent(state_idx))
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return False
+        return True  # a convolution is called in the same way for any number of tokens
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return True  # a zero state equals no state

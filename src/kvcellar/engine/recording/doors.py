@@ -101,6 +101,11 @@ class DecodingDoor(RecordingDoor, StepDoor):
         view.put(_no_part)
         return mapped(out, self._together)
 
+    def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        out = self._trace.empty(x, (x.shape[0], x.shape[2], x.shape[1]))
+        self._trace.add("kvcellar.convolve", (x, weight, bias, silu), {}, (out,))
+        return out.transpose(1, 2)
+
     def _apart(self, x: Tensor) -> Tensor:
         flat = x.dim() > 1 and [str(size) for size in x.shape[:2]] == ["1", str(self._rows)]
         return x.reshape(self._rows, 1, *x.shape[2:]) if flat else x

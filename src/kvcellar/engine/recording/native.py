@@ -121,6 +121,7 @@ class _Handlers:
             "kvcellar.states": self._state_rows,
             "kvcellar.keep_states": self._state_rows,
             "kvcellar.scan": self._scan,
+            "kvcellar.convolve": self._convolve,
             "kvcellar.mix": self._called,
             "kvcellar.module": self._called,
         }
@@ -261,6 +262,13 @@ class _Handlers:
         of = Recurrence(*resolved(tuple(rest), lambda _: next(given), {}, None))
         plane = of_heads(self._step.memory.states.planes(layer)[recurrent(0)], head)
         return self._scans.native(of, Rows(plane, plane, self._runs[len(out)], len(out)), out)
+
+    def _convolve(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """A convolution along the text, of each channel by itself."""
+        (x, weight, *bias), silu = inputs, op.args[3]
+        assert self._scans is not None, "a program has convolutions where there is a kernel"
+        out = _only(outputs).transpose(1, 2)
+        return self._scans.native_convolution(x, weight, bias[0] if bias else None, out, silu=bool(silu))
 
     # -- modules --------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,11 @@ class _Run:
                 stored = [name for name in states.planes(layer) if name not in names]
                 states.write(layer, self._step.plan.states, dict(zip(names, values, strict=True)), stored=stored)
                 return ()
+            case "kvcellar.convolve":
+                x, weight, bias, silu = args
+                kernel = scans_of(self._replay.network)
+                assert kernel is not None, "a program has convolutions where there is a kernel"
+                return kernel.convolve(x, weight, bias, silu=silu).transpose(1, 2)
             case "kvcellar.scan":
                 return self._scan(*args, dtype=getattr(torch, self._values[op.outputs[0] or 0].dtype))
             case "kvcellar.dense":

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvcellar.kernels.packed import CAUSAL_CONV, of_few_lengths
-from kvcellar.kernels.scans import Recurrence, ScanKernel
+from kvcellar.kernels.scans import TYPES, Recurrence, ScanKernel
 
 Function = Callable[..., Any]
 
@@ -223,7 +223,11 @@ def after(of: Recurrence, before: Tensor, indices: Sequence[int], counts: Sequen
 
 
 class Scans(Protocol):
-    """The part of a door that scans call."""
+    """The part of a door that scans and convolutions call."""
+
+    def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        """A causal convolution of x [B,C,L], by the kernel."""
+        ...
 
     def scan(self, layer: int, call: Call) -> Any:
         """Run a scan of the mixer of `layer`."""
@@ -242,7 +246,8 @@ class Scanned:
 
 
 def with_our_scans(module: nn.Module, door: Callable[[], Scans | None], kernel: ScanKernel | None) -> Function:
-    """The forward of a mixer, with scans run by the open door and convolutions over few distinct lengths.
+    """The forward of a mixer, with scans and convolutions run by the open door; without a kernel, convolutions are those
+    of torch over few distinct lengths.
 
     It is the mixer's own forward if its code refers to none of these functions, or if `forward` was replaced on the
     module.
@@ -255,7 +260,11 @@ def with_our_scans(module: nn.Module, door: Callable[[], Scans | None], kernel: 
         return module.forward
     layer: Any = module.layer_idx
     named = {
-        name: of_few_lengths(theirs) if name == CAUSAL_CONV else _replacement(SCANS[name], theirs, layer, door)
+        name: (
+            _convolution(of_few_lengths(theirs), door, kernel)
+            if name == CAUSAL_CONV
+            else _replacement(SCANS[name], theirs, layer, door)
+        )
         for name in names
         for theirs in (own.__globals__[name],)
     }
@@ -263,6 +272,24 @@ def with_our_scans(module: nn.Module, door: Callable[[], Scans | None], kernel: 
     forward.__kwdefaults__ = own.__kwdefaults__
     ours = MethodType(forward, module)
     return Scanned(ours, kernel) if names & SCANS.keys() else ours
+
+
+SILU = ("silu", "swish")  # names of the activation that the kernel has
+
+
+def _convolution(theirs: Function, door: Callable[[], Scans | None], kernel: ScanKernel | None) -> Function:
+    """Theirs, or the kernel's where there is one for its types, which then computes texts of any length."""
+
+    def convolve(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **more: Any
+    ) -> Tensor:
+        opened, packed = door(), more.get("seq_idx") is not None
+        typed = x.dtype is weight.dtype and x.dtype in TYPES and (activation is None or activation in SILU)
+        if opened is None or kernel is None or packed or not typed:
+            return theirs(x, weight, bias, activation=activation, **more)
+        return opened.convolve(kernel, x, weight, bias, activation is not None)
+
+    return convolve
 
 
 def _replacement(scan: Scan, theirs: Function, layer: int, door: Callable[[], Scans | None]) -> Function:

@@ -186,7 +186,7 @@ class _Held:
     def read(self, layer: int, segments: Sequence[StateSegment], names: Any = None) -> dict[str, Tensor]:
         return self.planes(layer)
 
-    def write(self, layer: int, segments: Sequence[StateSegment], planes: Any, *more: Any) -> None:
+    def write(self, layer: int, segments: Sequence[StateSegment], planes: Any, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("it is not stored")
 
 
@@ -220,9 +220,9 @@ def test_each_head_is_scanned_from_its_own_state() -> None:
     state = torch.randn(2, 3, 3, 4, generator=torch.Generator().manual_seed(0))
     view = StateView(_Held(state), [], 5)
     zero, none = torch.zeros(3), torch.full((2, 3, 5), 1e4)
+    given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
+    call = call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, given)
     for head in range(3):
-        given = {"hidden_states": u, "dt": delta.abs(), "A": A, "B": B, "C": C, "return_last_state": True}
-        call = call_of("mamba_selective_scan", modeling_mamba.mamba_selective_scan, given)
         _, last = view.scan(0, call)
         unbiased = torch.expm1(delta.abs().double()).log()  # the inverse of softplus
         _, wanted = obvious(u, unbiased, A, B, C, zero, none, zero, state[:, head])

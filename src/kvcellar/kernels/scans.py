@@ -106,7 +106,7 @@ class ScanKernel:
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
         """x [B,C,L], weight [C,K], bias [C] -> [B,C,L], each channel by itself; inputs before the first are zero."""
-        out = torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        out = torch.empty_like(x)  # in the order of x
         self._run("convolution", self.native_convolution(x, weight, bias, out, silu=silu), out)
         return out
 

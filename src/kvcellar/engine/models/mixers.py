@@ -89,8 +89,11 @@ class StateView:
         """The inputs of a convolution [B,C,K] followed by `new` ones [B,C,L]; the last K become its state."""
         before = self.state(layer, name)
         assert before is not None
-        # Channels of a token are beside each other, as they come from a linear layer.
-        longer = torch.cat([before.to(new.dtype).transpose(1, 2), new.transpose(1, 2)], 1).transpose(1, 2)
+        before = before.to(new.dtype)
+        if new.stride(-1) == 1:
+            longer = torch.cat([before, new], -1)
+        else:  # channels of a token are beside each other, as they come from a linear layer
+            longer = torch.cat([before.transpose(1, 2), new.transpose(1, 2)], 1).transpose(1, 2)
         self._states[layer][name] = longer[..., -before.shape[-1] :]
         if self._keeps and new.shape[-1] == self.length:
             self._longer[layer, name] = longer

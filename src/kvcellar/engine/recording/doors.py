@@ -102,9 +102,10 @@ class DecodingDoor(RecordingDoor, StepDoor):
         return mapped(out, self._together)
 
     def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        out = self._trace.empty(x, (x.shape[0], x.shape[2], x.shape[1]))
-        self._trace.add("kvcellar.convolve", (x, weight, bias, silu), {}, (out,))
-        return out.transpose(1, 2)
+        by_token = x.stride(2) != 1
+        out = self._trace.empty(x, (x.transpose(1, 2) if by_token else x).shape)
+        self._trace.add("kvcellar.convolve", (x, weight, bias, silu, by_token), {}, (out,))
+        return out.transpose(1, 2) if by_token else out
 
     def _apart(self, x: Tensor) -> Tensor:
         flat = x.dim() > 1 and [str(size) for size in x.shape[:2]] == ["1", str(self._rows)]

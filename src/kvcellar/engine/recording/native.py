@@ -265,9 +265,9 @@ class _Handlers:
 
     def _convolve(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """A convolution along the text, of each channel by itself."""
-        (x, weight, *bias), silu = inputs, op.args[3]
+        (x, weight, *bias), (silu, by_token) = inputs, op.args[3:]
         assert self._scans is not None, "a program has convolutions where there is a kernel"
-        out = _only(outputs).transpose(1, 2)
+        out = _only(outputs).transpose(1, 2) if by_token else _only(outputs)
         return self._scans.native_convolution(x, weight, bias[0] if bias else None, out, silu=bool(silu))
 
     # -- modules --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
     kvcellar.mix(path, arguments, keywords)              -> tensors; a module that keeps a state, called by the door
     kvcellar.states(layer)                               -> planes [T,*shape]; states of T sequences
     kvcellar.keep_states(planes, names, layer)           -> (); stores these planes of their states after the step
-    kvcellar.convolve(x [T,C,L], weight, bias, silu)     -> [T,L,C]; causal, each channel by itself
+    kvcellar.convolve(x [T,C,L], weight, bias, silu, by_token) -> [T,C,L], or [T,L,C]; causal, each channel by itself
     kvcellar.scan(layer, head, *recurrence)              -> [T,1,heads,elements]; also stores their states after it
     kvcellar.module(path, arguments, keywords)           -> tensors; a module that could not be traced
 

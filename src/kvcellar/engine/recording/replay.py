@@ -134,10 +134,11 @@ class _Run:
                 states.write(layer, self._step.plan.states, dict(zip(names, values, strict=True)), stored=stored)
                 return ()
             case "kvcellar.convolve":
-                x, weight, bias, silu = args
+                x, weight, bias, silu, by_token = args
                 kernel = scans_of(self._replay.network)
                 assert kernel is not None, "a program has convolutions where there is a kernel"
-                return kernel.convolve(x, weight, bias, silu=silu).transpose(1, 2)
+                out = kernel.convolve(x, weight, bias, silu=silu)
+                return out.transpose(1, 2) if by_token else out
             case "kvcellar.scan":
                 return self._scan(*args, dtype=getattr(torch, self._values[op.outputs[0] or 0].dtype))
             case "kvcellar.dense":

@@ -246,8 +246,8 @@ class Scanned:
 
 
 def with_our_scans(module: nn.Module, door: Callable[[], Scans | None], kernel: ScanKernel | None) -> Function:
-    """The forward of a mixer, with scans and convolutions run by the open door. Without a kernel, convolutions are those
-    of torch, over few distinct lengths.
+    """The forward of a mixer, with scans and convolutions run by the open door; without a kernel, convolutions are
+    torch's, over few distinct lengths.
 
     It is the mixer's own forward if its code refers to none of these functions, or if `forward` was replaced on the
     module.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvcellar.engine.recording.program import Number, Op, Program, Ref, Value
 from kvcellar.engine.recording.recorded import FIXED, KEPT, Recorded
-from kvcellar.engine.recording.recorded_kernel import CANDIDATES, REFERENCES, TYPES, Functions, StepKernel, same_bits
+from kvcellar.engine.recording.recorded_kernel import CANDIDATES, REFERENCES, Functions, StepKernel, same_bits
 from kvcellar.engine.recording.recorded_lowering import operator
 from kvcellar.engine.recording.recorded_operators import Life, placed
 from kvcellar.engine.recording.recorded_outline import Handler, outlined
@@ -151,17 +151,6 @@ def test_a_program_returns_the_bits_of_torch(
         assert got.shape == expected.shape
         assert got.dtype == expected.dtype
         assert same_bits(got, expected), f"{t} rows"
-
-
-@pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-def test_no_two_orders_of_the_sums_of_a_convolution_pass_as_that_of_torch(
-    dtype: torch.dtype, biased: bool, kernel: StepKernel
-) -> None:
-    orders = [kernel._runs(name, TYPES[dtype]) for name in ("convolution", "convolution in parts")]
-    passed = [run for run in orders if kernel._convolves(run, dtype, 7, biased)]
-    assert len(passed) <= 1
-    assert kernel.convolution(dtype, 7, biased=biased) == (passed[0] if passed else 0)
 
 
 UNARY = {

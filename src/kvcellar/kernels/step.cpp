@@ -174,10 +174,6 @@ const Reduction REDUCTIONS[] = {
     {"mean", FLOAT32, means},
     {"amax", FLOAT32, maxima<float>},
     {"amax", BFLOAT16, maxima<bfloat16>},
-    {"convolution", FLOAT32, convolved<float, 1>},
-    {"convolution", BFLOAT16, convolved<bfloat16, 1>},
-    {"convolution in parts", FLOAT32, convolved<float, 4>},
-    {"convolution in parts", BFLOAT16, convolved<bfloat16, 4>},
 };
 
 bool named(const char* one, const char* other) { return std::strcmp(one, other) == 0; }

@@ -1,5 +1,5 @@
 // Functions of float32 as torch computes them: by the functions of its own library, whose addresses are given, on lines
-// or on vectors; and convolutions of single channels. The end of a line is computed as part of a vector.
+// or on vectors. The end of a line is computed as part of a vector.
 #pragma once
 #include "step_types.h"
 
@@ -63,32 +63,5 @@ void of_vectors(const Line& line) {
     for (int64_t i = n; i < line.n; i++) out[i] = out[0];
 }
 #endif
-
-// out[i,c,p] = bias[c] + the sum over k of x[i,c,p+k] w[c,k], each product added with one rounding: with one sum, which
-// begins with the bias, or with PARTS of them, which take products in turn as long as there is one for each, and the
-// first one the others; the bias is added at the end. So do torch's own products of bfloat16, with four sums (`sum` in
-// aten/src/ATen/native/cpu/BlasKernel.cpp), and oneDNN's do the former. size: p, i, c, k.
-template <class T, int PARTS>
-int convolved(const Instruction& I, int64_t) {
-    const Operand &x = I.in[0], &w = I.in[1], &bias = I.in[2], &out = I.out;
-    const auto at = [](const Operand& of, int64_t p, int64_t i, int64_t c) {
-        return reinterpret_cast<T*>(of.at) + of.stride[0] * p + of.stride[1] * i + of.stride[2] * c;
-    };
-    const int64_t inner = I.size[3], whole = inner - inner % PARTS;
-    for (int64_t i = 0; i < I.size[1]; i++)
-        for (int64_t c = 0; c < I.size[2]; c++)
-            for (int64_t p = 0; p < I.size[0]; p++) {
-                const T *from = at(x, p, i, c), *factors = at(w, 0, 0, c);
-                const float more = bias.at == nullptr ? 0 : widened(*at(bias, 0, 0, c));
-                float sums[PARTS] = {PARTS == 1 ? more : 0};
-                for (int64_t k = 0; k < inner; k++) {
-                    float& sum = sums[k < whole ? k % PARTS : 0];
-                    sum = __builtin_fmaf(widened(from[k * x.stride[3]]), widened(factors[k * w.stride[3]]), sum);
-                }
-                for (int part = 1; part < PARTS; part++) sums[0] += sums[part];
-                *at(out, p, i, c) = narrowed<T>(PARTS == 1 || bias.at == nullptr ? sums[0] : sums[0] + more);
-            }
-    return NONE;
-}
 
 }  // namespace step

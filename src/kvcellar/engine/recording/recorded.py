@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcellar.engine.recording.program import Op, Size, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_kernel import INDEX, WORDS, StepKernel, instruction, span
 from kvcellar.engine.recording.recorded_lowering import Lowering
-from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Lone, Small, View, placed, stored_once
+from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Small, Take, View, placed, stored_once
 from kvcellar.engine.recording.recorded_outline import (
     Bound,
     Call,
@@ -60,7 +60,7 @@ class Group:
     of: str | None = None  # the expression of the number of rows
     layouts: dict[int, Layout] = field(default_factory=dict)  # by storage
     written: set[int] = field(default_factory=set)
-    lone: Lone | None = None
+    lone: Take | None = None
     op: Op | None = None  # called
 
     def join(self, one: Small) -> bool:
@@ -102,7 +102,7 @@ class Group:
         return {storage for storage in alone if self.layouts[storage] is not None}
 
 
-def grouped(items: Iterable[Small | Lone | Op]) -> list[Group]:
+def grouped(items: Iterable[Small | Take | Op]) -> list[Group]:
     """Operators in groups, in the same order."""
     groups: list[Group] = []
     for item in items:
@@ -113,7 +113,7 @@ def grouped(items: Iterable[Small | Lone | Op]) -> list[Group]:
             if not group.join(item):
                 group.small.append(item)
             groups.append(group)
-        elif isinstance(item, Lone):
+        elif isinstance(item, Take):
             groups.append(Group(lone=item))
         else:
             groups.append(Group(op=item))
@@ -258,7 +258,7 @@ class Binder:
         assert all(view is not None for view in found), "inputs and outputs have sizes that are known before a run"
         return [view for view in found if view is not None]
 
-    def _items(self) -> Iterator[Small | Lone | Op]:
+    def _items(self) -> Iterator[Small | Take | Op]:
         lowering = Lowering(self._kernel)
         for index, op in enumerate(self._outline.program.ops):
             if index in self._outline.folded:
@@ -272,7 +272,7 @@ class Binder:
                 found = self._once(op, lowering(op.name, args, kwargs, outputs))
             yield from (op,) if found is None else found
 
-    def _once(self, op: Op, found: Sequence[Small | Lone] | None) -> Sequence[Small | Lone] | None:
+    def _once(self, op: Op, found: Sequence[Small | Take] | None) -> Sequence[Small | Take] | None:
         """The same, its output stored once along dimensions where it repeats, for it and for all that read it."""
         written = op.outputs[0]
         if found is None or len(found) != 1 or written not in self._outline.repeatable or written is None:

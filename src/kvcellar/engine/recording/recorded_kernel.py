@@ -192,33 +192,6 @@ class StepKernel:
         self._alone(self.each, line, (1, 1, 1, len(x)), *operands, of=ctypes.addressof(called))
         return made
 
-    def convolution(self, dtype: torch.dtype, inner: int, *, biased: bool) -> int:
-        """The address of a convolution of single channels by `inner` factors each; 0 as above."""
-        key = f"convolution {inner} {biased}", TYPES.get(dtype, ABSENT)
-        if key not in self._reductions:
-            runs = (self._runs(name, key[1]) for name in ("convolution", "convolution in parts"))
-            right = (run for run in runs if run and self._convolves(run, dtype, inner, biased))
-            self._reductions[key] = next(right, 0)
-        return self._reductions[key]
-
-    def _convolves(self, run: int, dtype: torch.dtype, inner: int, biased: bool) -> bool:
-        c, positions = 96, 2
-        bias = samples(dtype, 2, ordinary=True)[:c] if biased else None
-        for n in (1, 2, 17, 33):  # torch chooses another way from 17 on
-            x, w = cancelling(dtype, n, c, inner, inner + positions - 1)
-            expected = torch.conv1d(x, w[:, None], bias, groups=c).contiguous()
-            made = torch.empty_like(expected)
-            operands = [
-                operand(x.data_ptr(), dtype, (1, *x.stride()[:2], 1)),
-                operand(w.data_ptr(), dtype, (0, 0, inner, 1)),
-                operand(bias.data_ptr(), dtype, (0, 0, 1, 0)) if bias is not None else NOTHING,
-            ]
-            out = operand(made.data_ptr(), dtype, (1, c * positions, positions, 0))
-            self._alone(run, 0, (positions, n, c, inner), out, operands)
-            if not same_bits(made, expected):
-                return False
-        return True
-
     def table(self, key: object, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, bool]:
         """What `of` computes for each bfloat16, by its bits, and whether that depends on an element's place: torch
         may compute the last elements of a tensor, and those of strided tensors, in another way than the others."""
@@ -305,22 +278,6 @@ def samples(dtype: torch.dtype, seed: int, *, ordinary: bool = False) -> Tensor:
         bits = torch.randint(-(1 << 31), 1 << 31, (SAMPLES // 2,), generator=generator).to(torch.int32)
         normal[::2] = bits.view(torch.float32)
     return normal.to(dtype)
-
-
-def cancelling(dtype: torch.dtype, n: int, channels: int, inner: int, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs [n,channels,length] and factors [channels,inner] of a convolution. Two large products of a sum cancel each
-    other, so that bits of the others that were lost beside them are those of the result: the order shows, in bfloat16
-    too, of whose results otherwise one in a million depends on it."""
-    generator = torch.Generator().manual_seed(n)
-    sign = samples(torch.bool, 1)[: channels * inner].view(channels, inner)
-    exponents = torch.randint(-2, 3, (channels, inner), generator=generator, device="cpu")
-    w = torch.where(sign, 1.0, -1.0) * torch.exp2(exponents.float())
-    x = samples(dtype, n, ordinary=True)[: n * channels * length].view(n, channels, length).float()
-    for channel in range(channels if inner > 1 else 0):
-        large, other = torch.randperm(inner, generator=generator, device="cpu")[:2].tolist()
-        x[:, channel, large] *= 2.0**18
-        x[:, channel, other] = -x[:, channel, large] * (w[channel, large] / w[channel, other])
-    return x.to(dtype), w.to(dtype)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from kvcellar.engine.recording.recorded_kernel import TYPES, StepKernel, number_for
-from kvcellar.engine.recording.recorded_operators import Convolution, Lone, Small, Take, View
+from kvcellar.engine.recording.recorded_operators import Small, Take, View
 
 Resolved = Any  # an argument: a view, a number, a type, a tuple of such, ...
 
@@ -93,18 +93,18 @@ class Lowering:
 
     def __call__(
         self, name: str, args: Sequence[Resolved], kwargs: Mapping[str, Resolved], outputs: Sequence[View | None]
-    ) -> Sequence[Small | Lone] | None:
+    ) -> Sequence[Small | Take] | None:
         """Operators that have the same effect, in order; None if torch has to compute it."""
         if len(outputs) != 1 or (out := outputs[0]) is None:
             return None
         found = self._found(name, args, kwargs, out)
-        if not found or not all(isinstance(one, Lone) or one.fits for one in found):
+        if not found or not all(isinstance(one, Take) or one.fits for one in found):
             return None
         return found
 
     def _found(
         self, name: str, args: Sequence[Resolved], kwargs: Mapping[str, Resolved], out: View
-    ) -> Sequence[Small | Lone] | None:
+    ) -> Sequence[Small | Take] | None:
         if name in COPIES:
             return self._line("copy", [args[1] if name == "aten.copy_.default" else args[0]], out)
         if name in ELEMENTWISE or name in TABLES:
@@ -121,7 +121,7 @@ class Lowering:
             return self._cat(args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), out)
         return self._lone(name, args, out)
 
-    def _lone(self, name: str, args: Sequence[Resolved], out: View) -> Sequence[Small | Lone] | None:
+    def _lone(self, name: str, args: Sequence[Resolved], out: View) -> Sequence[Small | Take] | None:
         match name:
             case "aten.embedding.default":
                 return self._take(args[0], 0, args[1], out)
@@ -131,8 +131,6 @@ class Lowering:
                 *before, index = args[1]
                 whole = all(one is None for one in before)
                 return self._take(args[0], len(before), index, out, wraps=True) if whole else None
-            case "aten.convolution.default":
-                return self._convolution(args, out)
             case "aten.bmm.default":
                 return self._outer(args[0], args[1], out)
             case _:
@@ -243,15 +241,6 @@ class Lowering:
         if found is None or (found.placed and not _whole(x, out)):
             return None
         return [Small(self._kernel.each, found.line, out, (x,), ctypes.addressof(found.called), found.called)]
-
-    def _convolution(self, args: Sequence[Resolved], out: View) -> list[Convolution] | None:
-        x, w, bias, stride, padding, dilation, transposed, _, groups = args
-        single = len(x.shape) == 3 and w.shape[1] == 1 and w.shape[0] == x.shape[1] == groups
-        other = transposed or any(padding) or {*stride, *dilation} != {1}
-        if not single or other or not x.dtype == w.dtype == out.dtype:
-            return None
-        run = self._kernel.convolution(x.dtype, w.shape[2], biased=bias is not None)
-        return [Convolution(run, out, x, w, bias)] if run else None
 
     def _outer(self, a: View, b: View, out: View) -> list[Small] | None:
         """Products of columns and rows [n,.,1], [n,1,.]: one product for each element, and the sign that torch gives

@@ -323,31 +323,3 @@ class Take:
 
     def views(self) -> list[View]:
         return [self.out, self.source, self.index]
-
-
-@dataclass(slots=True)
-class Convolution:
-    """x [n,c,p+k-1], w [c,1,k] and perhaps a bias [c] -> out [n,c,p]: each channel by itself."""
-
-    run: int
-    out: View
-    x: View
-    w: View
-    bias: View | None
-
-    def words(self, address: Address) -> list[int]:
-        (n, c, positions), along = self.out.shape, self.x.strides[2]
-        operands = [
-            operand(address(self.x), self.x.dtype, (along, *self.x.strides[:2], along)),
-            operand(address(self.w), self.w.dtype, (0, 0, self.w.strides[0], self.w.strides[2])),
-        ]
-        if self.bias is not None:
-            operands.append(operand(address(self.bias), self.bias.dtype, (0, 0, self.bias.strides[0], 0)))
-        out = operand(address(self.out), self.out.dtype, (self.out.strides[2], *self.out.strides[:2], 0))
-        return instruction(self.run, 0, (positions, n, c, self.w.shape[2]), out, operands)
-
-    def views(self) -> list[View]:
-        return [self.out, self.x, self.w, *(() if self.bias is None else (self.bias,))]
-
-
-Lone = Take | Convolution  # what runs by itself, for all rows at once

@@ -51,7 +51,7 @@ PART_OF: Mapping[str, str] = MappingProxyType(
 PROMPT = 512  # prompt tokens per step of prefill
 PROFILES: Mapping[str, Work] = MappingProxyType(
     {
-        **{name: work for name, work in WORKS.items() if not work.reused},
+        **{name: work for name, work in WORKS.items() if not work.reused and not work.sampled},
         **{kind: Work(kind, (512,)) for kind in KINDS},
         **{f"{kind}-8": Work(f"{kind}-8", (512,) * 8) for kind in KINDS},
     }

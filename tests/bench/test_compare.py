@@ -19,8 +19,8 @@ from kvcellar.bench import compare, hf_baseline
 from kvcellar.bench import compared as compared_module
 from kvcellar.bench.compare import NEAR, Agreement, Compared, Comparison, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.compared import ROWS, run_against, run_kinds
-from kvcellar.bench.gguf import write_gguf
-from kvcellar.bench.kinds import KINDS
+from kvcellar.bench.gguf import _rope_factors, write_gguf
+from kvcellar.bench.kinds import IN_LLAMA_CPP, KINDS, write_kind
 from kvcellar.bench.network import TINY, write
 from kvcellar.bench.peer import PATIENCE, PeerFailed, Side, running, sides_of
 from kvcellar.bench.peers import ours, with_transformers
@@ -186,10 +186,10 @@ def test_a_row_that_is_not_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--against", "llama.cpp", "--peer-python", "llama.cpp=p"), "compared with transformers; not with llama.cpp"),
+        (("--against", "vllm", "--peer-python", "vllm=p"), "compared with transformers and llama.cpp; not with vllm"),
     ],
 )
-def test_networks_of_other_kinds_have_one_peer_and_one_size(options: tuple[str, ...], message: str) -> None:
+def test_networks_of_other_kinds_have_two_peers(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(BadParameter, match=message):
         command.main(["--only", "mamba2", *options], standalone_mode=False)
 
@@ -246,6 +246,7 @@ def test_other_kinds_are_measured_one_by_one(capsys: pytest.CaptureFixture[str])
         assert {name: set(sides) for name, sides in one["works"].items()} == {
             "decode-1": {"kvcellar a", "fake b"},
             "decode-8": {"kvcellar a", "fake b"},
+            "prefill-512": {"kvcellar a", "fake b"},
         }
 
 
@@ -255,7 +256,16 @@ def test_one_kind_is_measured_alone(capsys: pytest.CaptureFixture[str]) -> None:
     *table, last = capsys.readouterr().out.splitlines()
     assert list(json.loads(last)["kinds"]) == ["mamba2"]
     targets = [line.split()[6] for line in table if line.startswith("  transformers bf16") and "fake 1.0" not in line]
-    assert targets == ["4.00x"] * 2
+    assert targets[:2] == ["4.00x"] * 2
+
+
+def test_llama_cpp_is_left_out_where_it_has_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    sides = [replace(fake("a"), name="kvcellar"), replace(fake("bf16"), name="llama.cpp")]
+    for kind in ("lfm2-350m", "qwen3-0.6b"):
+        run_kinds(sides, only=kind, quick=True)
+    *table, last = capsys.readouterr().out.splitlines()
+    assert "  llama.cpp bf16     no GGUF file of lfm2-350m is written here" in table
+    assert set(json.loads(last)["kinds"]["qwen3-0.6b"]["works"]["decode-1"]) == {"kvcellar a", "llama.cpp bf16"}
 
 
 def test_settings_reach_the_sides_that_they_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,15 +321,29 @@ def test_turns_raise_the_error_of_the_engine() -> None:
         turns.first()
 
 
-def test_the_file_for_llama_cpp_has_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [None, *sorted(IN_LLAMA_CPP)])
+def test_the_file_for_llama_cpp_has_the_same_weights(kind: str | None, tmp_path: Path) -> None:
     """Read by our importer, which knows how the converter of llama.cpp writes them."""
     (tmp_path / "model").mkdir()
-    write(TINY, tmp_path / "model")
-    write_gguf(TINY, tmp_path / "model")
+    if kind is None:
+        write(TINY, tmp_path / "model")
+        write_gguf(tmp_path / "model")
+    else:
+        write_kind(kind, tmp_path / "model", quick=True)
     import_gguf(tmp_path / "model" / "model.gguf", tmp_path / "back")
     ours, back = (load(tmp_path / name, device="cpu").model.state_dict() for name in ("model", "back"))
     assert set(ours) == set(back)
     assert all(torch.equal(ours[name], back[name]) for name in ours)
+
+
+def test_the_file_for_llama_cpp_has_the_frequencies_of_llama_3(tmp_path: Path) -> None:
+    """llama.cpp divides the usual ones by these."""
+    rope = KINDS["llama-3.2-1b"]["rope_parameters"]
+    write_kind("llama-3.2-1b", tmp_path, quick=True)
+    scaled: Any = load(tmp_path, device="cpu").model.get_submodule("model.rotary_emb").inv_freq
+    usual = 1 / rope["rope_theta"] ** (torch.arange(0, 64, 2) / 64)
+    torch.testing.assert_close(usual / _rope_factors(rope, 64), scaled)
+    assert {1.0, 32.0} < set(_rope_factors(rope, 64).tolist())
 
 
 def test_both_engines_generate_the_same_tokens(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from kvcellar import __version__
 from kvcellar.bench.compare import IDLE, QUICK, WORKS, Agreement, Compared, Extent, Measured, Work, compared, same_work
 from kvcellar.bench.gguf import write_gguf
-from kvcellar.bench.kinds import CACHE_BYTES, EXTENT, KINDS, write_kind
+from kvcellar.bench.kinds import CACHE_BYTES, EXTENT, IN_LLAMA_CPP, KINDS, write_kind
 from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
 from kvcellar.bench.network import SMALL, TINY, Size, write, write_tokenizer
 from kvcellar.bench.peer import OURS, Side, sides_of
@@ -32,7 +32,7 @@ TARGETS: Mapping[tuple[str, str], float] = {
     ("prefill-512", "openvino fp16"): 1.0,
     ("prefill-2048", "openvino fp16"): 0.9,
     ("reuse-4096", "openvino fp16"): 1.15,
-    **{(work.name, "transformers bf16"): 4.0 for work in WORKS_OF_KINDS},
+    **{(work.name, "transformers bf16"): 4.0 for work in WORKS_OF_KINDS if work.decoding},
 }  # CPU time of the peer over ours with as many bits
 HEAD = (
     f"  {'':18} {'CPU ms':>9} {'tokens/s':>9} {'ratio':>7} {'spread':>7} {'target':>7} {'MB':>6}   tokens that ours "
@@ -60,8 +60,8 @@ def run_against(
         works = [work for name, work in WORKS.items() if only in (None, name)]
         _run_works(works, sides, quick=quick, threads=threads)
         return
-    if strange := [side.name for side in sides if side.name not in (OURS, "transformers")]:
-        raise BadRequest(f"{only} is compared with transformers; not with {', '.join(strange)}", "against")
+    if strange := [side.name for side in sides if side.name not in (OURS, "transformers", "llama.cpp")]:
+        raise BadRequest(f"{only} is compared with transformers and llama.cpp; not with {strange[0]}", "against")
     run_kinds(sides, only=None if only == OTHER_KINDS else only, quick=quick, threads=threads)
 
 
@@ -86,8 +86,10 @@ def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = F
     for name in KINDS if only is None else (only,):
         with tempfile.TemporaryDirectory() as place:
             parameters = write_kind(name, Path(place), quick=quick)
-            found = compared(Path(place), sides, WORKS_OF_KINDS, extent, threads=threads, cache_bytes=CACHE_BYTES)
+            here = [side for side in sides if side.name != "llama.cpp" or name in IN_LLAMA_CPP]
+            found = compared(Path(place), here, WORKS_OF_KINDS, extent, threads=threads, cache_bytes=CACHE_BYTES)
         _print([f"{name}: {parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
+        _print([f"  {side.label:18} no GGUF file of {name} is written here" for side in sides if side not in here])
         for work in WORKS_OF_KINDS:
             table.show(found, work)
         results[name] = {"parameters": parameters, **as_json(found)}
@@ -101,7 +103,7 @@ def write_for_peers(size: Size, directory: Path) -> int:
     """A model directory with a tokenizer, and a GGUF file of the same. Returns the number of parameters."""
     parameters = write(size, directory)
     write_tokenizer(size.vocabulary, directory)
-    write_gguf(size, directory)
+    write_gguf(directory)
     return parameters
 
 

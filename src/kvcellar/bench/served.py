@@ -97,10 +97,10 @@ QUICK = Extent(rounds=1, shortest=4, longest=32, new=8, fewest=2)
 
 
 class Run(NamedTuple):
-    """What a side did in a round: seconds to the first token of each text, and between others."""
+    """What a side did in a round: seconds of its CPU time, to the first token of each text, and between others."""
 
     tokens: int
-    cpu: float  # seconds
+    cpu: float
     first: Sequence[float]
     gaps: Sequence[float]
 
@@ -176,11 +176,10 @@ def _summary(of: Sequence[Run], alone: Sequence[Run]) -> dict[str, float]:
     rates, others = ([run.tokens / max(run.cpu, TICK) for run in runs] for runs in (of, alone))
     ratios = [one / other for one, other in zip(rates, others, strict=True)]
     found = {"tokens/CPU s": statistics.median(rates), "of alone": statistics.median(ratios)}
-    found |= {"least": min(ratios), "most": max(ratios)}
     for name, times in {"first": [run.first for run in of], "between": [run.gaps for run in of]}.items():
         parts = statistics.quantiles([1000 * one for run in times for one in run], n=100, method="inclusive")
         found |= {f"{name} p50": parts[49], f"{name} p99": parts[98]}
-    return found
+    return found | {"least": min(ratios), "most": max(ratios)}
 
 
 def _show(row: Row, found: Mapping[str, Mapping[str, float]], others: float | None, failed: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from kvcellar.errors import BadRequest
 @click.option(
     "--only",
     metavar="ROW",
-    help="Run one row, by its name. kinds: networks of other kinds than Llama, compared with transformers only.",
+    help="Run one row, by its name. kinds: everyday models and other kinds of layers, with random weights.",
 )
 @click.option(
     "--against",

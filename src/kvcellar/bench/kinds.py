@@ -1,9 +1,9 @@
 """kinds: everyday models, and kinds of layers that these have not, with random weights.
 
 `kinds.json` has their configs. The first six have the shapes and vocabularies that Qwen3 0.6B, Llama 3.2 1B, Gemma 3
-1B, LFM2 350M, Granite 4.0 H 350M and Qwen3 30B A3B were published with, the last one with 3 of its 48 layers; others have
-about 125 million parameters. transformers computes prompts of Mamba 2 with tensors of gigabytes where chunks are longer
-than 16, and random layers of `mamba2` round as much as they compute unless their residuals are rescaled.
+1B, LFM2 350M, Granite 4.0 H 350M and Qwen3 30B A3B were published with, the last one with 3 of its 48 layers; others
+have about 125 million parameters. transformers computes prompts of Mamba 2 with tensors of gigabytes where chunks are
+longer than 16, and random layers of `mamba2` round as much as they compute unless their residuals are rescaled.
 """
 
 import json

@@ -45,6 +45,13 @@ def test_a_rows_bits_do_not_depend_on_company_where_that_is_promised(name, dtype
     assert [str(one) for one in same_bits(guest_of(name, dtype), seed=0) if not one.holds] == []
 
 
+def test_a_delta_rule_has_the_same_bits_in_float32_where_its_heads_are_whole_vectors() -> None:
+    need_own_layers(torch.float32)
+    model: Any = ARCHS["qwen3.5"].build(linear_num_value_heads=32, linear_num_key_heads=16)
+    pack_model(model)
+    assert [str(one) for one in same_bits(build_guest(model, backends()), seed=0) if not one.holds] == []
+
+
 @pytest.mark.parametrize("experts", [8, 12, 64])
 def test_scores_of_a_router_by_sigmoids_have_the_same_bits_alone(experts) -> None:
     need_own_layers(torch.float32)

@@ -61,11 +61,15 @@ def test_a_row_says_whether_cores_were_idle(
     result = printed(threads.row(Given(tmp_path, quick=True), SIDES))
     _, head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[-2:] == ["other", "processes"]
+    rows, (between, *beside) = rows[: len(TARGETS)], rows[len(TARGETS) :]
+    assert between.split()[-3:] == ["beside", "other", "work"]
+    assert [row.split()[0] for row in beside] == list(TARGETS)
     assert [row.split()[0] for row in rows] == list(TARGETS)
     assert all(row.endswith(said) for row in rows)
     found = result["works"]
     assert {work: one["idle"] for work, one in found.items()} == dict.fromkeys(TARGETS, others == 0.01)
     assert all(one["one_ms"] > 0 and one["many_ms"] > 0 for one in found.values())
+    assert result["beside"].keys() == found.keys()
 
 
 def test_what_cannot_be_compared_with_one_thread_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,3 +79,11 @@ def test_what_cannot_be_compared_with_one_thread_is_refused(tmp_path: Path, monk
     monkeypatch.undo()
     with pytest.raises(KvcellarError, match="fake missing x2 failed, loading the model"):
         printed(threads.row(Given(tmp_path, quick=True), [SIDES[0], replace(SIDES[1], precision="missing")]))
+
+
+def test_beside_other_work_each_core_has_a_busy_process(tmp_path: Path) -> None:
+    with threads.busy_cores():
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        loops = [one for one in children if threads.LOOP in Path(f"/proc/{one}/cmdline").read_text()]
+        assert len(loops) == len(os.sched_getaffinity(0))
+    assert not any(Path(f"/proc/{one}").exists() for one in loops)

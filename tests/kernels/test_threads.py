@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcellar.kernels.compiled import COMPILERS, SOURCES, Threads, library
+from kvcellar.kernels.compiled import COMPILERS, SOURCES, THREADS, Threads, library
+from kvcellar.kernels.structures import structure
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
 pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPILERS)} is here")
@@ -46,6 +47,15 @@ extern "C" int meet(Threads* threads) {
         });
     return met;
 }
+
+// A call of two items that take a millisecond, or on a worker so many.
+extern "C" void slow_elsewhere(Threads* threads, int64_t milliseconds) {
+    const pthread_t caller = pthread_self();
+    for_each_item(threads, 2, 2, [&](int64_t) noexcept {
+        const timespec nap{0, (pthread_equal(pthread_self(), caller) ? 1 : milliseconds) * 1000000};
+        nanosleep(&nap, nullptr);
+    });
+}
 """
 
 
@@ -58,6 +68,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     found.count.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
     found.count.restype = ctypes.c_int64
     found.meet.argtypes = [ctypes.c_void_p]
+    found.slow_elsewhere.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return found
 
 
@@ -137,3 +148,24 @@ def test_a_fork_has_no_threads_and_a_process_ends_with_them(counted: ctypes.CDLL
     command = [sys.executable, str(tmp_path / "forked.py"), str(source)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+def pool_counts() -> ctypes.Structure:
+    found = structure(THREADS, "Counts")()
+    library(THREADS, os.environ).kvcellar_threads_counts(ctypes.byref(found))
+    return found
+
+
+def test_workers_that_cost_more_than_they_gain_are_not_used_and_sleep(counted: ctypes.CDLL, pool: Threads) -> None:
+    """The last test here: they rest for some seconds."""
+    before = pool_counts()
+    for _ in range(64):  # one of them is measured without workers
+        counted.slow_elsewhere(pool.address, 1)
+    while (after := pool_counts()).rests == before.rests:
+        counted.slow_elsewhere(pool.address, 100)
+    assert counts(counted, pool.address, threads=2, items=100, times=50) == ([50] * 100, 0)
+    assert pool_counts().shared == after.shared
+    while (found := pool_counts()).sleeping < found.workers:  # they wait for work for a short time
+        os.sched_yield()
+    assert counts(counted, pool.address, threads=2, items=100, times=50) == ([50] * 100, 0)
+    assert pool_counts().sleeping == found.workers > 0

@@ -59,6 +59,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
     }
 )
 OURS = "kvcellar"
+WAITING = "OMP_WAIT_POLICY"  # which the command sets for us: others wait as they do by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,7 @@ def started(
 ) -> Iterator[Peer]:
     """A process, which ends with the block, and all that descend from it. Without `replies`, what it writes is printed
     with its errors."""
+    inherited = {name: value for name, value in os.environ.items() if name != WAITING or side.name == OURS}
     one = {name: str(threads) for name in THREADS}
     with tempfile.TemporaryFile() as printed:
         try:
@@ -223,7 +225,7 @@ def started(
                 stdout=subprocess.PIPE if replies else printed,
                 stderr=printed,
                 text=True,
-                env={**os.environ, **one, **environment},
+                env={**inherited, **one, **environment},
                 start_new_session=True,  # a terminal signals the bench only, which ends it
             )
         except OSError as error:

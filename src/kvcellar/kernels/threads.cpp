@@ -5,10 +5,12 @@
 //   * an item does not throw (its type is noexcept), so the caller's frame outlives all calls of its items;
 //   * nothing waits for a worker that has not begun an item: the caller computes what no worker has begun;
 //   * one caller has the workers at a time; another one meanwhile computes all of its items itself, as does every caller
-//     in a fork of the process, in which there are no workers.
+//     in a fork of the process, in which there are no workers;
+//   * who waits longer than `SPIN` sleeps.
 //
-// A worker on a busy CPU may be suspended in the middle of an item, for which the caller must wait. After such a wait the
-// workers are not used for a multiple of its duration, so that they cost little where they gain nothing.
+// On a busy CPU a worker may be suspended in the middle of an item, for which the caller must wait, and one that waits for
+// work takes time from others. So a worker that was suspended while it waited sleeps at once, and workers that cost more
+// than they gain are not used for a while (`balance.h`).
 #include <pthread.h>
 #include <time.h>
 
@@ -20,15 +22,24 @@
 #include <mutex>
 #include <thread>
 
+#include "balance.h"
 #include "threads.h"
+
+// What has happened so far.
+struct Counts {
+    int64_t shared;    // calls in which workers could take part: the caller waited for them at the end
+    int64_t wakes;     // those at whose beginning a worker slept
+    int64_t rests;     // times that workers were given up for a while
+    int64_t workers;   // that were started
+    int64_t sleeping;  // of them, now
+};
 
 namespace {
 
-constexpr int64_t SPIN = 50'000;      // nanoseconds that a worker waits for work before it sleeps
-constexpr int64_t STALL = 100'000;    // nanoseconds beyond the duration of an item, from which on waiting is a stall
-constexpr int64_t REST = 50;          // times the duration of a stall in which workers are not used
-constexpr int64_t LONGEST = 1 << 30;  // nanoseconds, of that
-constexpr int MOST = 255;             // workers
+constexpr int64_t SPIN = 50'000;  // nanoseconds of waiting before sleeping
+constexpr int64_t LATE = 25'000;  // between two looks at the clock of a thread that was suspended
+constexpr int MOST = 255;         // workers
+constexpr size_t KINDS = 256;     // of calls that are told apart: by what is done, and on how many items
 
 // The state of the workers in one number: the number of the current work, how many workers may take part in it (0: it is
 // over), and how many do.
@@ -48,6 +59,16 @@ inline void pause() {
 #endif
 }
 
+// Waits for a short time. False: it was in vain, or the thread was suspended meanwhile.
+template <class Ready>
+bool spun(Ready ready) {
+    for (int64_t since = now(), before = since, at; !ready(); before = at) {
+        for (int i = 0; i < 32 && !ready(); ++i) pause();
+        if ((at = now()) - since > SPIN || at - before > LATE) return ready();
+    }
+    return true;
+}
+
 struct Pool : Threads {
     alignas(64) std::atomic<uint64_t> gate{0};
     alignas(64) std::atomic<int64_t> next{0};
@@ -57,11 +78,12 @@ struct Pool : Threads {
     void* what = nullptr;
 
     std::atomic<bool> taken{false}, forked{false};
-    int64_t idle_until = 0;  // until when workers are not used; the caller's that has `taken`, as is `workers`
-    int workers = 0;
+    Balance balance;  // the caller's that has `taken`, as is `kinds`
+    Alone kinds[KINDS];
     std::mutex lock;
-    std::condition_variable awake;
-    std::atomic<int> sleeping{0};
+    std::condition_variable awake, left;
+    std::atomic<bool> waited_for{false};  // the caller sleeps until no worker is inside
+    std::atomic<int64_t> shared{0}, wakes{0}, rests{0}, workers{0}, sleeping{0};  // `Counts`
 
     void items_left() {
         for (int64_t item = next++; item < items; item = next++) work(what, item);
@@ -72,9 +94,7 @@ struct Pool : Threads {
     void worker() {
         uint64_t seen = 0;
         for (;;) {
-            for (int64_t since = now(); !opened_since(seen) && now() - since < SPIN;)
-                for (int i = 0; i < 32 && !opened_since(seen); ++i) pause();
-            if (!opened_since(seen)) {
+            if (!spun([&] { return opened_since(seen); })) {
                 std::unique_lock<std::mutex> held(lock);
                 ++sleeping;
                 awake.wait(held, [&] { return opened_since(seen); });
@@ -84,15 +104,21 @@ struct Pool : Threads {
             while ((at & INSIDE) < (at & ALLOWED) >> 16)
                 if (gate.compare_exchange_weak(at, at + 1)) {
                     items_left();
-                    --gate;
+                    leave();
                     break;
                 }
             seen = at;
         }
     }
 
+    void leave() {
+        if ((--gate & INSIDE) || !waited_for) return;
+        std::lock_guard<std::mutex> held(lock);
+        left.notify_one();
+    }
+
     // Start workers, as far as the system lets us.
-    void reach(int wanted) {
+    void reach(int64_t wanted) {
         for (; workers < wanted; ++workers) {
             try {
                 std::thread([this] { worker(); }).detach();
@@ -102,40 +128,52 @@ struct Pool : Threads {
         }
     }
 
-    void with_workers(int others) {
+    void compute(int64_t others) {
+        const uint64_t kind = (reinterpret_cast<uintptr_t>(work) + uint64_t(items)) * 0x9e3779b97f4a7c15;
+        Alone& alone = kinds[kind >> 56];
+        alone.of(kind);
         next = 0;
         const int64_t began = now();
-        if (began < idle_until) return items_left();
+        if (balance.rests(began) || alone.next(others + 1)) {
+            items_left();
+            alone.took(now() - began);
+            return;
+        }
+        with_workers(others);
+        const int64_t done = now();
+        rests += balance.add(done, alone.gain(done - began));
+    }
+
+    void with_workers(int64_t others) {
+        ++shared;
         gate = (gate / WORK + 1) * WORK + (uint64_t(others) << 16);
         if (sleeping) {
+            ++wakes;
             std::lock_guard<std::mutex> held(lock);
             awake.notify_all();
         }
-        int64_t own = 0;
-        for (int64_t item = next++; item < items; item = next++, ++own) work(what, item);
+        items_left();
         gate &= ~ALLOWED;  // from now on no worker begins
-        if (!(gate & INSIDE)) return;
-        const int64_t waits = now();
-        for (int i = 0; gate & INSIDE; ++i) {
-            pause();
-            if (i % 1024 == 1023) std::this_thread::yield();  // to a worker that this CPU could run
-        }
-        const int64_t waited = now() - waits;
-        if (waited > STALL + 4 * (waits - began) / (own + 1)) idle_until = waits + std::min(LONGEST, REST * waited);
+        const auto none = [&] { return !(gate & INSIDE); };
+        if (spun(none)) return;
+        std::unique_lock<std::mutex> held(lock);
+        waited_for = true;
+        left.wait(held, none);
+        waited_for = false;
     }
 };
 
 Pool* pool;  // never deleted: its workers end with the process
 
 void run(Threads*, int64_t threads, int64_t items, void (*work)(void*, int64_t) noexcept, void* what) {
-    const int others = int(std::min<int64_t>({threads - 1, items - 1, MOST}));
+    const int64_t others = std::min<int64_t>({threads - 1, items - 1, MOST});
     if (others < 1 || pool->forked || pool->taken.exchange(true)) {
         for (int64_t item = 0; item < items; ++item) work(what, item);
         return;
     }
     pool->items = items, pool->work = work, pool->what = what;
     pool->reach(others);
-    pool->with_workers(std::min(others, pool->workers));
+    pool->compute(std::min<int64_t>(others, pool->workers));
     pool->taken = false;
 }
 
@@ -149,4 +187,8 @@ extern "C" Threads* kvcellar_threads() {
         return pool;
     }();
     return made;
+}
+
+extern "C" void kvcellar_threads_counts(Counts* counts) {
+    *counts = {pool->shared, pool->wakes, pool->rests, pool->workers, pool->sleeping};
 }

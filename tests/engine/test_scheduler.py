@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcellar.engine.core.request import Status
-from kvcellar.engine.core.scheduler import LEAST_CHUNK, Chunks
+from kvcellar.engine.core.scheduler import EVEN, LEAST_CHUNK, Chunks
 from kvcellar.memory import prefix_cache
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.prefix.node import common
@@ -177,6 +177,24 @@ def test_outputs_begin_in_as_many_steps_as_streams_need(asks, drawn):
     for (began, ended), rows in zip(pairwise(times), streams, strict=False):
         assert not rows or ended - began <= max(0.1, 2 * rows * row) + row, f"of a step beside {rows} streams"
     assert streams.index(32) <= 35
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.floats(0.01, 1.0))
+def test_steps_of_streams_and_prompts_have_few_numbers_of_rows(prompts, gap):
+    """As far as there is a chunk that can be shortened. `play` asserts that all are served."""
+    world = World({"full": Causal()}, {"full": 8000}, max_sequences=8, step_tokens=512, gap=gap, drawn=0.004)
+    schedule = world.scheduler.schedule
+
+    def scheduled():
+        step, stuck = schedule()
+        if any(one.completion.status is Status.DECODE for one in step):
+            odd = sum(one.rows for one in step) % EVEN
+            going_on = [one for one in step if one.completion.status is Status.PREFILL and not one.ends]
+            assert odd == 0 or all(one.tokens <= odd for one in going_on)
+        return step, stuck
+
+    world.scheduler.schedule = scheduled
+    world.play([Ask(0, 3, 80), *(Ask(at=10, prompt=one, max_tokens=5) for one in prompts)])
 
 
 # -- who waits for whom -----------------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import random_tokens
 from kvcellar.engine.models.load import load
 from kvcellar.engine.recording.capture import capture
-from kvcellar.engine.recording.native import NativeExecutor
+from kvcellar.engine.recording.native import TOGETHER, NativeExecutor
+from kvcellar.engine.recording.program import Sizes
+from kvcellar.engine.recording.recorded import Binder, Binding
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recording import Captured, RecordedStep, Recording, Results
 from kvcellar.engine.recording.replay import Replay
@@ -96,6 +98,40 @@ def test_recurrent_layers_that_decode_equal_their_modules(name: str, dtype: torc
     guest.recording.executor = Refuses()
     assert [torch.equal(a, b) for a, b in zip(decoding(guest), theirs, strict=True)] == [True] * len(theirs)
     assert guest.recording.by_modules == {"a prompt": 2}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_step_is_bound_for_few_numbers_of_rows_with_logits(
+    packed: bool, kernel: StepKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number changes with each prompt that ends. The logits are those of the modules: torch's own products have
+    other bits beside other numbers of rows."""
+    bound: list[Sizes] = []
+    binding = Binder.bound
+
+    def counted(self: Binder) -> Binding:
+        bound.append(self._sizes)
+        return binding(self)
+
+    monkeypatch.setattr(Binder, "bound", counted)
+    guest = build_guest(ARCHS["llama"].build().to(torch.bfloat16), backends())
+    if packed:
+        pack(guest.model)
+    captured, numbers = capture(guest), (*range(1, 19), 20)
+
+    def logits() -> list[Tensor]:
+        steps = Steps(guest)
+        for wanted in numbers:
+            steps.step([(0, 13), (1, 7)], wanted=wanted)
+            steps.memory.clear()
+        return steps.logits
+
+    theirs = logits()
+    guest.recording = recorded(guest, captured, kernel)
+    ours = logits()
+    assert [torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)] == [True] * len(numbers)
+    few = [(20, 1), (20, TOGETHER), (20, 20)]
+    assert [(sizes["T"], sizes["W"]) for sizes in bound] == (few if packed else [(20, one) for one in numbers])
 
 
 class Refuses:

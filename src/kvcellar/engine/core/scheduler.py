@@ -15,11 +15,11 @@ one that ranks first waits for nothing.
 
 *A step.* Completions in decode are scheduled first, one token each, and drafts of their next tokens, up to a part of
 the token budget. What is left of it goes to prompts, in chunks that take no longer than running streams may wait: half
-of it, if others need it, to the prompt that ranks first, the rest to those with the fewest tokens left. When cells run
-short, what no sequence uses is evicted, then there are no drafts in this step, then what is restored for waiting
-completions is given up, and then the completion that ranks last is preempted: it keeps its tokens, and computes those
-again later that are evicted meanwhile. The one that ranks first is never preempted, so every completion ends
-eventually.
+of it, if others need it, to the prompt that ranks first, the rest to those with the fewest tokens left; the longest
+chunk is shortened so that such steps have few numbers of rows. When cells run short, what no sequence uses is evicted,
+then there are no drafts in this step, then what is restored for waiting completions is given up, and then the
+completion that ranks last is preempted: it keeps its tokens, and computes those again later that are evicted meanwhile.
+The one that ranks first is never preempted, so every completion ends eventually.
 
 Always true:
   * `waiting` and `running` are in order of arrival; a completion is in at most one of them;
@@ -48,6 +48,9 @@ LEAST_CHUNK = 16  # and the fewest, however long they take
 LEAST_SHARE = 0.5  # of the time that decoding takes is for prompts, at least
 STEP_SHARE = 0.7  # of the seconds between two tokens of a stream: the rest is for what is done between steps
 FADING = 0.9
+EVEN = (
+    64  # rows: steps of streams and prompts have a multiple of so many, as a new number takes milliseconds to prepare
+)
 ROUGHLY = 16  # times that a token of a prompt may take less than the mean of all rows
 
 Draft = Callable[[Sequence[Completion], int], Sequence[int]]
@@ -267,6 +270,8 @@ class Scheduler:
             self._admit_waiting(step)
         for completion in self._ranked(one for one in self.running if one.status is Status.PREFILL):
             self._extend(completion, step)
+        if beside is not None:
+            self._even(step)
         if not (step.scheduled or stuck):  # what was just admitted alone may already fill memory
             late = [one for one in self.running if one.late]
             full = [one for one in self.running if one.full(self._context)]  # as well: it shifts before the next step
@@ -349,6 +354,15 @@ class Scheduler:
             if room >= 1:
                 step.add(completion, min(room, wanted))
                 self._reserve(step)
+
+    def _even(self, step: _Step) -> None:
+        """Leave out as many tokens of a prompt that does not end as there are rows beyond a multiple of `EVEN`."""
+        odd = step.rows % EVEN
+        going_on = (one for one in step.scheduled if one.completion.status is Status.PREFILL and not one.ends)
+        longest = max(going_on, key=lambda one: one.tokens, default=None)
+        if odd and longest is not None and longest.tokens > odd:
+            step.add(longest.completion, -odd)
+            self._reserve(step)
 
     def _wanted(self, completion: Completion, step: _Step, most: int) -> int:
         """How many of its next tokens, up to `most`, a step can compute."""

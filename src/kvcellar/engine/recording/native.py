@@ -7,11 +7,14 @@ Recurrent states of a step in which each sequence has one new token are native c
 
 Always true:
   * what is bound to a memory is used for that memory only, and made anew after its cells have moved;
-  * the numbers of the rows of a step are at the same address in each step of so many sequences.
+  * the numbers of the rows of a step are at the same address in each step of so many sequences;
+  * a step some of whose rows have logits is bound for one of them, or a multiple of `TOGETHER`, where each is computed
+    alike beside any number of others.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,10 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from kvcellar.engine.models.mixers import of_heads, scans_of
 from kvcellar.engine.models.weights.scan import recurrent
-from kvcellar.engine.recording.program import Argument, Op, Program, resolved
+from kvcellar.engine.recording.program import Argument, Op, Program, Size, resolved
 from kvcellar.engine.recording.recorded import FIXED, Recorded
 from kvcellar.engine.recording.recorded_kernel import StepKernel
-from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined
+from kvcellar.engine.recording.recorded_lowering import COPIES
+from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined, symbols_of
 from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
 from kvcellar.engine.recording.replay import constants_of, layers_of_cells
 from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, merged
@@ -35,6 +39,7 @@ from kvcellar.memory.memory import Memory
 from kvcellar.memory.shapes import Scoring
 
 READS = "kvcellar.states"
+TOGETHER = 16  # rows with logits: their number changes with each prompt that ends, and binding takes milliseconds
 Inputs = Sequence[Tensor]
 Outputs = Sequence[Tensor | None]
 
@@ -54,6 +59,7 @@ class NativeExecutor(Executor):
         self._constants = constants_of(program, network)
         self._outline = outlined(program, self._constants, FIXED)  # for all memories
         self._counted = layers_of_cells(program)
+        self._alike = all(_alike(op, network) for op in program.ops if "W" in symbols_of(_sizes(op, program)))
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
     @property
@@ -69,7 +75,27 @@ class NativeExecutor(Executor):
             fixed = frozenset(tensor.data_ptr() for tensor in self._constants.values())
             bound = self._memories[step.memory] = _Bound(self._outline, fixed, self._network, self._kernel)
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
-        return bound.run(step, {"T": len(step.ids), "W": len(step.wanted), **cells})
+        rows, count = len(step.ids), len(step.wanted)
+        if 1 < count < rows and self._alike and not step.adapters:
+            more = min(rows, -(-count // TOGETHER) * TOGETHER) - count
+            step = replace(step, wanted=torch.cat([step.wanted, step.wanted[-1:].expand(more)]))
+        results = bound.run(step, {"T": rows, "W": len(step.wanted), **cells})
+        return replace(results, logits=results.logits[:count])
+
+
+def _sizes(op: Op, program: Program) -> Iterator[Size]:
+    """Of the values that it reads and makes."""
+    for value in (*op.reads, *op.outputs):
+        yield from () if value is None else program.values[value].shape
+
+
+def _alike(op: Op, network: nn.Module) -> bool:
+    """Whether an operator computes a row of logits alike beside any number of others."""
+    if op.name == "kvcellar.linear":
+        paths = op.args[1]
+        assert isinstance(paths, tuple)
+        return all(isinstance(network.get_submodule(str(path)), OwnLinear) for path in paths)
+    return op.name in COPIES or op.name in ("aten.index.Tensor", "aten.index_select.default")
 
 
 class _Bound:

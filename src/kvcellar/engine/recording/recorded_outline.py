@@ -112,7 +112,7 @@ def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collect
 
 def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:
     every = ((*value.shape, *value.strides, value.offset) for value in program.values)
-    return tuple(bool(_symbols(sizes) - set(symbols)) for sizes in every)
+    return tuple(bool(symbols_of(sizes) - set(symbols)) for sizes in every)
 
 
 def computed(program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor], symbols: Sizes) -> dict[int, Tensor]:
@@ -151,7 +151,8 @@ def _row(value: Value) -> tuple[int, str] | None:
     return found[0] if len(found) == 1 else None
 
 
-def _symbols(sizes: Iterator[int | str] | tuple[int | str, ...]) -> set[str]:
+def symbols_of(sizes: Iterator[int | str] | tuple[int | str, ...]) -> set[str]:
+    """Those that the expressions of sizes have."""
     return {name for size in sizes if isinstance(size, str) for name in _NAME.findall(size)} - _FUNCTIONS
 
 
@@ -167,7 +168,7 @@ def is_late(op: Op, late: tuple[bool, ...], symbols: Collection[str]) -> bool:
     """Whether an operator has to wait for the sizes of a run."""
     values = (*op.reads, *(value for value in op.outputs if value is not None))
     sizes = _numbers((*op.args, *op.kwargs.values()))
-    return any(late[value] for value in values) or bool(_symbols(tuple(sizes)) - set(symbols))
+    return any(late[value] for value in values) or bool(symbols_of(tuple(sizes)) - set(symbols))
 
 
 def _folded(

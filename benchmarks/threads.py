@@ -44,11 +44,11 @@ def row(given: Given, sides: Sequence[Side] | None = None) -> Lines:
 
 
 @contextmanager
-def busy_cores() -> Iterator[None]:
+def busy_cores() -> Iterator[Sequence["subprocess.Popen[bytes]"]]:
     """Within the block, a process of its own keeps each core busy that this one may use."""
     loops = [subprocess.Popen([sys.executable, "-c", LOOP, str(core)]) for core in os.sched_getaffinity(0)]
     try:
-        yield
+        yield loops
     finally:
         for loop in loops:
             loop.kill()

@@ -28,7 +28,7 @@ from kvcellar.engine.load import build, open_drafts, recorded, reserve
 from kvcellar.engine.load.step_bytes import Measures, digest, flags, model, shape
 from kvcellar.engine.models import build_guest
 from kvcellar.engine.models.guest import Guest, Verdict
-from kvcellar.engine.models.seam import our_attention, own_attention
+from kvcellar.engine.models.registered import our_attention, own_attention
 from kvcellar.engine.models.selftest import Reference
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.recording import record

@@ -156,15 +156,15 @@ def test_a_fork_allocates_no_state_and_its_first_token_one_row(capsys: pytest.Ca
     assert [line.split()[0] for line in table[-len(RECURRENT) :]] == ["fork"] * len(RECURRENT)
 
 
-def test_a_start_is_reported_in_three_parts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    each = iter([Start(0.1, 2.0, 4.0, 8.0), Start(0.1, 2.5, 4.5, 0.75)])
+def test_a_start_is_reported_beside_the_import_of_torch(capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+    each = iter([Start(0.1, 2.0, 8.0, True), Start(0.1, 2.5, 0.9, False)])
     asked = list[list[str]]()
     monkeypatch.setattr(start, "_started", lambda environment, settings: asked.append(settings) or next(each))
     (_, first, second, wanted), found = measured(capsys, "start", "--record", "off")
-    assert first.split() == ["first", "start", "2.00", "s", "4.00", "s", "8.00", "s"]
-    assert second.split() == ["second", "start", "2.50", "s", "4.50", "s", "0.75", "s"]
-    assert wanted.split()[:2] == ["1.00", "s"]
-    assert found["second"] == {"python": 0.1, "torch": 2.5, "transformers": 4.5, "ours": 0.75}
+    assert first.split() == ["first", "start", "2.00", "s", "8.00", "s", "5.05"]
+    assert second.split() == ["second", "start", "2.50", "s", "0.90", "s", "1.40", "without", "transformers"]
+    assert wanted.split()[0] == "1.60"
+    assert found["second"] == {"python": 0.1, "torch": 2.5, "rest": 0.9, "transformers": False, "ratio": 1.4}
     assert asked == [["--threads", "1", "--record", "off"]] * 2
 
 
@@ -172,8 +172,8 @@ def test_a_start_is_reported_in_three_parts(capsys: pytest.CaptureFixture[str], 
 def test_starts_are_measured_in_new_processes(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, "start")
     assert [line.split()[0] for line in table[1:3]] == ["first", "second"] == list(last)
-    for one in last.values():
-        assert all(took > 0 for part, took in one.items() if part != "python")
+    assert [one["transformers"] for one in last.values()] == [True, False]
+    assert all(one["torch"] > 0 < one["rest"] for one in last.values())
 
 
 def test_a_recorded_step_has_a_profile(tmp_path):

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -98,7 +97,7 @@ def opens(saved, directory, tmp_path, monkeypatch) -> Any:
     """Opens an engine with everything that can be open. Models are loaded and tested once."""
     own_cache(monkeypatch, tmp_path / "cache")
     monkeypatch.setattr(DraftFit, "require", lambda fit: None)  # it is as large as the model
-    for name in ("open_model", "build_guest", "open_drafts", "measures_of", "divided"):
+    for name in ("_loaded", "_tested", "_drafts", "measures_of", "divided"):
         once(monkeypatch, name)
     monkeypatch.setattr(open_store, "version", cache(open_store.version))
     pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
@@ -117,7 +116,7 @@ def once(monkeypatch: Any, name: str) -> None:
     def kept(*given: Any, **options: Any) -> Any:
         if not made:
             made.append(make(*given, **options))
-        return replace(made[0], settings=given[1]) if name == "open_model" else made[0]
+        return made[0]
 
     monkeypatch.setattr(build, name, kept)
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvcellar.engine.models.seam import Door, GuestCache
+from kvcellar.engine.models.registered import GuestCache
+from kvcellar.engine.models.seam import Door
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.shapes import Scoring
 

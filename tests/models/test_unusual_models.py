@@ -13,7 +13,8 @@ from transformers.models.llama import modeling_llama
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.load import sharing_weights
-from kvcellar.engine.models.seam import ATTENTION, scoring_of
+from kvcellar.engine.models.registered import ATTENTION
+from kvcellar.engine.models.seam import scoring_of
 from kvcellar.engine.models.shape import recognise
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.attention.choose import backends, named

@@ -74,6 +74,8 @@ def _is_missing(model: str) -> bool:
     """Whether this is a name that could be downloaded, and nothing on this machine has it."""
     from kvcellar.engine.models.weights.find import find
 
+    if model == RESERVED:
+        return False
     try:
         Repository.parse(model)
     except BadRequest:
@@ -84,7 +86,7 @@ def _is_missing(model: str) -> bool:
     try:
         find(model)
     except ModelNotFound:
-        return model != RESERVED
+        return True
     return False
 
 

@@ -89,7 +89,6 @@ def _tokenizer(path: Path) -> str | None:
 
 Prompt = str | Sequence[int]
 Prompts = Sequence[str] | Sequence[Sequence[int]]
-NEEDED = {"torch": "torch", "transformers": "kvcellar.engine.load.build"}  # each name, and what imports it
 
 
 class Engine:
@@ -390,11 +389,10 @@ def _on_a_thread(
 
 
 def import_needed() -> None:
-    """Import torch and transformers, which takes seconds, and report it. Only where there is a model to load."""
-    for name, module in NEEDED.items():
-        if name not in sys.modules:
-            report(f"importing {name}")
-        import_module(module)
+    """Import torch, which takes seconds, and report it. Only where there is a model to load."""
+    if "torch" not in sys.modules:
+        report("importing torch")
+    import_module("kvcellar.engine.load.build")
 
 
 def _is_batch(prompt: Any) -> bool:

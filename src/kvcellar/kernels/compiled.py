@@ -65,7 +65,7 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     if os.name != "posix":
         raise NotCompiled("it is only compiled on POSIX systems")
     compiler = _compiler(environment)
-    about = _about(tuple(compiler), tuple(environment.items()), _stamp(compiler[0], environment))
+    about = compiled_for(environment)
     made_of = (*(file.read_bytes() for file in sources(source)), about, shlex.join([*compiler, *OPTIONS]).encode())
     stem = f"{source.stem}-{_digest(b''.join(hashlib.sha256(part).digest() for part in made_of))}"
     directory = _directory(environment)
@@ -75,6 +75,12 @@ def library(source: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     except OSError as error:
         message = f"{path} is intact but cannot be loaded ({error}); name another directory in $XDG_CACHE_HOME"
         raise NotCompiled(message) from error
+
+
+def compiled_for(environment: Mapping[str, str]) -> bytes:
+    """What identifies the compiler, and the kind of CPU that it compiles for. Raises `NotCompiled`."""
+    compiler = _compiler(environment)
+    return _about(tuple(compiler), tuple(environment.items()), _stamp(compiler[0], environment))
 
 
 def sources(source: Path) -> list[Path]:

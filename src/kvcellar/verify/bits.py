@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS
-from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.errors import KvcellarError
 from kvcellar.memory.memory import Memory

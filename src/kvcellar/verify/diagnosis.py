@@ -152,10 +152,11 @@ def diagnose(model: Any, settings: Settings, *, kv_quality: bool | None = None, 
     harm = _weights_harm(model, settings, text) if settings.weights in QUANTISED or text is not None else None
     with ExitStack() as opened:
         try:
-            built, refused = build(model, settings, opened), None
+            built, refused = build(model, settings, opened, restarts=False), None
         except DraftRefused as error:
             alone = replace(settings, draft=None, draft_depth=None, draft_bytes=None)
-            built, refused = build(model, alone, opened), DraftDiagnosis(error.draft, error.found, error.refused)
+            refused = DraftDiagnosis(error.draft, error.found, error.refused)
+            built = build(model, alone, opened, restarts=False)
         found = _diagnosed(built, settings, is_small(built.loaded.parameters) if kv_quality is None else kv_quality)
     return replace(found, draft=refused or _draft(built), weights_harm=harm)
 
@@ -276,7 +277,7 @@ def _notes(built: Built) -> list[str]:
     notes = [f"CPU threads: {built.threads.count} ({built.threads.because})"]
     notes += machine_notes(str(built.guest.device), Machine.here())
     notes += built.loaded.notes
-    decoded = f", and decoded to {built.loaded.model.dtype} when they are loaded" if not built.loaded.served else ""
+    decoded = f", and decoded to {built.guest.dtype} when they are loaded" if not built.loaded.served else ""
     notes += [f"{count} weights are stored quantised ({form}){decoded}" for form, count in built.loaded.stored.items()]
     card = card_of(built)
     if not card.model.has_text:

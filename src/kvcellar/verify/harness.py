@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import random_tokens
-from kvcellar.engine.models.seam import our_attention, own_attention
+from kvcellar.engine.models.registered import our_attention, own_attention
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.spans import Span

@@ -15,8 +15,8 @@ import torch
 from kvcellar.engine.load.in_library import located
 from kvcellar.engine.load.machine import threads_of
 from kvcellar.engine.load.settings import Settings
-from kvcellar.engine.models.build_guest import MODEL_ERRORS, build_guest
-from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of
 from kvcellar.engine.models.load import load

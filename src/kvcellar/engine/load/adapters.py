@@ -21,7 +21,6 @@ from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.core.request import AdapterUse
 from kvcellar.engine.models.adapters.adapters import Adapter, read_adapter
 from kvcellar.engine.models.guest import Guest
-from kvcellar.engine.models.selftest import check_adapted
 from kvcellar.errors import AdapterRefused, BadRequest, EngineClosed, ModelRefused, shown
 
 PARAM = "adapter"  # of errors
@@ -156,6 +155,8 @@ class Adapters:
     def _install(self, adapter: Adapter, run: Run) -> int:
         """Returns its number. What raises leaves nothing of it. It is tested with one forward in each turn of the
         engine's thread, between the steps of others."""
+        from kvcellar.engine.models.selftest import check_adapted  # imports transformers
+
         adapted, number = self._guest.adapted, next(self._numbers)
         placed = adapter.on(self._guest.device, self._guest.dtype)
         self._tested = number

@@ -2,12 +2,13 @@
 
 import logging
 import os
+import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,17 +24,16 @@ from kvcellar.engine.load.adapters import Adapters, open_adapters
 from kvcellar.engine.load.allocate import Needs, allocated, divided
 from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.machine import Threads, threads_of
-from kvcellar.engine.load.open_drafts import Drafts, Uses, open_drafts
-from kvcellar.engine.load.open_model import Opened, open_model
+from kvcellar.engine.load.open_model import Model, chosen
 from kvcellar.engine.load.open_store import Source, open_events, open_store
 from kvcellar.engine.load.recorded import record_steps, without_preparing
 from kvcellar.engine.load.reserve import prove, scratch
+from kvcellar.engine.load.restart import Restart, Restarts
 from kvcellar.engine.load.settings import Settings, step_tokens_of, text_bytes_of
 from kvcellar.engine.load.step_bytes import measures_of
-from kvcellar.engine.models.build_guest import build_guest
+from kvcellar.engine.models.described import Described
 from kvcellar.engine.models.guest import Guest
-from kvcellar.engine.models.input_limits import context_of, context_reason, padding_token, vocabulary_of
-from kvcellar.engine.models.load import Loaded
+from kvcellar.engine.models.input_limits import Limits
 from kvcellar.engine.models.weights.config_file import NONE, pooling_of
 from kvcellar.engine.models.weights.packing import Packed, pack_model
 from kvcellar.engine.sample.draw import BY_TORCH, Draws
@@ -55,9 +55,11 @@ from kvcellar.progress import report
 from kvcellar.text.conversation import Preamble
 from kvcellar.text.replay import first_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imports transformers
     from transformers import PreTrainedModel
 
+    from kvcellar.engine.load.open_drafts import Drafts
+    from kvcellar.engine.models.load import Loaded
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -71,8 +73,8 @@ class Built:
     """All parts of an engine."""
 
     settings: Settings
-    base: Loaded  # without what a model of the library was created with
-    loaded: Loaded
+    base: Described  # without what a model of the library was created with
+    loaded: Described
     guest: Guest
     packing: Packed | None
     threads: Threads
@@ -83,7 +85,7 @@ class Built:
     runner: Runner
     adapters: Adapters
     preamble: Preamble
-    drafts: Drafts | None = None
+    drafts: "Drafts | None" = None
     draft_capacity: Capacity | None = None  # of the memory that drafts have, if they have one
 
 
@@ -94,27 +96,60 @@ def build(
     thread: DeviceThread | None = None,
     *,
     torch_of: int = TORCH,
+    restarts: bool = True,
 ) -> Built:
     """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
     `resolve_capacity` raise. What has to be closed is entered into `opened` as soon as it is open; from the start of
-    the loop on, the loop closes it. `torch_of`: the process that may have run torch before."""
+    the loop on, the loop closes it. `torch_of`: the process that may have run torch before. `restarts`: a model that
+    was loaded before may start from what its load has found."""
     settings = _in_a_fork(settings, torch_of)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
     if threads.count != torch.get_num_threads():
         torch.set_num_threads(threads.count)
-    found = open_model(model, settings)
-    loaded, settings = found.loaded, found.settings
+    choice = chosen(model, settings)
+    settings = choice.settings
+    kept = Restarts(choice.model, settings, began, lambda: _tested(_loaded(choice.model, settings), settings).guest)
+    base = (kept.read() if restarts else None) or _loaded(choice.model, settings)
+    loaded, preamble = choice.created(base)
+    made = _Made(base.guest, base.guest, base.packing) if isinstance(base, Restart) else _tested(base, settings)
+    parts = base, loaded, preamble, made
+    built = _assembled(settings, parts, kept, threads, thread or DeviceThread(), began, opened)
+    trim_heap()
+    return built
+
+
+class _Made(NamedTuple):
+    """A guest, the same with K/V stored as computed, and what was packed."""
+
+    guest: Guest
+    plain: Guest
+    packing: Packed | None
+
+
+def _loaded(model: Model, settings: Settings) -> "Loaded":
+    if "transformers" not in sys.modules:
+        report("importing transformers")
+    from kvcellar.engine.models.load import load
+
+    loaded = load(model, dtype=settings.dtype, device=settings.device, weights=settings.weights)
     if loaded.path is None:
         _check_as_it_is(loaded.model, settings)
+    return loaded
+
+
+def _tested(loaded: "Loaded", settings: Settings) -> _Made:
+    """Pack a network, test it, and record its steps."""
+    from kvcellar.engine.models.build_guest import build_guest  # imports transformers
+
     packing = None
     if settings.pack and loaded.model.device.type == "cpu":
         report("packing weights")
         packing = pack_model(loaded.model)
-    guest = build_guest(loaded.model, named(settings.attention))
-    built = _assembled(found, packing, guest, threads, thread or DeviceThread(), began, opened)
-    trim_heap()
-    return built
+    plain = build_guest(loaded.model, named(settings.attention))
+    guest = _storing(plain, settings)
+    record_steps(guest, settings)
+    return _Made(guest, plain, packing)
 
 
 def _in_a_fork(settings: Settings, torch_of: int) -> Settings:
@@ -137,32 +172,35 @@ def _in_a_fork(settings: Settings, torch_of: int) -> Settings:
 
 
 def _assembled(
-    model: Opened,
-    packing: Packed | None,
-    guest: Guest,
+    settings: Settings,
+    parts: "tuple[Loaded | Restart, Described, Preamble, _Made]",
+    kept: Restarts,
     threads: Threads,
     device: DeviceThread,
     began: int,
     opened: ExitStack,
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
-    loaded, settings = model.loaded, model.settings
-    default_sampling(loaded.defaults, vocab_size=vocabulary_of(loaded.model), model=loaded.name)
-    plain, guest = guest, _storing(guest, settings)
-    record_steps(guest, settings)
+    base, loaded, preamble, (guest, plain, packing) = parts
+    default_sampling(loaded.defaults, vocab_size=loaded.limits.vocab_size, model=loaded.name)
     guest.draws = draws_on(guest.device)
     inbox, of_adapters = Inbox(device), {"most_bytes": settings.adapter_bytes, "default": settings.adapter}
     adapters = open_adapters(guest, plain, settings.adapters or {}, post=inbox.post, **of_adapters)
-    context = _context(settings, loaded.model)
+    context = _context(settings, loaded.limits)
     step_tokens = step_tokens_of(settings, guest.device.type)
     limits = {"context": context, "step_tokens": step_tokens, "max_sequences": settings.max_sequences}
-    measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
-    drafts = open_drafts(loaded, guest, settings, context)
+    if isinstance(base, Restart):
+        measures, drafts = base.measures, None
+    else:
+        measures = measures_of(guest, loaded.path, began=began, limits=limits, environment=os.environ)
+        drafts = _drafts(base, guest, settings, context)
     deepest = drafts.deepest if drafts is not None else 0
     steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
     needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
     capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device)
     measures.keep()
+    if not isinstance(base, Restart):
+        kept.keep(base, guest, packing, measures)
     report("allocating memory")
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
@@ -172,8 +210,8 @@ def _assembled(
     part = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     shares = Shares(settings.pin_share, settings.tenant_share)
     sequences: dict[Key, int | None] = {}
-    uses = Uses(memory, sequences.get, own, shares, partial(tiers, share=part))
-    speculator, cache = _speculator(drafts, guest, uses)
+    open_own = partial(tiers, share=part)
+    speculator, cache = _speculator(drafts, guest, (memory, sequences.get, own, shares, open_own))
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences, draws=guest.draws)
     events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
     manager = SequenceManager(
@@ -185,8 +223,16 @@ def _assembled(
         open_store=partial(tiers, source=_source(loaded, guest), share=1 - part, events=events),
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
-    found = (settings, model.base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
-    return Built(*found, preamble=model.preamble, drafts=drafts, draft_capacity=own)
+    found = (settings, base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
+    return Built(*found, preamble=preamble, drafts=drafts, draft_capacity=own)
+
+
+def _drafts(loaded: "Loaded", guest: Guest, settings: Settings, context: int) -> "Drafts | None":
+    if settings.draft is None:
+        return None
+    from kvcellar.engine.load.open_drafts import open_drafts  # imports transformers
+
+    return open_drafts(settings.draft, loaded, guest, settings, context)
 
 
 def draws_on(device: torch.device) -> Draws:
@@ -200,7 +246,7 @@ def draws_on(device: torch.device) -> Draws:
         return BY_TORCH
 
 
-def _source(loaded: Loaded, guest: Guest) -> Source:
+def _source(loaded: Described, guest: Guest) -> Source:
     """Of the bytes of the model's memory."""
     latent = any(binding.latent is not None for binding in guest.shape.bindings.values())
     return Source(loaded.directories, weights=loaded.multiplied, attends="latents" if latent else "")
@@ -215,8 +261,8 @@ def _storing(guest: Guest, settings: Settings) -> Guest:
     return guest.storing(StoredAs.parse(settings.kv_dtype), named(settings.attention))
 
 
-def _intake(loaded: Loaded, settings: Settings, context: int, adapters: Adapters) -> Intake:
-    vocab_size, tokenizer = vocabulary_of(loaded.model), loaded.text.tokenizer if loaded.text is not None else None
+def _intake(loaded: Described, settings: Settings, context: int, adapters: Adapters) -> Intake:
+    vocab_size, tokenizer = loaded.limits.vocab_size, loaded.text.tokenizer if loaded.text is not None else None
     grammars = Grammars(tokenizer, loaded.without_text, vocab_size=vocab_size, end_ids=loaded.end_ids)
     grammars.prepare()
     text_bytes = text_bytes_of(settings, context)
@@ -225,7 +271,7 @@ def _intake(loaded: Loaded, settings: Settings, context: int, adapters: Adapters
         context=context,
         vocab_size=vocab_size,
         end_ids=loaded.end_ids,
-        padding=padding_token(loaded.model),
+        padding=loaded.limits.padding,
         adapters=adapters,
         grammars=grammars,
     )
@@ -274,11 +320,15 @@ def _scored(capacity: Capacity, intake: Intake) -> int:
     return max(LEAST_SCORED, min(SCORED, capacity.scratch // (2 * 4 * intake.vocab_size)))
 
 
-def _speculator(drafts: Drafts | None, guest: Guest, uses: Uses) -> tuple[Speculator | None, DraftMemory | None]:
-    """With the memory of what drafts, if it has one."""
+def _speculator(
+    drafts: "Drafts | None", guest: Guest, uses: tuple[Any, ...]
+) -> tuple[Speculator | None, DraftMemory | None]:
+    """With the memory of what drafts, if it has one. `uses`: see `Uses`."""
     if drafts is None:
         return None, None
-    drafter, cache = drafts.make(uses)
+    from kvcellar.engine.load.open_drafts import Uses
+
+    drafter, cache = drafts.make(Uses(*uses))
     guests = [guest] if drafts.guest is None else [guest, drafts.guest]
     clock = without_preparing(step_clock(guest.device.type), guests)
     return Speculator(drafter, deepest=drafts.deepest, clock=clock), cache
@@ -293,12 +343,12 @@ def _check_as_it_is(network: "PreTrainedModel", settings: Settings) -> None:
         raise BadRequest(f"device is {settings.device}, but the network that was given is on {device}", "device")
 
 
-def _context(settings: Settings, network: "PreTrainedModel") -> int:
-    most = context_of(network)
+def _context(settings: Settings, limits: Limits) -> int:
+    most = limits.context
     if settings.context is None:
         return most
     if settings.context > most:
-        reason = context_reason(network)
+        reason = limits.context_reason
         made = f"made for {most} tokens" if reason is None else f"served up to {most} tokens: {reason}"
         raise BadRequest(f"context is {settings.context}; this model is {made}", "context")
     return settings.context
@@ -339,7 +389,7 @@ def _model_card(built: Built) -> ModelCard:
     return ModelCard(
         name=loaded.name,
         path=loaded.path,
-        architecture=type(guest.model).__name__,
+        architecture=loaded.limits.architecture,
         context=built.intake.context,
         vocab_size=vocab_size,
         dtype=str(guest.dtype).removeprefix("torch."),

@@ -84,12 +84,11 @@ class Drafts:
     guest: Guest | None = None
 
 
-def open_drafts(loaded: Loaded, guest: Guest, settings: Settings, context: int) -> Drafts | None:
-    """What the settings name, loaded and tested; None: nothing. Raises `DraftRefused`, and what `load` and
-    `build_guest` raise for a draft model."""
-    draft = settings.draft
-    if draft is None:
-        return None
+def open_drafts(
+    draft: str | Path | DrafterFactory, loaded: Loaded, guest: Guest, settings: Settings, context: int
+) -> Drafts:
+    """What the settings name, loaded and tested. Raises `DraftRefused`, and what `load` and `build_guest` raise for a
+    draft model."""
     checks: dict[str, Check] = {"verification": lambda: _verifies(guest)}
     if draft == "ngram":
         return _guesses(NGramDrafter(), loaded, settings, checks)

@@ -1,4 +1,4 @@
-"""open_model: loads what a name stands for: a directory, a model of the library, or one in the Hugging Face cache.
+"""open_model: what a name stands for: a directory, a model of the library, or one in the Hugging Face cache.
 
 A model of the library comes with settings of its own. What the caller sets has precedence over them.
 """
@@ -6,12 +6,12 @@ A model of the library comes with settings of its own. What the caller sets has 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcellar.engine.load.in_library import in_library, preamble_of, shown_name
 from kvcellar.engine.load.settings import NO_DRAFT, Settings
+from kvcellar.engine.models.described import Described
 from kvcellar.engine.models.generation_defaults import SAMPLING
-from kvcellar.engine.models.load import Loaded, load
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.library.library import LibraryModel
 from kvcellar.text.conversation import NO_PREAMBLE, Preamble
@@ -21,33 +21,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+Model: TypeAlias = "str | Path | PreTrainedModel | None"
 _SETTINGS = ("context", "draft_depth")  # parameters of a model that are settings of an engine
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A network, the messages in front of all conversations with it, and the settings of its engine. `base`: without
-    the name, parameters and template that a model of the library was created with."""
+class Chosen:
+    """What a name stands for: a directory, another name, or a network; and the settings of its engine. `found` is the
+    model of the library, if it is one."""
 
-    base: Loaded
-    loaded: Loaded
-    preamble: Preamble
+    model: Model
     settings: Settings
+    found: LibraryModel | None
+
+    def created(self, base: Described) -> tuple[Described, Preamble]:
+        """As it was created in the library, and the messages in front of all conversations. Raises `ModelRefused`."""
+        if self.found is None:
+            return base, NO_PREAMBLE
+        manifest = self.found.manifest
+        loaded = as_created(base, shown_name(self.found), manifest.parameters, manifest.template)
+        return loaded, preamble_of(manifest)
 
 
-def open_model(model: "str | Path | PreTrainedModel | None", settings: Settings) -> Opened:
-    """Raises what `load` raises, and `ModelRefused` for a damaged model of the library."""
+def chosen(model: Model, settings: Settings) -> Chosen:
+    """Raises `ModelRefused` for a damaged model of the library."""
     found = in_library(model)
-    settings = _settings(settings, found)
-    path = model if found is None else found.directory
-    base = load(path, dtype=settings.dtype, device=settings.device, weights=settings.weights)
-    if found is None:
-        return Opened(base, base, NO_PREAMBLE, settings)
-    loaded = as_created(base, shown_name(found), found.manifest.parameters, found.manifest.template)
-    return Opened(base, loaded, preamble_of(found.manifest), settings)
+    return Chosen(model if found is None else found.directory, _settings(settings, found), found)
 
 
-def as_created(loaded: Loaded, name: str, parameters: Mapping[str, Any], template: str | None) -> Loaded:
+def as_created(loaded: Described, name: str, parameters: Mapping[str, Any], template: str | None) -> Described:
     """With the name, the sampling parameters and the chat template that a model of the library was created with. Raises
     `ModelRefused`."""
     text, given = loaded.text, {name: value for name, value in parameters.items() if name not in _SETTINGS}

@@ -7,7 +7,6 @@ from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.graphs import CudaGraphs, Graphs, RecordGraph
 from kvcellar.engine.recording.native import native
-from kvcellar.engine.recording.record import record
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.replay import Replay
 from kvcellar.engine.recording.saved import programs
@@ -16,6 +15,8 @@ from kvcellar.kernels.compiled import NotCompiled
 
 def record_steps(guest: Guest, settings: Settings) -> None:
     """Record the forward of a guest, before it serves anything. `not_recorded` has the reason where it is not."""
+    from kvcellar.engine.recording.record import record  # imports transformers
+
     if settings.record == "off":
         guest.not_recorded = "record is off"
     elif guest.device.type == "cuda":
@@ -33,6 +34,8 @@ def record_steps(guest: Guest, settings: Settings) -> None:
 
 def replay_graphs(guest: Guest, graphs: RecordGraph) -> None:
     """Let decoding steps of a guest be replayed from graphs."""
+    from kvcellar.engine.recording.record import record
+
     record(guest, lambda program: Replay(program, guest.model), programs(os.environ))
     if guest.recording is not None:
         executor = Graphs(Replay(guest.recording.captured.program, guest.model), graphs)

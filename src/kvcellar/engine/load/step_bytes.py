@@ -53,25 +53,26 @@ def digest(value: object) -> str:
 class Measures:
     """The bytes of steps with given inputs. `directory` is None where none are kept."""
 
-    def __init__(self, directory: Path | None, inputs: str) -> None:
-        """`inputs` is the digest of everything that a measurement depends on, except the `step` of `of`."""
+    def __init__(self, directory: Path | None, inputs: str, known: Mapping[str, int] | None = None) -> None:
+        """`inputs` is the digest of everything that a measurement depends on, except the `step` of `of`. `known`: what
+        was measured before."""
         self._inputs = inputs
         self._path = None if directory is None else directory / f"measures-{inputs[:32]}.json"
-        self._known = {} if self._path is None else _read(self._path, inputs)
+        self.known = dict(known or {}) if self._path is None else _read(self._path, inputs)
         self._fresh = False
 
     def of(self, step: str, measure: Callable[[], int]) -> int:
         """The bytes of `step`, a name that identifies it: as kept, else as `measure` returns them."""
-        if step not in self._known:
-            self._known[step] = measure()
+        if step not in self.known:
+            self.known[step] = measure()
             self._fresh = True
-        return self._known[step]
+        return self.known[step]
 
     def keep(self) -> None:
         """Write the file, if anything was measured that is not in it."""
         if self._path is None or not self._fresh:
             return
-        kept = {**_read(self._path, self._inputs), **self._known}
+        kept = {**_read(self._path, self._inputs), **self.known}
         try:
             _write(self._path, sealed({"format": FORMAT, "inputs": self._inputs, "bytes": kept}))
             _prune(self._path.parent)
@@ -189,17 +190,25 @@ def facts(
     limit the size of steps. Raises `Unsettled` and `OSError`.
     """
     return {
+        **surroundings(path, began=began, environment=environment),
+        "limits": dict(limits),
+        "model": model(guest),
+        "shape": shape(guest),
+        "recorded": guest.recording is not None,
+        "draws": type(guest.draws).__name__,
+    }
+
+
+def surroundings(path: Path, *, began: int, environment: Mapping[str, str]) -> dict[str, Any]:
+    """What a model of `path` depends on, if it was loaded since `began`, beside settings. Raises `Unsettled` and
+    `OSError`."""
+    return {
         "installed": installed(sys.path),
         "kvcellar": source_digest(Path(__file__).parents[2]),
         "interpreter": [sys.version, platform.machine(), sys.flags.optimize],
         "torch": [torch.__version__, torch.version.git_version, torch.__config__.show()],
         "flags": flags(),
         "variables": {name: value for name, value in environment.items() if name.startswith(VARIABLES)},
-        "limits": dict(limits),
-        "model": model(guest),
-        "shape": shape(guest),
-        "recorded": guest.recording is not None,
-        "draws": type(guest.draws).__name__,
         "files": identities(path, began),
     }
 

@@ -14,13 +14,14 @@ from math import isfinite
 import torch
 from transformers import PreTrainedModel
 
-from kvcellar.engine.models.guest import Guest, Verdict, backends_for
+from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Verdict, backends_for
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of
 from kvcellar.engine.models.latent_attention import with_latents, without_latents
 from kvcellar.engine.models.mixers import scan_kernel, wrap_mixers
+from kvcellar.engine.models.registered import fresh_layers, our_attention, own_attention, register
 from kvcellar.engine.models.rope import with_rotations
-from kvcellar.engine.models.seam import current_door, fresh_layers, our_attention, own_attention, register
+from kvcellar.engine.models.seam import current_door
 from kvcellar.engine.models.selftest import TOLERANCE, Reference, partial_commit_test, reference_of, whole_step_test
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, differing, probe, shape_of, stored_shape
 from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
@@ -28,10 +29,6 @@ from kvcellar.memory.kv.history import Backend
 from kvcellar.progress import report
 
 MIN_CONTEXT = 8  # positions that the self-test needs
-MODEL_ERRORS = (  # what the code of a model may raise under our doors; it refuses one mode, and is reported
-    KvcellarError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
-    ImportError, OSError,
-)  # fmt: skip
 
 
 def build_guest(model: PreTrainedModel, backends: Sequence[Backend]) -> Guest:

@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvcellar.engine.models.input_limits import embedding_rows
-from kvcellar.engine.models.seam import GuestCache
+from kvcellar.engine.models.registered import GuestCache
 from kvcellar.engine.models.shape import PROBE_TOKENS, StoreProbe, causal_shape, stored_shape
 from kvcellar.errors import BadRequest, ModelRefused, NotSupported
 from kvcellar.memory.attention.sdpa import Sdpa

@@ -14,28 +14,35 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from kvcellar.engine.models.adapters.adapted import AdaptedNetwork
 from kvcellar.engine.models.adapters.adapter_rows import AdapterRows
 from kvcellar.engine.models.input_limits import first_position
 from kvcellar.engine.models.mixers import StateView
-from kvcellar.engine.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, fresh_layers, opened
-from kvcellar.engine.models.shape import Shape
+from kvcellar.engine.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
 from kvcellar.engine.recording.recording import RecordedStep, Recording, Results
 from kvcellar.engine.sample.draw import BY_TORCH
-from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
 from kvcellar.memory.attention.choose import Chosen, choose
 from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Plan
 from kvcellar.memory.shapes import StoredAs
 
+if TYPE_CHECKING:  # imports transformers
+    from transformers import PreTrainedModel
+
+    from kvcellar.engine.models.shape import Shape
+
 Mode = Literal["flat", "solo"]
+MODEL_ERRORS = (  # what the code of a model may raise under our doors; it refuses one mode, and is reported
+    KvcellarError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
+    ImportError, OSError,
+)  # fmt: skip
 Ints = Sequence[int] | Tensor
 
 
@@ -60,15 +67,15 @@ class Guest:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        shape: Shape,
+        model: "PreTrainedModel",
+        shape: "Shape",
         mode: Mode,
         chosen: Mapping[str, Chosen],
         *,
         offsets: bool = True,
         refused: str | None = None,
     ) -> None:
-        self.model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
+        self._model, self.shape, self.mode, self.chosen, self.refused = model, shape, mode, dict(chosen), refused
         self._offsets = offsets
         self.verdict: Verdict | None = None
         self.no_partial_commit: str | None = None
@@ -80,6 +87,11 @@ class Guest:
         self._first = first_position(model)
         self._scorings: Scorings = {}
         self.adapted = AdaptedNetwork(model)
+
+    @property
+    def model(self) -> "PreTrainedModel":
+        """Its network."""
+        return self._model
 
     @property
     def device(self) -> torch.device:
@@ -146,8 +158,8 @@ class Guest:
         self._check(plan)
         door, tokens, positions = self._flat(memory, plan, ids, want if "logits_to_keep" in self._accepts else None)
         adapters = self.adapted.changes if door.adapted is not None else 0
-        with opened(door) as cache:
-            step = RecordedStep(memory, plan, door, cache, tokens, positions, want, adapters)
+        with opened(door):
+            step = RecordedStep(memory, plan, door, tokens, positions, want, adapters)
             return self.recording.run(step, hidden=hidden)
 
     def _check(self, plan: Plan) -> None:
@@ -168,6 +180,8 @@ class Guest:
         if self.mode == "flat":
             return self.run(*self._flat(memory, plan, ids, head), want)
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
+        from kvcellar.engine.models.registered import fresh_layers  # imports transformers
+
         door = SoloDoor(memory, plan, fresh_layers(self.model))
         self._adapt(door, plan, lambda: None, head)
         logits = self.run(door, *rows, want)
@@ -208,7 +222,9 @@ class Guest:
 
     def run(self, door: Door, ids: Tensor, positions: Tensor, want: Tensor | None) -> Tensor:
         """Call the network with an open door: logits of the rows `want`, or of all that its head computes."""
-        with opened(door) as cache:
+        from kvcellar.engine.models.registered import opened_cache  # imports transformers
+
+        with opened_cache(door) as cache:
             inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
             if "position_ids" in self._accepts:
                 inputs["position_ids"] = positions[None] + self._first
@@ -219,6 +235,6 @@ class Guest:
             return self.model(**inputs).logits[0].index_select(0, want)
 
 
-def backends_for(shape: Shape, backends: Sequence[Backend]) -> dict[str, Chosen]:
+def backends_for(shape: "Shape", backends: Sequence[Backend]) -> dict[str, Chosen]:
     """The chosen backend of each group. Raises `NoBackend`."""
     return {name: choose(spec, backends) for name, spec in shape.specs.items()}

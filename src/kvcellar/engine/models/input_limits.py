@@ -1,20 +1,40 @@
 """input_limits: which positions and token ids a model accepts, from its config and its embedding tables."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import Generator, Tensor, randint
 from torch.nn import Embedding
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def context_of(model: PreTrainedModel) -> int:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a network accepts. `context_reason` is why the context is shorter than its config says; `padding` is the
+    token that cannot be part of a text, if there is one."""
+
+    architecture: str  # its class
+    vocab_size: int
+    context: int
+    context_reason: str | None
+    padding: int | None
+
+
+def limits_of(model: "PreTrainedModel") -> Limits:
+    name, reason = type(model).__name__, context_reason(model)
+    return Limits(name, vocabulary_of(model), context_of(model), reason, padding_token(model))
+
+
+def context_of(model: "PreTrainedModel") -> int:
     """Positions that can be served: those of its config, limited to where its RoPE frequencies stay the same."""
     configured = _configured_context(model)
     return min([configured, *(length for _, length in _frequency_changes(model, configured))])
 
 
-def context_reason(model: PreTrainedModel) -> str | None:
+def context_reason(model: "PreTrainedModel") -> str | None:
     """Why the context is shorter than the config says; None if it is not.
 
     Some kinds of RoPE (longrope, dynamic) change all frequencies once a sequence exceeds some length, which makes the
@@ -30,7 +50,7 @@ def context_reason(model: PreTrainedModel) -> str | None:
     return None
 
 
-def first_position(model: PreTrainedModel) -> int:
+def first_position(model: "PreTrainedModel") -> int:
     """The model's number for position 0: learned tables that reserve a row for padding begin behind that row."""
     tables = [
         m for name, m in model.named_modules() if name.endswith("position_embeddings") and isinstance(m, Embedding)
@@ -38,41 +58,41 @@ def first_position(model: PreTrainedModel) -> int:
     return max((table.padding_idx + 1 for table in tables if table.padding_idx is not None), default=0)
 
 
-def padding_token(model: PreTrainedModel) -> int | None:
+def padding_token(model: "PreTrainedModel") -> int | None:
     """The token that a model with such a table skips when it counts positions, so it cannot be part of a text; None if
     every token can."""
     return first_position(model) - 1 if first_position(model) else None
 
 
-def random_tokens(model: PreTrainedModel, tokens: int, draw: Generator) -> list[int]:
+def random_tokens(model: "PreTrainedModel", tokens: int, draw: Generator) -> list[int]:
     """So many token ids that the model accepts, the same on every machine."""
     ids = randint(0, embedding_rows(model), (tokens,), generator=draw, device=draw.device)
     padding = padding_token(model)
     return (ids if padding is None else ids.masked_fill(ids == padding, padding + 1)).tolist()
 
 
-def embedding_rows(model: PreTrainedModel) -> int:
+def embedding_rows(model: "PreTrainedModel") -> int:
     """The number of token ids that the model accepts."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return int(weight.shape[0])
 
 
-def vocabulary_of(model: PreTrainedModel) -> int:
+def vocabulary_of(model: "PreTrainedModel") -> int:
     """Ids that can be read: rows of the embedding, and no more than the config's vocabulary."""
     rows = embedding_rows(model)
     named = getattr(model.config.get_text_config(decoder=True), "vocab_size", None)
     return min(rows, named) if isinstance(named, int) else rows
 
 
-def _configured_context(model: PreTrainedModel) -> int:
+def _configured_context(model: "PreTrainedModel") -> int:
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
     sizes = [value for name in names if isinstance(value := getattr(config, name, None), int) and value > 0]
     return (sizes[0] if sizes else 2**17) - first_position(model)
 
 
-def _frequency_changes(model: PreTrainedModel, most: int) -> list[tuple[str, int]]:
+def _frequency_changes(model: "PreTrainedModel", most: int) -> list[tuple[str, int]]:
     """Kinds of RoPE whose frequencies change beyond some length, with that length, if it is at most `most`."""
     config = model.config.get_text_config(decoder=True)
     default = getattr(config, "original_max_position_embeddings", None)

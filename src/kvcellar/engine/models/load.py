@@ -30,18 +30,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import get_fast_tokenizer_file
 
-from kvcellar.engine.models import embedded
+from kvcellar.engine.models.described import AsStored, Described
 from kvcellar.engine.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
 from kvcellar.engine.models.hf_globals import building, silence_transformers
-from kvcellar.engine.models.input_limits import context_of
+from kvcellar.engine.models.input_limits import context_of, limits_of
 from kvcellar.engine.models.quantize.kinds import DENSE
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.quantize.served import Coding, Served, coding_of, given, replaced
 from kvcellar.engine.models.weights.config_file import config_fields, read_object
-from kvcellar.engine.models.weights.find import find
+from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.placement import check_placement
 from kvcellar.engine.models.weights.weights_files import WeightsFiles, check_depth, check_shapes, opened
-from kvcellar.engine.models.weights.weights_loading import check_types, fill, targets_of
+from kvcellar.engine.models.weights.weights_loading import check_types, fill, sources_of, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, TokenizerFailed, panics_of, shown
 from kvcellar.progress import report
 from kvcellar.text.tokens import TextAssets
@@ -137,31 +137,12 @@ BUILD_ERRORS = (  # what transformers raises for configs and weights that do not
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """A network and what belongs to it. `without_text` is the reason if there is no tokenizer."""
+class Loaded(Described):
+    """A network and what belongs to it. `sources`: how its parameters are stored, by each name that they have; None:
+    otherwise than as they are."""
 
-    name: str
-    path: Path | None
-    model: PreTrainedModel
-    end_ids: frozenset[int]
-    defaults: Mapping[str, Any]  # sampling parameters from the generation config, or of the library
-    defaults_because: str
-    parameters: int
-    text: TextAssets | None
-    without_text: str
-    notes: tuple[str, ...]  # what of its files is not used or not followed
-    served: Served | None = None  # how weights of 8 and 4 bits are multiplied; None: it has none
-    stored: Mapping[str, int] = field(default_factory=dict[str, int])  # how quantised weights of its files are stored
-
-    @property
-    def multiplied(self) -> str:
-        """What tells its results from those with dense weights; empty: its weights are dense."""
-        return self.served.identity if self.served is not None else ""
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Where its weights are; none if it was given as an object."""
-        return () if self.path is None else (self.path,)
+    model: PreTrainedModel = field(kw_only=True)
+    sources: Mapping[str, AsStored | None] = field(default_factory=dict[str, AsStored | None])
 
 
 def load(
@@ -213,6 +194,8 @@ def load(
             loaded = _loaded(name, path, network, defaults, text, notes, stored.forms)
             if isinstance(coding, Coding):
                 loaded = replace(loaded, served=_replaced(path, network, coding, stored))
+            elif not stored.forms:
+                loaded = replace(loaded, sources=sources_of(network, stored))
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
     return _noted(loaded)
 
@@ -222,12 +205,6 @@ def text_of(path: Path) -> TextAssets | str:
     `ModelRefused`."""
     with silence_transformers(), opened(path) as files, trial_of(path) as trial:
         return text_assets(path, config_of(config_fields(path), decoded(files)), trial)
-
-
-def locate(model: str | Path) -> tuple[str, Path]:
-    """Name and directory of a model that is named or given as a directory; "embedded" is that of the package. Raises
-    `ModelNotFound`, `ModelRefused`."""
-    return ("embedded", embedded.path()) if model == "embedded" else find(model)
 
 
 def is_network(model: object) -> TypeGuard[PreTrainedModel]:
@@ -260,8 +237,8 @@ def _loaded(
     assets = None if isinstance(text, str) else text
     stored = Counter((forms or {}).values())
     end_ids, parameters, notes = _end_ids(network), _count(network), (*notes, *defaults.notes)
-    sampling = (defaults.sampling, defaults.because)
-    return Loaded(name, path, network, end_ids, *sampling, parameters, assets, why, notes, stored=stored)
+    about = (name, path, limits_of(network), end_ids, defaults.sampling, defaults.because)
+    return Loaded(*about, parameters, assets, why, notes, stored=stored, model=network)
 
 
 def _noted(loaded: Loaded) -> Loaded:

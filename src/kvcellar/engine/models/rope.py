@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import context_of, first_position, random_tokens
-from kvcellar.engine.models.seam import Door, Extras, opened, scoring_of
+from kvcellar.engine.models.registered import opened_cache
+from kvcellar.engine.models.seam import Door, Extras, scoring_of
 from kvcellar.engine.models.shape import Shape
 from kvcellar.errors import KvcellarError
 from kvcellar.memory.attention.reference import attend_dense
@@ -116,7 +117,7 @@ def stored_at(guest: Guest, start: int) -> tuple[dict[int, dict[str, Tensor]], T
     ids = torch.tensor([random_tokens(guest.model, TOKENS, generator)], device=guest.device)
     positions = torch.arange(start, start + TOKENS, device=guest.device)
     door = PlaceDoor(guest, positions)
-    with opened(door) as cache:
+    with opened_cache(door) as cache:
         out = guest.model(
             input_ids=ids,
             position_ids=positions[None] + first_position(guest.model),

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvcellar.engine.models.guest import Guest, Verdict
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
-from kvcellar.engine.models.seam import our_attention, own_attention
+from kvcellar.engine.models.registered import our_attention, own_attention
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnExperts, OwnLinear
 from kvcellar.memory.plan import Batch, Feed

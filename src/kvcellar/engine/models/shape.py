@@ -9,22 +9,19 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvcellar.engine.models.input_limits import embedding_rows, first_position
 from kvcellar.engine.models.seam import (
     Binding,
     Door,
     Extras,
-    GuestCache,
     OwnLayer,
     OwnLayers,
     cache_argument,
-    opened,
     scoring_of,
 )
 from kvcellar.engine.models.weights.scan import Call
@@ -33,6 +30,11 @@ from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Group
 from kvcellar.memory.shapes import AttentionSpec, Kind, Plane, Recurrent, Scoring, StatePlane, StoredAs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcellar.engine.models.registered import GuestCache
 
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # transformers' mask_function(batch, head, query, key)
 
@@ -214,7 +216,7 @@ class ProbeDoor(StoreProbe):
 
 
 @torch.inference_mode()
-def probe(model: PreTrainedModel, door: StoreProbe, positions: Sequence[int]) -> None:
+def probe(model: "PreTrainedModel", door: StoreProbe, positions: Sequence[int]) -> None:
     """A forward over `PROBE_TOKENS` tokens at these positions, recorded by `door`."""
     ids = (torch.arange(PROBE_TOKENS, device=model.device)[None] + first_position(model)) % embedding_rows(model)
     inputs: dict[str, Any] = {"input_ids": ids, "use_cache": True}
@@ -226,7 +228,7 @@ def probe(model: PreTrainedModel, door: StoreProbe, positions: Sequence[int]) ->
 
 
 @contextmanager
-def recording(network: nn.Module, door: StoreProbe) -> Iterator[GuestCache]:
+def recording(network: nn.Module, door: StoreProbe) -> Iterator["GuestCache"]:
     """Within the block, `door` records what modules of `network` do; yields the cache to pass to them."""
     hooks = [
         hook
@@ -237,7 +239,9 @@ def recording(network: nn.Module, door: StoreProbe) -> Iterator[GuestCache]:
         )
     ]
     try:
-        with opened(door) as cache:
+        from kvcellar.engine.models.registered import opened_cache  # imports transformers
+
+        with opened_cache(door) as cache:
             yield cache
     finally:
         for hook in hooks:
@@ -323,7 +327,7 @@ def _read_by_layer(door: ProbeDoor) -> dict[int, Read]:
     return {layer: first[layer] for layer in door.stored}
 
 
-def stored_shape(model: PreTrainedModel, *, fresh: Callable[[int], Any] | None = None) -> Shape:
+def stored_shape(model: "PreTrainedModel", *, fresh: Callable[[int], Any] | None = None) -> Shape:
     """For a model that runs solo: what it stores in a small forward with its own attention. Raises `ModelRefused`.
 
     Layers that store more of a token than keys and values (an indexer's keys, say) are refused, unless `fresh` makes

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from transformers.pytorch_utils import Conv1D
 
+from kvcellar.engine.models.adapters.adapters import linear_layers
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.mixers import Forward
 from kvcellar.engine.recording.doors import (
@@ -34,8 +35,10 @@ from kvcellar.engine.recording.program import Program
 from kvcellar.engine.recording.recording import Captured, NotRecordable, reason_of
 from kvcellar.engine.recording.trace import Sizes, Trace
 from kvcellar.errors import KvcellarError
-from kvcellar.kernels.layers import OwnExperts, OwnHeads
+from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear
 from kvcellar.kernels.packed import LINEARS
+
+log = logging.getLogger("kvcellar.engine.models")
 
 ROWS, WANTED, CELLS = 11, 5, (23, 29, 31, 37, 41, 43, 47, 53)  # sizes while tracing: all different, and none a weight's
 LEAST = 2  # torch takes 0 and 1 for other cases; the test at load has steps with such sizes
@@ -47,12 +50,13 @@ FAILURES = (  # what the code of a model may raise on fake tensors
 )  # fmt: skip
 
 
-def capture(guest: Guest) -> Captured:
-    """Trace the forward of a guest. Raises `NotRecordable`, with the reason."""
+def capture(guest: Guest, *, mixers: bool = True) -> Captured:
+    """Trace the forward of a guest, in prompts with the code of mixers that only convolve, unless `mixers` is False.
+    Raises `NotRecordable`, with the reason."""
     if guest.mode != "flat":
         raise NotRecordable(f"it runs one sequence per forward: {guest.refused}")
     opaque: dict[type[nn.Module], str] = {}
-    program, decoding = _program(guest, opaque, decoding=False), None
+    program, decoding = _prompts(guest, opaque, mixers), None
     if guest.shape.mixers:
         inside = dict(opaque)
         try:
@@ -63,13 +67,30 @@ def capture(guest: Guest) -> Captured:
     return Captured(program, {kind.__name__: why for kind, why in opaque.items()}, decoding)
 
 
-def _program(guest: Guest, opaque: dict[type[nn.Module], str], *, decoding: bool) -> Program:
+def _prompts(guest: Guest, opaque: dict[type[nn.Module], str], mixers: bool) -> Program:
+    """The program of any forward, with the code of mixers that keep inputs of convolutions only, where that works."""
+    states = {} if guest.shape.recurrent is None else guest.shape.recurrent.layers
+    convolve = all(one.name.startswith("conv") for planes in states.values() for one in planes)
+    # They call linear layers with other numbers of rows than programs do, on which the sums of those of torch depend.
+    own = all(isinstance(one, OwnLinear) for mixer in guest.shape.mixers for one in linear_layers(mixer).values())
+    if mixers and guest.shape.mixers and convolve and own:
+        inside = dict(opaque)
+        try:
+            program = _program(guest, inside, decoding=False, mixers=True)
+            opaque |= inside
+            return program
+        except NotRecordable as error:
+            log.info("mixers are called in programs: %s", error)
+    return _program(guest, opaque, decoding=False)
+
+
+def _program(guest: Guest, opaque: dict[type[nn.Module], str], *, decoding: bool, mixers: bool = False) -> Program:
     """The program of a forward, or of one in which each sequence has one new token. Adds to `opaque` the classes of
     modules that are one operator, each with the reason."""
     for _ in range(MOST_TRIES):
         try:
             with _without_records_of_torch(), _unchanged(guest.model):
-                return simplified(_Capture(guest, frozenset(opaque), decoding).program())
+                return simplified(_Capture(guest, frozenset(opaque), decoding, mixers or decoding).program())
         except FAILURES as error:
             why = reason_of(error)
             module = _running(guest, error.__traceback__)
@@ -146,8 +167,8 @@ class _Conditions(ShapeEnv):
 class _Capture:
     """One attempt."""
 
-    def __init__(self, guest: Guest, opaque: frozenset[type[nn.Module]], decoding: bool) -> None:
-        self._guest, self._opaque, self._decoding = guest, opaque, decoding
+    def __init__(self, guest: Guest, opaque: frozenset[type[nn.Module]], decoding: bool, mixers: bool) -> None:
+        self._guest, self._opaque, self._decoding, self._mixers = guest, opaque, decoding, mixers
         self._env = _Conditions(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._env)
         self._groups = _expanded_groups(guest)
@@ -201,7 +222,7 @@ class _Capture:
         """Those of modules that are one operator. The output head adds its inputs to `read`."""
         model, made = self._guest.model, dict[nn.Module, Forward]()
         opaque = Opaque(trace, self._guest.shape, self._sizes, self._symbols, self._values)
-        mixers = set[nn.Module]() if self._decoding else set(self._guest.shape.mixers)
+        mixers = set[nn.Module]() if self._mixers else set(self._guest.shape.mixers)
         head = model.get_output_embeddings()
         for path, module in model.named_modules():
             if module in mixers:

@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from kvcellar.engine.models.adapters.adapters import sizes_of
 from kvcellar.engine.models.mixers import Forward, StateView, kernel_of, mapped
-from kvcellar.engine.models.seam import Binding, Door, Extras, GuestCache, StepDoor, opened, scoring_of
+from kvcellar.engine.models.registered import GuestCache, opened_cache
+from kvcellar.engine.models.seam import Binding, Door, Extras, StepDoor, scoring_of
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.models.weights.scan import Call
+from kvcellar.engine.recording.program import CONVOLVE, size_of
 from kvcellar.engine.recording.program import Sizes as Values
-from kvcellar.engine.recording.program import size_of
 from kvcellar.engine.recording.recording import NotRecordable
 from kvcellar.engine.recording.trace import Sizes, Trace
 from kvcellar.errors import ModelRefused, NotSupported
@@ -37,6 +38,7 @@ class RecordingDoor(Door):
         """`cells`: by layer that is read as a whole, the number of cells that a step sees."""
         self._trace, self._shape, self._past, self._cells = trace, shape, past, cells
         self._latent = frozenset(one.layer for one in shape.bindings.values() if one.latent is not None)
+        self._longer: tuple[Tensor, tuple[Tensor, int, str]] | None = None  # of the convolution that is about to run
 
     def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self._trace.add("kvcellar.put", (k, v, layer), {}, ())
@@ -76,8 +78,35 @@ class RecordingDoor(Door):
     def past_length(self, layer: int) -> int | Tensor:
         return self._past
 
+    def state(self, layer: int, name: str) -> Tensor | None:
+        if not name.startswith("conv"):
+            return super().state(layer, name)
+        return torch.empty(0)  # mixers look whether there is one
 
-class DecodingDoor(RecordingDoor, StepDoor):
+    def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
+        planes = {} if self._shape.recurrent is None else {one.name: one for one in self._shape.recurrent.layers[layer]}
+        longer = self._along(new, (1, new.shape[1], new.shape[2] + planes[name].shape[-1]))[1]
+        self._longer = longer, (new, layer, name)
+        return longer
+
+    def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+        if self._longer is None or self._longer[0] is not x:
+            raise ModelRefused("its convolution is not behind the inputs of a state")
+        stored, out = self._along(x, x.shape)  # of its columns, those of new tokens are written
+        (new, layer, name), by_token = self._longer[1], stored is not out
+        self._trace.add(CONVOLVE, (new, weight, bias, layer, name, silu, by_token), {}, (stored,))
+        return out
+
+    def _along(self, like: Tensor, shape: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """What stores a result [B,C,L] in the order of `like`, and the result."""
+        if like.stride(2) == 1:
+            out = self._trace.empty(like, shape)
+            return out, out
+        stored = self._trace.empty(like, (shape[0], shape[2], shape[1]))
+        return stored, stored.transpose(1, 2)
+
+
+class DecodingDoor(StepDoor, RecordingDoor):
     """Also writes down what recurrent layers do where each sequence has one new token: the rows of the step [1,T,...]
     are those of T sequences [T,1,...]."""
 
@@ -102,10 +131,9 @@ class DecodingDoor(RecordingDoor, StepDoor):
         return mapped(out, self._together)
 
     def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-        by_token = x.stride(2) != 1
-        out = self._trace.empty(x, (x.transpose(1, 2) if by_token else x).shape)
-        self._trace.add("kvcellar.convolve", (x, weight, bias, silu, by_token), {}, (out,))
-        return out.transpose(1, 2) if by_token else out
+        stored, out = self._along(x, x.shape)
+        self._trace.add("kvcellar.convolve", (x, weight, bias, silu, stored is not out), {}, (stored,))
+        return out
 
     def _apart(self, x: Tensor) -> Tensor:
         flat = x.dim() > 1 and [str(size) for size in x.shape[:2]] == ["1", str(self._rows)]
@@ -308,7 +336,7 @@ class Opaque:
                 else tensor
             )
 
-        with _disable_current_modes(), torch.no_grad(), opened(SampleDoor(self._shape)) as cache:
+        with _disable_current_modes(), torch.no_grad(), opened_cache(SampleDoor(self._shape)) as cache:
             given = tree_map_only(Tensor, real, (args, kwargs))
             some_args, some_kwargs = tree_map(lambda one: cache if isinstance(one, GuestCache) else one, given)
             tensors = [one for one in tree_leaves((some_args, some_kwargs)) if isinstance(one, Tensor)]

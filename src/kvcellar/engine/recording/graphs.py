@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS
+from kvcellar.engine.models.guest import MODEL_ERRORS
 from kvcellar.engine.recording.recording import Executor, RecordedStep, Results, reason_of
 from kvcellar.engine.recording.replay import Replay
 from kvcellar.memory.attention.blocks import FEW, Prepared, power_of_two

@@ -15,6 +15,7 @@ Always true:
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,17 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kvcellar.engine.models.mixers import of_heads, scans_of
+from kvcellar.engine.models.mixers import of_heads, scan_kernel
 from kvcellar.engine.models.weights.scan import recurrent
-from kvcellar.engine.recording.program import Argument, Op, Program, Size, resolved
+from kvcellar.engine.recording.program import CONVOLVE, Argument, Op, Program, Size, resolved
 from kvcellar.engine.recording.recorded import FIXED, Recorded
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recorded_lowering import COPIES
 from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined, symbols_of
 from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
-from kvcellar.engine.recording.replay import constants_of, layers_of_cells
+from kvcellar.engine.recording.replay import constants_of, convolved, layers_of_cells
 from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, merged
-from kvcellar.kernels.scans import Recurrence, Rows, runs_of
+from kvcellar.kernels.scans import Recurrence, Rows, ScanKernel, runs_of
 from kvcellar.memory.attention.cpu import TYPES, Cpu
 from kvcellar.memory.kv.history import LayerHistory
 from kvcellar.memory.memory import Memory
@@ -128,7 +129,6 @@ class _Handlers:
     ) -> None:
         self._fixed, self._network, self._kernel = fixed, network, kernel
         self.states = states  # layers whose states native calls read and store
-        self._scans = scans_of(network)
         self._open: RecordedStep | None = None
         self.put: dict[int, tuple[tuple[int, str], ...]] = {}  # layers whose keys and values native calls store
         self._runs: dict[int, Tensor] = {}  # by the number of sequences: of one token each, as scans take them [n,4]
@@ -148,9 +148,14 @@ class _Handlers:
             "kvcellar.keep_states": self._state_rows,
             "kvcellar.scan": self._scan,
             "kvcellar.convolve": self._convolve,
+            CONVOLVE: self._convolved,
             "kvcellar.mix": self._called,
             "kvcellar.module": self._called,
         }
+
+    @cached_property
+    def _scans(self) -> ScanKernel | None:
+        return scan_kernel(self._network)
 
     @contextmanager
     def opened(self, step: RecordedStep) -> Iterator[None]:
@@ -296,16 +301,29 @@ class _Handlers:
         out = _only(outputs).transpose(1, 2) if by_token else _only(outputs)
         return self._scans.native_convolution(x, weight, bias[0] if bias else None, out, silu=bool(silu))
 
+    def _convolved(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """A convolution of each sequence by itself. Its inputs are copied: they may be kept until the step ends."""
+        (new, weight, *bias), (*where, by_token), kernel = inputs, op.args[3:], self._scans
+        assert kernel is not None, "a program has convolutions where there is a kernel"
+        out = _only(outputs).transpose(1, 2) if by_token else _only(outputs)
+
+        def call() -> None:
+            of = (new.clone(), weight, bias[0] if bias else None)
+            out[..., -new.shape[2] :].copy_(convolved(self._step.door, kernel, *of, *where))
+
+        return call
+
     # -- modules --------------------------------------------------------------------------------------------------
 
     def _called(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """Modules that keep a state, or could not be traced."""
         path, arguments = op.args
         module = self._network.get_submodule(str(path))
+        from kvcellar.engine.models.registered import GuestCache  # imports transformers
 
         def call() -> None:
             # Copies: a mixer may keep its inputs until the step is committed, and the arena is used again before.
-            left, cache = (one.clone() for one in inputs), self._step.cache
+            left, cache = (one.clone() for one in inputs), GuestCache(self._step.door)
             args, *kwargs = (resolved(one, lambda _: next(left), {}, cache) for one in (arguments, *op.kwargs.values()))
             made = tree_leaves(module(*args, **dict(zip(op.kwargs, kwargs, strict=True))))
             tensors = [one for one in made if isinstance(one, Tensor)]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS
-from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.input_limits import context_of, random_tokens
-from kvcellar.engine.models.seam import our_attention
+from kvcellar.engine.models.registered import our_attention
+from kvcellar.engine.recording.program import CONVOLVE
 from kvcellar.engine.recording.recording import Captured, Execute, Hooks, NotRecordable, Recording, inlined, reason_of
 from kvcellar.engine.recording.saved import NoDigest, Programs, digest_of
 from kvcellar.errors import BadRequest
@@ -46,13 +46,22 @@ def _recording(guest: Guest, execute: Execute, kept: Programs | None) -> Recordi
             return tested(guest, found, execute)
         except MODEL_ERRORS as error:  # its modules are not as their classes make them
             log.warning("a kept recording of %s is not used: %s", type(guest.model).__name__, reason_of(error))
-    from kvcellar.engine.recording.capture import capture  # not at the top: it imports what only tracing needs
-
-    made = capture(guest)
-    recording = tested(guest, made, execute)
+    recording = _traced(guest, execute)
     if kept is not None:
         kept.write(digest, recording.captured)
     return recording
+
+
+def _traced(guest: Guest, execute: Execute) -> Recording:
+    from kvcellar.engine.recording.capture import capture  # not at the top: it imports what only tracing needs
+
+    made = capture(guest)
+    try:
+        return tested(guest, made, execute)
+    except MODEL_ERRORS:
+        if all(op.name != CONVOLVE for op in made.program.ops):
+            raise
+        return tested(guest, capture(guest, mixers=False), execute)
 
 
 def tested(guest: Guest, captured: Captured, execute: Execute) -> Recording:

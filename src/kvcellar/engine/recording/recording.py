@@ -19,7 +19,7 @@ from torch.nn.modules import module as of_all
 from kvcellar.engine.models.adapters.adapted import AdaptedLayer
 from kvcellar.engine.models.adapters.adapters import linear_layers
 from kvcellar.engine.models.mixers import Mixed
-from kvcellar.engine.models.seam import FlatDoor, GuestCache
+from kvcellar.engine.models.seam import FlatDoor
 from kvcellar.engine.models.weights.packing import Routed
 from kvcellar.engine.recording.program import Op, Program
 from kvcellar.errors import KvcellarError
@@ -99,13 +99,12 @@ def _are_harmless(hooks: Registered) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """The open step of `memory`. Its door is open; `cache` is what modules get. ids and positions [T], wanted [W].
+    """The open step of `memory`. Its door is open. ids and positions [T], wanted [W].
     `adapters`: 0, or a number that is another one after adapters were added or removed, if rows have adapters."""
 
     memory: Memory
     plan: Plan
     door: FlatDoor
-    cache: GuestCache
     ids: Tensor
     positions: Tensor
     wanted: Tensor

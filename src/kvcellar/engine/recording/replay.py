@@ -4,18 +4,20 @@ Always true: every value of a program has the strides that the program says, wha
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kvcellar.engine.models.mixers import scan_rows, scans_of
+from kvcellar.engine.models.mixers import scan_kernel, scan_rows
+from kvcellar.engine.models.seam import FlatDoor
 from kvcellar.engine.models.weights.scan import recurrent
-from kvcellar.engine.recording.program import Op, Program, Sizes, resolved, size_of
+from kvcellar.engine.recording.program import CONVOLVE, Op, Program, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import operator
 from kvcellar.engine.recording.recording import Executor, RecordedStep, Results
-from kvcellar.kernels.scans import Recurrence
+from kvcellar.kernels.scans import Recurrence, ScanKernel
 from kvcellar.memory.shapes import Scoring
 
 
@@ -53,8 +55,21 @@ class _Run:
         self._values = replay.program.values
         self.storages: dict[int, Tensor] = dict(replay.constants)  # flat, or a constant
 
+    @cached_property
+    def _cache(self) -> Any:
+        """What modules get."""
+        from kvcellar.engine.models.registered import GuestCache  # imports transformers
+
+        return GuestCache(self._door)
+
     def step(self, op: Op) -> None:
-        if op.name.startswith("kvcellar."):
+        if op.name == CONVOLVE:
+            (*args, by_token), kernel = self._resolved(op)[0], scan_kernel(self._replay.network)
+            assert kernel is not None, "a program has convolutions where there is a kernel"
+            longer = self._shape(self._values[op.outputs[0] or 0].shape)[1 if by_token else 2]
+            made = nn.functional.pad(convolved(self._door, kernel, *args), (longer - args[0].shape[2], 0))
+            made = made.transpose(1, 2) if by_token else made
+        elif op.name.startswith("kvcellar."):
             made = self._ours(op)
         else:
             function = self._replay.functions[op.name]
@@ -94,13 +109,11 @@ class _Run:
 
     def _resolved(self, op: Op) -> tuple[Any, dict[str, Any]]:
         """Its arguments and keywords."""
-        args, *kwargs = (
-            resolved(one, self.tensor, self._sizes, self._step.cache) for one in (op.args, *op.kwargs.values())
-        )
+        args, *kwargs = (resolved(one, self.tensor, self._sizes, self._cache) for one in (op.args, *op.kwargs.values()))
         return args, dict(zip(op.kwargs, kwargs, strict=True))
 
     def _scan(self, layer: int, head: int | None, *given: Any, dtype: torch.dtype) -> Tensor:
-        of, kernel, states = Recurrence(*given), scans_of(self._replay.network), self._step.memory.states
+        of, kernel, states = Recurrence(*given), scan_kernel(self._replay.network), self._step.memory.states
         assert kernel is not None, "a program has scans where there is a kernel"
         out = of.first.new_empty(of.shape, dtype=dtype)
         scan_rows(kernel, of, states.planes(layer)[recurrent(0)], head, self._step.plan.states, out)
@@ -135,7 +148,7 @@ class _Run:
                 return ()
             case "kvcellar.convolve":
                 x, weight, bias, silu, by_token = args
-                kernel = scans_of(self._replay.network)
+                kernel = scan_kernel(self._replay.network)
                 assert kernel is not None, "a program has convolutions where there is a kernel"
                 out = kernel.convolve(x, weight, bias, silu=silu)
                 return out.transpose(1, 2) if by_token else out
@@ -155,6 +168,25 @@ class _Run:
                 path, arguments = args
                 out = self._replay.network.get_submodule(path)(*arguments, **kwargs)
                 return [one for one in tree_leaves(out) if isinstance(one, Tensor)]
+
+
+def convolved(
+    door: FlatDoor,
+    kernel: ScanKernel,
+    new: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: Any,
+    plane: Any,
+    silu: Any,
+) -> Tensor:
+    """[1,C,T] -> [1,C,T]: the new columns of `kvcellar.convolve_states`, as a mixer computes them."""
+
+    def of_alike(x: Tensor) -> Tensor:  # [B,L,C], sequences with as many tokens
+        longer = door.shift_in(x.transpose(1, 2), layer, plane, None)
+        return kernel.convolve(longer, weight, bias, silu=silu)[..., -x.shape[1] :].transpose(1, 2)
+
+    return door.mix(of_alike, (new.transpose(1, 2),), {}).transpose(1, 2)
 
 
 def layers_of_cells(program: Program) -> dict[str, int]:

@@ -18,11 +18,11 @@ import os
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -123,38 +123,47 @@ def _keywords(stored: dict[str, Any]) -> dict[str, Argument]:
 
 log = logging.getLogger("kvcellar.engine.models")
 
-FORMAT = b"kvcellar recording 2\n"
+FORMAT = b"kvcellar recording 2\n"  # of programs
 MOST_STORED, MOST_BYTES = 4 * 2**20, 64 * 2**20  # of a file, and of what is in it
+SUFFIX = ".recording"
 MOST_FILES = 512  # a few kilobytes each
-_START = len(FORMAT) + hashlib.sha256().digest_size
 _OWN = ("kvcellar", "transformers", "torch")  # packages whose version or source is part of a digest
 
 
-class Programs:
-    """The programs in one directory."""
+Content = TypeVar("Content")
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
 
-    def read(self, digest: str) -> Captured | None:
-        """The program of that digest; None if there is none that is intact."""
+class Kept(Generic[Content]):
+    """Files of one kind in one directory."""
+
+    def __init__(
+        self, directory: Path, kind: bytes, encode: Callable[[Content], bytes], decode: Callable[[bytes], Content]
+    ) -> None:
+        """`kind` is the first line of each file, `decode` raises `Damaged`."""
+        self._directory, self._kind, self._encode, self._decode = directory, kind, encode, decode
+
+    def read(self, digest: str) -> Content | None:
+        """What was kept under that digest; None if there is nothing that is intact."""
         path = self._path(digest)
         try:
             with path.open("rb") as file:
                 content = file.read(MOST_STORED + 1)
-            return _read(content)
+            return self._decode(_read(content, self._kind))
         except FileNotFoundError:
             return None
         except (OSError, Damaged) as error:
-            log.warning("%s is not used: %s; the model is recorded again", path, error)
+            log.warning("%s is not used: %s; it is made again", path, error)
             return None
 
-    def write(self, digest: str, captured: Captured) -> None:
-        """Keep a program. What fails is logged: it is captured again then."""
+    def write(self, digest: str, content: Content) -> None:
+        """Keep it, unless it is too large to be read. What fails is logged: it is made again then."""
+        if len(written := _written(self._encode(content), self._kind)) > MOST_STORED:
+            log.info("%s is not kept: it takes %s bytes", self._path(digest), len(written))
+            return
         try:
             with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
                 try:
-                    file.write(_written(captured))
+                    file.write(written)
                     file.flush()
                     os.fsync(file.fileno())
                     os.replace(file.name, self._path(digest))
@@ -163,13 +172,13 @@ class Programs:
                     raise
             self._trim()
         except OSError as error:
-            log.warning("a recorded model cannot be kept in %s: %s", self._directory, error.strerror)
+            log.warning("nothing can be kept in %s: %s", self._directory, error.strerror)
 
     def _path(self, digest: str) -> Path:
-        return self._directory / f"{digest}.recording"
+        return self._directory / f"{digest}{SUFFIX}"
 
     def _trim(self) -> None:
-        files = sorted(self._directory.glob("*.recording"), key=_age)
+        files = sorted(self._directory.glob(f"*{SUFFIX}"), key=_age)
         for path in files[MOST_FILES:]:
             path.unlink(missing_ok=True)
 
@@ -182,28 +191,40 @@ def _age(path: Path) -> int:
         return 0
 
 
-def programs(environment: Mapping[str, str]) -> Programs | None:
-    """Those of the user; None, with a log record, if there is no place for them."""
+class Programs(Kept[Captured]):
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, FORMAT, encoded, decoded)
+
+
+def place_of(name: str, environment: Mapping[str, str]) -> Path | None:
+    """The directory of that name in the user's cache; None, with a log record, if there is no place for it."""
     try:
-        directory = cache(environment) / "recordings"
+        directory = cache(environment) / name
         make_private(directory)
     except (NoPlace, OSError) as error:
-        log.warning("recorded models are not kept: %s", error)
+        log.warning("%s are not kept: %s", name, error)
         return None
-    return Programs(directory)
+    return directory
 
 
-def _written(captured: Captured) -> bytes:
-    packed = zlib.compress(encoded(captured), 9)
-    return FORMAT + hashlib.sha256(packed).digest() + packed
+def programs(environment: Mapping[str, str]) -> Programs | None:
+    """Those of the user; None if there is no place for them."""
+    directory = place_of("recordings", environment)
+    return None if directory is None else Programs(directory)
 
 
-def _read(content: bytes) -> Captured:
+def _written(content: bytes, kind: bytes) -> bytes:
+    packed = zlib.compress(content, 9)
+    return kind + hashlib.sha256(packed).digest() + packed
+
+
+def _read(content: bytes, kind: bytes) -> bytes:
     """Raises `Damaged`."""
-    packed = content[_START:]
-    if len(content) > MOST_STORED or content[: len(FORMAT)] != FORMAT:
-        raise Damaged("it is no recording of this format")
-    if hashlib.sha256(packed).digest() != content[len(FORMAT) : _START]:
+    start = len(kind) + hashlib.sha256().digest_size
+    packed = content[start:]
+    if len(content) > MOST_STORED or content[: len(kind)] != kind:
+        raise Damaged("it is no file of this format")
+    if hashlib.sha256(packed).digest() != content[len(kind) : start]:
         raise Damaged("its content was changed")
     unpacker = zlib.decompressobj()
     try:
@@ -212,7 +233,7 @@ def _read(content: bytes) -> Captured:
         raise Damaged(f"it cannot be read: {error}") from error
     if not unpacker.eof:
         raise Damaged("it is too large")
-    return decoded(stored)
+    return stored
 
 
 # -- digests ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from kvcellar.engine.models.seam import GuestCache
+from kvcellar.engine.models.registered import GuestCache
 from kvcellar.engine.recording.program import Argument, Cache, Constant, Dtype, Number, Op, Program, Ref, Size, Value
 from kvcellar.engine.recording.recording import NotRecordable
 

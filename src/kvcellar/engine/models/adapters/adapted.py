@@ -13,10 +13,9 @@ Always true:
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kvcellar.engine.models.adapters.adapter_rows import EVERY, Part
 from kvcellar.engine.models.adapters.adapters import Adapter, Lora, linear_layers
@@ -24,6 +23,9 @@ from kvcellar.engine.models.seam import current_door
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.packed import BLOCK, padded
 from kvcellar.memory.plan import Plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class AdaptedLayer:
@@ -80,7 +82,7 @@ def _product(x: Tensor, lora: Lora) -> Tensor:
 class AdaptedNetwork:
     """The adapters of one network, by number. To be used between forwards, on the thread that runs them."""
 
-    def __init__(self, network: PreTrainedModel) -> None:
+    def __init__(self, network: "PreTrainedModel") -> None:
         self._network = network
         self._layers: dict[str, AdaptedLayer] = {}
         self.adapters: dict[int, Adapter] = {}

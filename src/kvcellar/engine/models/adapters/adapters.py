@@ -13,20 +13,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from kvcellar.engine.models.adapters.adapter_config import CONFIG, AdapterConfig, adapter_config
-from kvcellar.engine.models.hf_globals import silence_transformers
-from kvcellar.engine.models.load import config_of, skeleton_of
 from kvcellar.engine.models.weights.config_file import config_fields
-from kvcellar.engine.models.weights.weights_files import WeightsFiles, first_few, opened, opened_file
-from kvcellar.engine.models.weights.weights_loading import FLOATS, is_finite
+from kvcellar.engine.models.weights.weights_files import FLOATS, WeightsFiles, first_few, is_finite, opened, opened_file
 from kvcellar.errors import AdapterRefused, ModelRefused
 from kvcellar.kernels.packed import LINEARS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WEIGHTS = "adapter_model.safetensors"
 DIGEST = 16  # bytes
@@ -78,7 +77,7 @@ class Adapter:
         return Adapter(loras, self.digest)
 
 
-def read_adapter(directories: Sequence[Path], network: PreTrainedModel, *, most_bytes: Callable[[], int]) -> Adapter:
+def read_adapter(directories: Sequence[Path], network: "PreTrainedModel", *, most_bytes: Callable[[], int]) -> Adapter:
     """The sum of the adapters in these directories, for a network, in float32 on the CPU. Raises `AdapterRefused`,
     before anything is read if one of them does not fit, or if they take more than `most_bytes`."""
     layers = linear_layers(network)
@@ -98,6 +97,9 @@ def read_adapter(directories: Sequence[Path], network: PreTrainedModel, *, most_
 
 def check_adapter(directory: Place, adapter: Place) -> None:
     """Raise `AdapterRefused` if an adapter does not fit the model of a directory, whose weights are not read."""
+    from kvcellar.engine.models.hf_globals import silence_transformers  # imports transformers
+    from kvcellar.engine.models.load import config_of, skeleton_of
+
     path = Path(directory)
     with silence_transformers(), opened(path) as weights:
         skeleton = skeleton_of(config_of(config_fields(path), weights), torch.float32)
@@ -108,12 +110,16 @@ def check_adapter(directory: Place, adapter: Place) -> None:
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Module]:
     """The layers that an adapter can change, by name."""
+    from transformers.pytorch_utils import Conv1D  # imports of transformers take seconds
+
     kinds = (nn.Linear, Conv1D, *LINEARS)
     return {name: module for name, module in network.named_modules() if isinstance(module, kinds)}
 
 
 def sizes_of(layer: nn.Module) -> tuple[int, int]:
     """Values of an input and of an output of a linear layer."""
+    from transformers.pytorch_utils import Conv1D
+
     if isinstance(layer, Conv1D):
         return layer.nx, layer.nf
     assert isinstance(layer, (nn.Linear, *LINEARS))
@@ -173,7 +179,7 @@ class _Part:
 
 
 @contextmanager
-def _opened(directory: Path, network: PreTrainedModel, layers: Mapping[str, nn.Module]) -> Iterator[_Part]:
+def _opened(directory: Path, network: "PreTrainedModel", layers: Mapping[str, nn.Module]) -> Iterator[_Part]:
     """An adapter, checked; its file is open within the block."""
     with ExitStack() as files:
         try:
@@ -206,7 +212,7 @@ def _check_kinds(weights: WeightsFiles) -> None:
             raise ModelRefused(f"{name} is stored as {stored.dtype}; float32, bfloat16 and float16 are supported")
 
 
-def _ranks(config: AdapterConfig, network: PreTrainedModel, layers: Mapping[str, nn.Module]) -> dict[str, int]:
+def _ranks(config: AdapterConfig, network: "PreTrainedModel", layers: Mapping[str, nn.Module]) -> dict[str, int]:
     """The rank of each layer that the config selects. Raises `ModelRefused` for a module that is no linear layer."""
     head = network.get_output_embeddings()
     found: dict[str, int] = {}

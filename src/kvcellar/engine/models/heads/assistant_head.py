@@ -21,14 +21,15 @@ from transformers.models.gemma4_unified_assistant.modeling_gemma4_unified_assist
     Gemma4UnifiedAssistantForCausalLM,
 )
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS, reason_of
-from kvcellar.engine.models.guest import Guest, Ints
+from kvcellar.engine.models.build_guest import reason_of
+from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Ints
 from kvcellar.engine.models.heads.draft_fit import Check, fit_of
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import random_tokens, vocabulary_of
 from kvcellar.engine.models.load import BUILD_ERRORS, check_memory, config_of
 from kvcellar.engine.models.quantize.reading import decoded
-from kvcellar.engine.models.seam import Binding, FlatDoor, Scorings, opened, our_attention, own_attention
+from kvcellar.engine.models.registered import our_attention, own_attention
+from kvcellar.engine.models.seam import Binding, FlatDoor, Scorings, opened
 from kvcellar.engine.models.selftest import check_rows, relative_gaps
 from kvcellar.engine.models.weights.config_file import config_fields
 from kvcellar.engine.models.weights.weights_files import WeightsFiles, check_shapes

@@ -11,8 +11,9 @@ from pathlib import Path
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, AssistantHead, load_assistant
 from kvcellar.engine.models.heads.mtp_head import MtpHead, build_mtp_head, load_mtp
-from kvcellar.engine.models.load import Loaded, locate
+from kvcellar.engine.models.load import Loaded
 from kvcellar.engine.models.weights.config_file import read_object
+from kvcellar.engine.models.weights.find import locate
 from kvcellar.errors import ModelRefused
 from kvcellar.memory.kv.history import Backend
 

@@ -29,13 +29,14 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_utils import LoadStateDictConfig
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS, reason_of
-from kvcellar.engine.models.guest import Guest, Ints, backends_for
+from kvcellar.engine.models.build_guest import reason_of
+from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Ints, backends_for
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.load import BUILD_ERRORS, check_memory
 from kvcellar.engine.models.quantize.reading import decoded
-from kvcellar.engine.models.seam import FlatDoor, Scorings, opened, our_attention, own_attention
+from kvcellar.engine.models.registered import opened_cache, our_attention, own_attention
+from kvcellar.engine.models.seam import FlatDoor, Scorings
 from kvcellar.engine.models.selftest import TOLERANCE, check_rows, judged_as, relative_gaps, worst
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, Shape, differing, recording, shape_of
 from kvcellar.engine.models.weights.weights_files import MTP_FILE, WeightsFiles, first_few, opened_file
@@ -248,7 +249,7 @@ class MtpHead:
         places = memory.tables.fill("positions", positions)
         slots = torch.as_tensor(plan.positions, device=self.device)
         past = slots - torch.arange(plan.tokens, device=self.device)
-        with opened(FlatDoor(memory, plan, past, self.shape.bindings, self._scorings)) as cache:
+        with opened_cache(FlatDoor(memory, plan, past, self.shape.bindings, self._scorings)) as cache:
             return self.network.forward_layer(layer, hidden[None], places[None], cache, input_ids=rows[None])[0]
 
     @torch.inference_mode()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvcellar.engine.models.build_guest import MODEL_ERRORS
+from kvcellar.engine.models.guest import MODEL_ERRORS
 from kvcellar.engine.models.input_limits import context_of, random_tokens, vocabulary_of
 from kvcellar.engine.models.load import Loaded, load
 from kvcellar.engine.models.quantize.kinds import DENSE

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from kvcellar.engine.models.quantize.kinds import INT4, INT8, MIXED
 from kvcellar.engine.models.quantize.rounding import GROUP
-from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles
-from kvcellar.engine.models.weights.weights_loading import FLOATS, targets_of
+from kvcellar.engine.models.weights.weights_files import FLOATS, Stored, WeightsFiles
+from kvcellar.engine.models.weights.weights_loading import targets_of
 
 FEWEST = 1024  # elements: smaller ones are left, as by Ollama
 FEW_LAYERS = 8  # with at most so many, `mixed` has all mixers in 8 bits instead of the first and the last layer

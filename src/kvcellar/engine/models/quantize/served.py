@@ -26,8 +26,8 @@ from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
 from kvcellar.engine.models.quantize.rounding import int4_groups, int8_rows
 from kvcellar.engine.models.quantize.selection import FEWEST, choose
 from kvcellar.engine.models.weights.packing import expert_modules, serve_experts, weights_of
-from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few
-from kvcellar.engine.models.weights.weights_loading import is_finite, plain_targets, stacked_targets
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few, is_finite
+from kvcellar.engine.models.weights.weights_loading import plain_targets, stacked_targets
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import INT4, Coded, Codes, side_by_side

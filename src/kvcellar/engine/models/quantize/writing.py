@@ -22,8 +22,7 @@ from kvcellar.engine.models.quantize.formats.compressed import INTS, PACKED
 from kvcellar.engine.models.quantize.kinds import CASTS, INT4, INT8
 from kvcellar.engine.models.quantize.rounding import GROUP, int4_groups, int8_rows, pack
 from kvcellar.engine.models.quantize.selection import Choice
-from kvcellar.engine.models.weights.weights_files import MTP_FILE, Stored, WeightsFiles
-from kvcellar.engine.models.weights.weights_loading import FLOATS, is_finite
+from kvcellar.engine.models.weights.weights_files import FLOATS, MTP_FILE, Stored, WeightsFiles, is_finite
 from kvcellar.errors import ModelRefused
 from kvcellar.progress import report
 

@@ -5,9 +5,7 @@ Nothing is downloaded: `library/hub.py` does that, when it is called for it.
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, IncompleteSnapshotError, LocalEntryNotFoundError
-
+from kvcellar.engine.models import embedded
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.repository import Repository
 
@@ -18,6 +16,12 @@ _TEXT = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
+
+
+def locate(model: str | Path) -> tuple[str, Path]:
+    """Name and directory of a model that is named or given as a directory; "embedded" is that of the package. Raises
+    `ModelNotFound`, `ModelRefused`."""
+    return ("embedded", embedded.path()) if model == "embedded" else find(model)
 
 
 def find(model: str | Path) -> tuple[str, Path]:
@@ -39,6 +43,8 @@ def find(model: str | Path) -> tuple[str, Path]:
 def cached(text: str) -> tuple[str, Path]:
     """(name, directory) of a model in the local Hugging Face cache, by its name alone: no other directory is looked at.
     Raises `ModelNotFound`, `ModelRefused`."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError  # importing it takes tenths of a second
+
     try:
         repository = Repository.parse(text)
     except BadRequest as error:
@@ -71,6 +77,9 @@ def _snapshot(repository: Repository) -> Path:
 
     huggingface_hub records which files a repository has; without that record, a snapshot is taken to be complete.
     """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError
+
     try:
         return Path(snapshot_download(repository.name, revision=repository.revision, local_files_only=True))
     except IncompleteSnapshotError as error:
@@ -83,6 +92,9 @@ def _snapshot(repository: Repository) -> Path:
 
 def _require(repository: Repository, files: tuple[str, ...]) -> None:
     """Raise `ModelRefused` if the repository has one of these files and the snapshot does not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError
+
     try:
         snapshot_download(
             repository.name, revision=repository.revision, local_files_only=True, allow_patterns=list(files)

@@ -14,15 +14,12 @@ computes what is left behind the last one in another way, and which experts that
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
-from transformers.pytorch_utils import Conv1D
 
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
@@ -39,6 +36,9 @@ from kvcellar.kernels.layers import (
 )
 from kvcellar.kernels.packed import Packing, pack
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 NAME = "kvcellar"  # in transformers' registry
 TYPES = (torch.float32, torch.bfloat16)
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")  # stacked, of those classes that transformers dispatches
@@ -48,8 +48,10 @@ PLAIN = "batched_mm"  # transformers' function that the replaced one is compared
 Kernels = tuple[ExpertsKernel, PanelKernel]
 
 
-def serve_experts(model: PreTrainedModel) -> None:
+def serve_experts(model: "PreTrainedModel") -> None:
     """Let experts of a model be computed by our function, which is registered with transformers. It holds no state."""
+    from transformers.integrations.moe import ExpertsInterface  # imports of transformers take seconds
+
     ExpertsInterface.register(NAME, _experts)
     model.set_experts_implementation(NAME)
 
@@ -60,6 +62,8 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     A module that was not packed, such as one of MTP layers, which have the config of their network, is computed by
     transformers' own function."""
     if not isinstance(self.down_proj, OwnExperts):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
         return ALL_EXPERTS_FUNCTIONS[OWN](self, hidden_states, top_k_index, top_k_weights)
     share = top_k_index.shape[-1]
     index = top_k_index.reshape(-1)
@@ -78,7 +82,7 @@ def _experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     return total.to(hidden_states.dtype)
 
 
-def pack_experts(model: PreTrainedModel, environment: Mapping[str, str]) -> int | str:
+def pack_experts(model: "PreTrainedModel", environment: Mapping[str, str]) -> int | str:
     """Replace the weights of all experts of a CPU model, one module after the other. Returns their bytes, or the reason
     why they stay as they are. The model is changed only if all of them can be replaced."""
     modules = {name: one for name, one in expert_modules(model) if not isinstance(one.down_proj, OwnExperts)}
@@ -155,6 +159,8 @@ def _differs(kernels: Kernels, module: Any) -> str | None:
     x = torch.linspace(-1, 1, 3 * hidden, dtype=weight.dtype, device="cpu").view(3, hidden)
     index = torch.arange(3 * share, device="cpu").view(3, share) % count
     weights = torch.full((3, share), 1 / share, dtype=weight.dtype, device="cpu")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
     plain = ALL_EXPERTS_FUNCTIONS[PLAIN](module, x, index, weights)
     twin = _twin(module)
     for name in weights_of(module):
@@ -274,15 +280,17 @@ class Packed:
         return self.linears.bytes + (self.experts if isinstance(self.experts, int) else 0)
 
 
-def pack_model(model: PreTrainedModel, *, environment: Mapping[str, str] = os.environ) -> Packed:
+def pack_model(model: "PreTrainedModel", *, environment: Mapping[str, str] = os.environ) -> Packed:
     """Replace layers of a CPU model in place, one after the other. `environment` is for the compiler."""
     _turn(model)
     experts = pack_experts(model, environment)
     return Packed(pack(model, environment=environment), experts, wrap_routers(model, environment))
 
 
-def _turn(model: PreTrainedModel) -> None:
+def _turn(model: "PreTrainedModel") -> None:
     """Replace each `Conv1D` (GPT-2), whose weight is [in,out], by a linear layer that shares its memory."""
+    from transformers.pytorch_utils import Conv1D
+
     for name, module in [*model.named_modules()]:
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
         if type(module) is not Conv1D or hooked:

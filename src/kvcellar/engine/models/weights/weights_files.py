@@ -13,14 +13,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from torch import Tensor, aminmax
 
 from kvcellar.engine.models.weights.config_file import DEPTHS, read_object
 from kvcellar.errors import ModelRefused
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"  # of a model's MTP head, if that is not in the model's own files
 MOST_TENSORS = 1 << 20  # of all files together; a record is made for each
@@ -176,7 +180,7 @@ def check_depth(fields: Mapping[str, Any], weights: WeightsFiles) -> None:
                 )
 
 
-def check_shapes(skeleton: PreTrainedModel, weights: WeightsFiles) -> None:
+def check_shapes(skeleton: "PreTrainedModel", weights: WeightsFiles) -> None:
     """Raise `ModelRefused` if the stored tensors cannot be those of this network. No tensor is read.
 
     Shapes are compared where names agree: transformers renames and joins some tensors while it loads.
@@ -200,3 +204,11 @@ def first_few(names: Sequence[str]) -> str:
     """The first few of some names, and how many more there are."""
     more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
     return ", ".join(names[:_FEW]) + more
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no value is NaN or infinite."""
+    if not values.is_floating_point():
+        return True
+    low, high = aminmax(values.detach())  # both are NaN if any value is
+    return math.isfinite(float(low)) and math.isfinite(float(high))

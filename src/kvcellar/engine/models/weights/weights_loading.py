@@ -3,7 +3,6 @@
 Always true: every stored tensor is copied into the network, or named in a note, or the model is refused.
 """
 
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +22,13 @@ from transformers.core_model_loading import (
 )
 from transformers.pytorch_utils import Conv1D
 
+from kvcellar.engine.models.described import AsStored
 from kvcellar.engine.models.hf_globals import building
 from kvcellar.engine.models.quantize.formats.part import Decoded
-from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few
+from kvcellar.engine.models.weights.weights_files import FLOATS, Stored, WeightsFiles, first_few, is_finite
 from kvcellar.errors import ModelRefused
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
-FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
@@ -148,6 +147,19 @@ def targets_of(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, st
 def plain_targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, str]:
     """`targets_of`, of those tensors that are loaded as they are stored, neither joined nor split nor turned."""
     return {name: target for name, target, converted in _renamed(skeleton, weights) if not converted}
+
+
+def sources_of(network: PreTrainedModel, weights: WeightsFiles) -> dict[str, AsStored | None]:
+    """How parameters are stored, by each name that they have; None: otherwise than as they are."""
+    stored = {target: name for name, target in plain_targets(network, weights).items()}
+    named = list(network.named_parameters(remove_duplicate=False))
+    turned = {id(module.weight) for module in network.modules() if type(module) is Conv1D}  # packed as [out,in]
+    found = {
+        id(one): AsStored(stored[name], str(one.dtype).removeprefix("torch."))
+        for name, one in named
+        if name in stored and id(one) not in turned
+    }
+    return {name: found.get(id(one)) for name, one in named}
 
 
 def stacked_targets(skeleton: PreTrainedModel, weights: WeightsFiles) -> dict[str, list[list[str]]]:
@@ -279,14 +291,6 @@ def stored_layers(config: Any) -> re.Pattern[str]:
     count = getattr(text, "num_mtp_layers", None) or 0
     numbers = "|".join(str(getattr(text, "num_hidden_layers", 0) + i) for i in range(count))
     return re.compile(rf"(^|\.)layers\.({numbers})\." if count else "(?!)")
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite."""
-    if not values.is_floating_point():
-        return True
-    low, high = torch.aminmax(values.detach())  # both are NaN if any value is
-    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def _notes(skeleton: PreTrainedModel, model: PreTrainedModel, weights: WeightsFiles, unread: list[str]) -> list[str]:

@@ -1,0 +1,44 @@
+"""described: what is known of a model beside its network."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvcellar.engine.models.input_limits import Limits
+from kvcellar.text.tokens import TextAssets
+
+
+class AsStored(NamedTuple):
+    """A parameter that is as it is stored, but for its type: `name` is that of the stored tensor."""
+
+    name: str
+    dtype: Any  # of the parameter, as a word
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What belongs to a network. `without_text` is the reason if there is no tokenizer."""
+
+    name: str
+    path: Path | None
+    limits: Limits
+    end_ids: frozenset[int]
+    defaults: Mapping[str, Any]  # sampling parameters from the generation config, or of the library
+    defaults_because: str
+    parameters: int
+    text: TextAssets | None
+    without_text: str
+    notes: tuple[str, ...]  # what of its files is not used or not followed
+    served: Any = None  # a `Served`: how weights of 8 and 4 bits are multiplied; None: it has none
+    stored: Mapping[str, int] = field(default_factory=dict[str, int])  # how quantised weights of its files are stored
+
+    @property
+    def multiplied(self) -> str:
+        """What tells its results from those with dense weights; empty: its weights are dense."""
+        return self.served.identity if self.served is not None else ""
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Where its weights are; none if it was given as an object."""
+        return () if self.path is None else (self.path,)

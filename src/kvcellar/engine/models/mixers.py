@@ -237,7 +237,6 @@ class Mixed:
 
     def __init__(self, module: nn.Module, door: Callable[[], Mixes | None], kernel: ScanKernel | None) -> None:
         self._own, self._ours, self._door = module.forward, with_our_scans(module, door, kernel), door
-        self.kernel = kernel
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         door = self._door()
@@ -349,12 +348,6 @@ def scan_kernel(network: nn.Module, environment: Mapping[str, str] = os.environ)
         return ScanKernel(environment)
     except NotCompiled:
         return None
-
-
-def scans_of(network: nn.Module) -> ScanKernel | None:
-    """What runs the scans of a network's mixers."""
-    forwards = (vars(module).get("forward") for module in network.modules())
-    return next((found for one in forwards if isinstance(one, Mixed) and (found := one.kernel) is not None), None)
 
 
 def kernel_of(forward: Forward) -> ScanKernel | None:

@@ -16,10 +16,9 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
     kvcellar.dense(layer, plane)                         -> [1,G,N,D]; what is stored of all cells that the step sees
     kvcellar.attend_dense(q, k, v, layer, scoring)       -> [1,T,H,Dv]; over keys computed from `dense`
     kvcellar.mix(path, arguments, keywords)              -> tensors; a module that keeps a state, called by the door
-    kvcellar.convolve_states(x [1,C,T], weight [C,K], bias, layer, plane, silu, by_token) -> [1,C,K+T], or
-                                                            [1,K+T,C]; causal, each channel by
-                                                            itself, of each sequence behind the inputs in its state,
-                                                            which it shifts in; only the last T columns are written
+    kvcellar.convolve_states(x [1,C,T], weight, bias, layer, plane, silu, by_token) -> [1,C,K+T], or [1,K+T,C]; each
+                                                            sequence behind the inputs in its state, which it shifts
+                                                            in; only the T columns of new tokens are written
     kvcellar.states(layer)                               -> planes [T,*shape]; states of T sequences
     kvcellar.keep_states(planes, names, layer)           -> (); stores these planes of their states after the step
     kvcellar.convolve(x [T,C,L], weight, bias, silu, by_token) -> [T,C,L], or [T,L,C]; causal, each channel by itself

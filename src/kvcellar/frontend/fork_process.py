@@ -18,11 +18,13 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 
 from kvcellar.frontend import engine_process
 
 LOOK = 1.0  # seconds between two looks at the front end: a fork of it may have the other end of the socket
 MOST = 1 << 16  # bytes of a request
+LOADS = "kvcellar.engine.load.open_drafts"  # imports transformers, as each fork that loads a model would
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def _tell(tells: socket.socket, number: int) -> None:
 
 def main() -> int:
     """In the fork server, and in each fork."""
+    import_module(LOADS)
     engine_process.leave_ends_to_front()
     forked = ForkProcess(_owned(int(sys.argv[1]))).run()
     if forked is None:

@@ -24,7 +24,11 @@ from kvcellar.frontend import engine_process
 
 LOOK = 1.0  # seconds between two looks at the front end: a fork of it may have the other end of the socket
 MOST = 1 << 16  # bytes of a request
-LOADS = "kvcellar.engine.load.open_drafts"  # imports transformers, as each fork that loads a model would
+LOADS = (  # import transformers and what traces steps, as each fork that loads a model would
+    "kvcellar.engine.load.open_drafts",
+    "kvcellar.engine.models.build_guest",
+    "kvcellar.engine.recording.record",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,8 @@ class ForkProcess:
 
     def run(self) -> Forked | None:
         """Returns in each fork, and None in this process when the front end has gone."""
+        for name in LOADS:
+            import_module(name)
         gc.freeze()  # a collection in a fork does not write into the pages of what was imported: they stay shared
         waiting = select.poll()
         for one in (self._control, self._woken):
@@ -114,7 +120,6 @@ def _tell(tells: socket.socket, number: int) -> None:
 
 def main() -> int:
     """In the fork server, and in each fork."""
-    import_module(LOADS)
     engine_process.leave_ends_to_front()
     forked = ForkProcess(_owned(int(sys.argv[1]))).run()
     if forked is None:

@@ -15,7 +15,6 @@ Always true:
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,6 +40,7 @@ from kvcellar.memory.shapes import Scoring
 
 READS = "kvcellar.states"
 TOGETHER = 16  # rows with logits: their number changes with each prompt that ends, and binding takes milliseconds
+SCANNED = {"kvcellar.scan", "kvcellar.convolve", CONVOLVE}  # operators of the kernel of scans
 Inputs = Sequence[Tensor]
 Outputs = Sequence[Tensor | None]
 
@@ -61,6 +61,8 @@ class NativeExecutor(Executor):
         self._outline = outlined(program, self._constants, FIXED)  # for all memories
         self._counted = layers_of_cells(program)
         self._alike = all(_alike(op, network) for op in program.ops if "W" in symbols_of(_sizes(op, program)))
+        scans = any(op.name in SCANNED for op in program.ops)
+        self._scans = scan_kernel(network) if scans else None  # for all bindings, which may be cleared
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
     @property
@@ -74,7 +76,8 @@ class NativeExecutor(Executor):
         bound = self._memories.get(step.memory)
         if bound is None:
             fixed = frozenset(tensor.data_ptr() for tensor in self._constants.values())
-            bound = self._memories[step.memory] = _Bound(self._outline, fixed, self._network, self._kernel)
+            bound = _Bound(self._outline, fixed, self._network, self._kernel, self._scans)
+            self._memories[step.memory] = bound
         cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
         rows, count = len(step.ids), len(step.wanted)
         if 1 < count < rows and self._alike and not step.adapters:
@@ -102,10 +105,17 @@ def _alike(op: Op, network: nn.Module) -> bool:
 class _Bound:
     """A program that is bound to one memory."""
 
-    def __init__(self, outline: Outline, fixed: frozenset[int], network: nn.Module, kernel: StepKernel) -> None:
+    def __init__(
+        self,
+        outline: Outline,
+        fixed: frozenset[int],
+        network: nn.Module,
+        kernel: StepKernel,
+        scans: ScanKernel | None,
+    ) -> None:
         """`fixed` are the addresses of constants."""
         states = [op.args[0] for op in outline.program.ops if op.name == READS]
-        self._handlers = _Handlers(fixed, network, kernel, states)
+        self._handlers = _Handlers(fixed, network, kernel, states, scans)
         self._recorded = Recorded(outline, self._handlers.by_operator(), kernel)
 
     def run(self, step: RecordedStep, sizes: Mapping[str, int]) -> Results:
@@ -125,9 +135,14 @@ class _Handlers:
     in `_open`. Nothing here refers to the bindings, so that they are freed with the last reference to them."""
 
     def __init__(
-        self, fixed: frozenset[int], network: nn.Module, kernel: StepKernel, states: Sequence[Argument]
+        self,
+        fixed: frozenset[int],
+        network: nn.Module,
+        kernel: StepKernel,
+        states: Sequence[Argument],
+        scans: ScanKernel | None,
     ) -> None:
-        self._fixed, self._network, self._kernel = fixed, network, kernel
+        self._fixed, self._network, self._kernel, self._scans = fixed, network, kernel, scans
         self.states = states  # layers whose states native calls read and store
         self._open: RecordedStep | None = None
         self.put: dict[int, tuple[tuple[int, str], ...]] = {}  # layers whose keys and values native calls store
@@ -152,10 +167,6 @@ class _Handlers:
             "kvcellar.mix": self._called,
             "kvcellar.module": self._called,
         }
-
-    @cached_property
-    def _scans(self) -> ScanKernel | None:
-        return scan_kernel(self._network)
 
     @contextmanager
     def opened(self, step: RecordedStep) -> Iterator[None]:

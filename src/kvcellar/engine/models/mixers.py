@@ -313,7 +313,8 @@ class Mixing:
             return view
 
         revertible = any(segment.seq in self.revertible for segment in segments)
-        view = StateView(self.memory.states, segments, length, revertible=revertible, kernel=kernel_of(forward))
+        kernel = kernel_of(forward) if self.memory.device.type == "cpu" else None
+        view = StateView(self.memory.states, segments, length, revertible=revertible, kernel=kernel)
         out = self._run(view, forward, args, kwargs)
         view.put(rerun)
         return out

@@ -285,7 +285,7 @@ def _convolution(theirs: Function, door: Callable[[], Scans | None], kernel: Sca
     ) -> Tensor:
         opened, packed = door(), more.get("seq_idx") is not None
         typed = x.dtype is weight.dtype and x.dtype in TYPES and (activation is None or activation in SILU)
-        if opened is None or kernel is None or packed or not typed:
+        if opened is None or kernel is None or packed or not typed or weight.device.type != "cpu":
             return theirs(x, weight, bias, activation=activation, **more)
         return opened.convolve(kernel, x, weight, bias, activation is not None)
 

@@ -25,16 +25,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcellar.engine.load import build, open_drafts, recorded, reserve
-from kvcellar.engine.load.step_bytes import Measures, digest, flags, model, shape
+from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models import build_guest
 from kvcellar.engine.models.guest import Guest, Verdict
 from kvcellar.engine.models.registered import our_attention, own_attention
 from kvcellar.engine.models.selftest import Reference
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.recording import record
+from kvcellar.engine.recording.facts import Unsettled, digest, flags, network, served
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recording import Recording
-from kvcellar.engine.recording.saved import NoDigest, digest_of
+from kvcellar.engine.recording.saved import digest_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # of steps that are not larger than those that are always measured
 
@@ -86,9 +87,8 @@ class Sharing:
             self._patch = None
 
     def _measures_of(self, guest: Guest, *_: object, **how: object) -> Measures:
-        facts = {"model": model(guest), "shape": shape(guest), "flags": flags()}
-        inputs = digest(facts | {"recorded": guest.recording is not None})
-        return self._measures.setdefault(inputs, Measures(None, inputs))
+        inputs = digest({**network(guest), **served(guest), "flags": flags()})
+        return self._measures.setdefault(inputs, Measures())
 
     def _passed_once(self, test: Callable[[Guest, Reference], Verdict]) -> Callable[[Guest, Reference], Verdict]:
         def once(guest: Guest, reference: Reference) -> Verdict:
@@ -140,7 +140,7 @@ class Sharing:
         try:
             how = self._file, recording.executor.name, found.decoding is None
             program = digest_of(guest), *how, *found.opaque, *backends
-        except NoDigest:
+        except Unsettled:
             self._compare(guest, recording)
             return
         if program not in self._right:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,23 +17,12 @@ from hypothesis import strategies as st
 
 from kvcellar import Engine
 from kvcellar.engine.load import reserve
-from kvcellar.engine.load import step_bytes as measuring
-from kvcellar.engine.load.step_bytes import (
-    MOST_BYTES,
-    MOST_FILES,
-    Measures,
-    Unsettled,
-    digest,
-    directory_for,
-    facts,
-    identities,
-    installed,
-    measures_of,
-    sealed,
-    source_digest,
-)
+from kvcellar.engine.load.step_bytes import FORMAT, Measures, SizesFiles, facts_of, measures_of
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.recording import facts
+from kvcellar.engine.recording.facts import Unsettled, digest, identities, installed, source_digest
+from kvcellar.engine.recording.kept import MOST_BYTES, MOST_STORED, Kept, place_of
 from kvcellar.engine.recording.record import record
 from kvcellar.engine.recording.replay import Replay
 from kvcellar.memory.attention.choose import named
@@ -52,7 +42,7 @@ def unmeasured() -> int:
 
 def kept(directory: Path, **sizes: int) -> Path:
     """A file with these measures; the only one."""
-    measures = Measures(directory, INPUTS)
+    measures = of_file(directory)
     for step, size in sizes.items():
         measures.of(step, lambda size=size: size)
     measures.keep()
@@ -63,9 +53,13 @@ def kept(directory: Path, **sizes: int) -> Path:
 # -- the file ---------------------------------------------------------------------------------------------------------
 
 
+def of_file(directory: Path, inputs: str = INPUTS) -> Measures:
+    return Measures(files=SizesFiles(directory), inputs=inputs)
+
+
 def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
     kept(tmp_path, a=5, b=0)
-    again = Measures(tmp_path, INPUTS)
+    again = of_file(tmp_path)
     assert (again.of("a", unmeasured), again.of("b", unmeasured)) == (5, 0)
     before = [file.stat().st_mtime_ns for file in tmp_path.iterdir()]
     again.keep()
@@ -74,7 +68,7 @@ def test_what_was_measured_is_not_measured_again(tmp_path: Path) -> None:
 
 def test_a_step_is_measured_once_even_where_nothing_is_kept() -> None:
     calls: list[int] = []
-    measures = Measures(None, INPUTS)
+    measures = Measures()
     assert [measures.of("a", lambda: calls.append(1) or 7) for _ in range(3)] == [7, 7, 7]
     measures.keep()
     assert len(calls) == 1
@@ -82,22 +76,22 @@ def test_a_step_is_measured_once_even_where_nothing_is_kept() -> None:
 
 def test_measures_of_other_inputs_are_not_seen(tmp_path: Path) -> None:
     kept(tmp_path, a=5)
-    assert Measures(tmp_path, OTHER).of("a", lambda: 6) == 6
+    assert of_file(tmp_path, OTHER).of("a", lambda: 6) == 6
 
 
 def test_a_file_that_was_renamed_to_other_inputs_is_not_used(tmp_path: Path) -> None:
     file = kept(tmp_path, a=5)
-    file.rename(tmp_path / file.name.replace(INPUTS[:32], OTHER[:32]))
-    assert Measures(tmp_path, OTHER).of("a", lambda: 6) == 6
+    file.rename(tmp_path / file.name.replace(INPUTS, OTHER))
+    assert of_file(tmp_path, OTHER).of("a", lambda: 6) == 6
 
 
 def test_later_measures_join_the_earlier_ones_even_if_both_began_without(tmp_path: Path) -> None:
-    one, other = Measures(tmp_path, INPUTS), Measures(tmp_path, INPUTS)
+    one, other = of_file(tmp_path), of_file(tmp_path)
     one.of("a", lambda: 1)
     other.of("b", lambda: 2)
     one.keep()
     other.keep()
-    again = Measures(tmp_path, INPUTS)
+    again = of_file(tmp_path)
     assert (again.of("a", unmeasured), again.of("b", unmeasured)) == (1, 2)
 
 
@@ -116,48 +110,28 @@ def test_a_file_with_any_change_is_a_miss_and_is_written_again(tmp_path: Path, d
         "another": lambda: data.draw(st.binary(max_size=99)),
     }
     file.write_bytes(damage[data.draw(st.sampled_from(sorted(damage)))]())
-    again = Measures(tmp_path, INPUTS)
-    found = again.of("a", lambda: 99)
-    if found == 123456:  # white space that means nothing
-        assert json.loads(file.read_bytes()) == json.loads(whole)
-        return
-    assert found == 99
+    again = of_file(tmp_path)
+    assert again.of("a", lambda: 99) == 99
     again.keep()
-    assert Measures(tmp_path, INPUTS).of("a", unmeasured) == 99
-
-
-WHOLE: dict[str, Any] = {"format": 1, "inputs": INPUTS, "bytes": {"a": 5}}
+    assert of_file(tmp_path).of("a", unmeasured) == 99
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        {**WHOLE, "format": 2},
-        {**WHOLE, "format": True},
-        {**WHOLE, "inputs": OTHER},
-        {**WHOLE, "more": 1},
-        {"format": 1, "inputs": INPUTS},
-        *({**WHOLE, "bytes": {"a": size}} for size in (-1, 5.0, True, "5", None, 1 << 60, [5])),
-        {**WHOLE, "bytes": [5]},
-    ],
+    "content", [*({"a": size} for size in (-1, 5.0, True, "5", None, 1 << 60, [5])), [5], {}, {5: 5}, None]
 )
-def test_a_file_of_another_form_is_a_miss_even_with_the_right_digest(tmp_path: Path, content: dict[str, Any]) -> None:
-    file = kept(tmp_path, a=5)
-    file.write_text(sealed(WHOLE))
-    assert Measures(tmp_path, INPUTS).of("a", unmeasured) == 5
-    file.write_text(sealed(content))
-    assert Measures(tmp_path, INPUTS).of("a", lambda: 6) == 6
+def test_a_file_of_another_form_is_a_miss_even_with_the_right_digest(tmp_path: Path, content: Any) -> None:
+    Kept[Any](tmp_path, FORMAT, msgspec.msgpack.encode, msgspec.msgpack.decode).write(INPUTS, content)
+    assert of_file(tmp_path).of("a", lambda: 6) == 6
 
 
-@pytest.mark.parametrize(
-    "text", ["", "null", "[]", "5", '"a"', "[" * 9000, "9" * 5000, "\x00", " " * MOST_BYTES + sealed(WHOLE)]
-)
-def test_no_text_of_a_file_ends_a_start(tmp_path: Path, text: str) -> None:
-    kept(tmp_path, a=5).write_text(text)
-    assert Measures(tmp_path, INPUTS).of("a", lambda: 6) == 6
+@pytest.mark.parametrize("stored", [b"", b"\xc1", b"\x91" * 9000, bytes(MOST_BYTES), b"\x81\xa1a"])
+def test_no_content_of_a_file_ends_a_start(tmp_path: Path, stored: bytes) -> None:
+    Kept[bytes](tmp_path, FORMAT, bytes, bytes).write(INPUTS, stored)
+    assert list(tmp_path.iterdir())
+    assert of_file(tmp_path).of("a", lambda: 6) == 6
 
 
-@pytest.mark.parametrize("kind", ["link", "directory", "pipe", "unreadable"])
+@pytest.mark.parametrize("kind", ["link", "directory", "pipe", "unreadable", "large"])
 def test_what_is_no_file_of_ours_is_a_miss(tmp_path: Path, kind: str) -> None:
     file = kept(tmp_path, a=5)
     elsewhere = tmp_path / "elsewhere"
@@ -167,43 +141,33 @@ def test_what_is_no_file_of_ours_is_a_miss(tmp_path: Path, kind: str) -> None:
         "directory": file.mkdir,
         "pipe": lambda: os.mkfifo(file),
         "unreadable": lambda: file.touch(0o000),
+        "large": lambda: file.write_bytes(elsewhere.read_bytes() + bytes(MOST_STORED)),
     }
     make[kind]()
-    measures = Measures(tmp_path, INPUTS)
+    measures = of_file(tmp_path)
     assert measures.of("a", lambda: 6) == 6
     measures.keep()
 
 
 def test_the_directory_is_the_users_alone(tmp_path: Path) -> None:
-    directory = directory_for({"XDG_CACHE_HOME": str(tmp_path / "new")})
-    assert directory == tmp_path / "new/kvcellar"
+    directory = place_of("steps", {"XDG_CACHE_HOME": str(tmp_path / "new")})
+    assert directory is not None
+    assert directory == tmp_path / "new/kvcellar/steps"
     assert directory.stat().st_mode & 0o777 == 0o700
     directory.chmod(0o777)
-    assert directory_for({"XDG_CACHE_HOME": str(tmp_path / "new")}) is None
+    assert place_of("steps", {"XDG_CACHE_HOME": str(tmp_path / "new")}) is None
     (tmp_path / "file").touch()
-    assert directory_for({"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
-    assert directory_for({"HOME": str(tmp_path / "absent")}) is None
+    assert place_of("steps", {"XDG_CACHE_HOME": str(tmp_path / "file")}) is None
+    assert place_of("steps", {"HOME": str(tmp_path / "absent")}) is None
 
 
-@pytest.mark.parametrize("failing", ["tempfile.mkstemp", "os.replace"])
+@pytest.mark.parametrize("failing", ["tempfile.NamedTemporaryFile", "os.replace"])
 def test_a_disk_that_takes_nothing_costs_the_measures_alone(tmp_path: Path, failing: str) -> None:
-    measures = Measures(tmp_path, INPUTS)
+    measures = of_file(tmp_path)
     measures.of("a", lambda: 5)
-    with mock.patch(f"kvcellar.engine.load.step_bytes.{failing}", side_effect=OSError(28, "No space left on device")):
+    with mock.patch(f"kvcellar.engine.recording.kept.{failing}", side_effect=OSError(28, "No space left on device")):
         measures.keep()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_only_the_newest_files_stay(tmp_path: Path) -> None:
-    for number in range(MOST_FILES + 5):
-        measures = Measures(tmp_path, digest(number))
-        measures.of("a", lambda: 1)
-        measures.keep()
-        os.utime(tmp_path / f"measures-{digest(number)[:32]}.json", ns=(number, number))
-    names = {file.name for file in tmp_path.iterdir()}
-    assert len(names) <= MOST_FILES + 1
-    assert f"measures-{digest(MOST_FILES + 4)[:32]}.json" in names
-    assert f"measures-{digest(0)[:32]}.json" not in names
 
 
 def test_starts_at_the_same_time_leave_a_whole_file(tmp_path: Path) -> None:
@@ -212,7 +176,7 @@ def test_starts_at_the_same_time_leave_a_whole_file(tmp_path: Path) -> None:
     def start(number: int) -> None:
         for round_ in range(10):
             together.wait()
-            measures = Measures(tmp_path, INPUTS)
+            measures = of_file(tmp_path)
             assert measures.of("a", lambda: 5) == 5
             measures.of(f"{number} {round_}", lambda: number)
             measures.keep()
@@ -222,7 +186,7 @@ def test_starts_at_the_same_time_leave_a_whole_file(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert Measures(tmp_path, INPUTS).of("a", unmeasured) == 5
+    assert of_file(tmp_path).of("a", unmeasured) == 5
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -240,7 +204,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of(guest: Guest, path: Path, **other: Any) -> dict[str, Any]:
     how = {"began": LONG_SINCE, "limits": LIMITS, "environment": {}, **other}
-    return facts(guest, path, **how)
+    return facts_of(guest, path, **how)
 
 
 LONG_SINCE = time.time_ns() + 10**15  # a load that begins long after the files of these tests were written
@@ -312,11 +276,11 @@ def test_other_limits_variables_threads_and_flags_are_other_facts(model: Path) -
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-    for switch in ("kvcellar.engine.load.step_bytes.torch.backends.cuda.math_sdp_enabled", "platform.machine"):
+    for switch in ("kvcellar.engine.recording.facts.torch.backends.cuda.math_sdp_enabled", "platform.machine"):
         with mock.patch(switch, return_value="other"):
             seen.append(digest(of(guest, model)))
     for version in ("torch.__version__", "torch.version.git_version", "sys.version"):
-        with mock.patch(f"kvcellar.engine.load.step_bytes.{version}", "other"):
+        with mock.patch(f"kvcellar.engine.recording.facts.{version}", "other"):
             seen.append(digest(of(guest, model)))
     assert digest(of(guest, model)) == seen[0]
     assert len(set(seen)) == len(seen)
@@ -340,10 +304,13 @@ def test_every_source_file_of_ours_counts_byte_for_byte(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("a = 1\n")
     (tmp_path / "below").mkdir()
     (tmp_path / "below/b.cpp").write_text("int b;\n")
+    (tmp_path / "below/b.h").write_text("int b;\n")
     seen = [source_digest(tmp_path)]
     (tmp_path / "a.py").write_text("a = 2\n")
     seen.append(source_digest(tmp_path))
     (tmp_path / "below/b.cpp").rename(tmp_path / "below/c.cpp")
+    seen.append(source_digest(tmp_path))
+    (tmp_path / "below/b.h").write_text("long b;\n")
     seen.append(source_digest(tmp_path))
     (tmp_path / "d.py").touch()
     seen.append(source_digest(tmp_path))
@@ -384,7 +351,7 @@ def test_nothing_is_kept_of_a_network_that_the_caller_built(tmp_path: Path) -> N
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The cache directory of a machine on which models that were just written count as old."""
-    monkeypatch.setattr(measuring, "SETTLED", -(10**15))
+    monkeypatch.setattr(facts, "SETTLED", -(10**15))
     own_cache(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache/kvcellar"
 
@@ -413,7 +380,7 @@ def test_the_second_start_measures_nothing_and_comes_to_the_same(settled, tmp_pa
     first, tried = started(path, **how)
     assert tried >= 2
     assert started(path, **how) == (first, 0)
-    for file in [*settled.glob("measures-*"), *settled.glob("starts/*")]:
+    for file in [*settled.glob("steps/*"), *settled.glob("starts/*")]:
         file.unlink()
     assert started(path, **how) == (first, tried), "measured afresh it is the same"
 
@@ -430,7 +397,7 @@ def test_other_settings_and_other_weights_are_measured_anew(settled, tmp_path, m
 def test_a_start_goes_on_without_a_cache_and_with_a_damaged_one(settled, tmp_path, model, monkeypatch) -> None:
     # What was recorded before in this process needs less memory when it is measured again.
     first, _ = started(model, record="off")
-    for file in settled.glob("measures-*"):
+    for file in settled.glob("steps/*"):
         file.write_bytes(file.read_bytes()[:-9])
     again, tried = started(model, record="off")
     assert again == first

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from kvcellar import Constraint, Engine
-from kvcellar.engine.load import build, restart, step_bytes
+from kvcellar.engine.load import build, restart
 from kvcellar.engine.load.restart import KIND, Restored
 from kvcellar.engine.models import embedded
-from kvcellar.engine.recording.saved import Kept
+from kvcellar.engine.recording import facts
+from kvcellar.engine.recording.kept import Kept
 from kvcellar.errors import AdapterRefused
 from tests.engine.test_adapters import adapter
 from tests.own_cache import own_cache
@@ -31,7 +32,7 @@ PROMPT = list(range(3, 24))
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache directory of its own, where models that were just written count as old."""
-    monkeypatch.setattr(step_bytes, "SETTLED", -(10**15))
+    monkeypatch.setattr(facts, "SETTLED", -(10**15))
     own_cache(monkeypatch, tmp_path / "cache")
     return tmp_path / "cache/kvcellar/starts"
 
@@ -89,8 +90,8 @@ def test_what_has_modules_in_its_steps_is_loaded_each_time(cache: Path, tmp_path
 
 def test_the_second_start_does_not_import_transformers(cache: Path, directory: Path) -> None:
     code = (
-        "import sys\nfrom kvcellar import Engine\nfrom kvcellar.engine.load import step_bytes\n"
-        f"step_bytes.SETTLED = -(10**15)\nwith Engine({str(directory)!r}, **{SMALL}) as engine:\n"
+        "import sys\nfrom kvcellar import Engine\nfrom kvcellar.engine.recording import facts\n"
+        f"facts.SETTLED = -(10**15)\nwith Engine({str(directory)!r}, **{SMALL}) as engine:\n"
         f"    engine.generate({PROMPT}, max_tokens=3, temperature=0)\n"
         "print(*sorted({'transformers', 'torch._dynamo', 'sympy', 'huggingface_hub'} & set(sys.modules)))\n"
     )
@@ -116,10 +117,10 @@ def test_each_part_of_the_digest_that_differs_loads_the_model(warm: tuple[Path, 
     directory, first = warm
     for name, other in (
         ("installed", lambda _: ["kvcellar-0.dist-info"]),  # versions of torch, transformers and others
-        ("source_digest", lambda _: "of other sources, kernels included"),
+        ("_own_source", lambda: "of other sources, kernels included"),
         ("flags", lambda: {"capability": "another CPU"}),
     ):
-        with mock.patch.object(step_bytes, name, other):
+        with mock.patch.object(facts, name, other):
             loads(directory, first)
     with mock.patch.object(restart, "compiled_for", return_value=b"another CPU"):
         loads(directory, first)
@@ -156,7 +157,7 @@ def test_another_config_is_another_model(warm: tuple[Path, Any]) -> None:
 def test_other_weights_that_look_the_same_are_seen_by_their_logits(warm: tuple[Path, Any]) -> None:
     """Where the identity of files does not show that they have changed."""
     directory, first = warm
-    with mock.patch.object(step_bytes, "identities", return_value=[["the same"]]):
+    with mock.patch.object(facts, "identities", return_value=[["the same"]]):
         loads(directory, first)
         assert start(directory) == (True, first)
         with torch.inference_mode():

@@ -15,12 +15,13 @@ import torch
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.capture import capture
+from kvcellar.engine.recording.kept import Damaged
 from kvcellar.engine.recording.passes import simplified
 from kvcellar.engine.recording.program import Constant, Op, Program, Ref, Value
 from kvcellar.engine.recording.record import record
 from kvcellar.engine.recording.recording import Captured
 from kvcellar.engine.recording.replay import Replay
-from kvcellar.engine.recording.saved import FORMAT, Damaged, Programs, decoded, digest_of, encoded
+from kvcellar.engine.recording.saved import FORMAT, Programs, decoded, digest_of, encoded
 from kvcellar.memory.attention.choose import backends
 from tests.zoo import ARCHS
 
@@ -171,7 +172,7 @@ def test_a_kept_program_is_used_and_a_damaged_one_is_captured_again(
     record(served, lambda program: Replay(program, served.model), kept)
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
-    assert path.name == f"{digest_of(served)}.recording"
+    assert path.name == f"{digest_of(served)}.kept"
     assert kept.read(digest_of(served)) == captured()
     for damage in (content[:-1], content[:60] + b"\0" + content[61:], b"", FORMAT, content[1:], FORMAT + bytes(32)):
         path.write_bytes(damage)
@@ -196,11 +197,11 @@ def test_a_digest_is_of_the_network_and_not_of_its_numbers() -> None:
 
 
 def test_a_directory_keeps_the_programs_that_were_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcellar.engine.recording.saved.MOST_FILES", most := 6)
+    monkeypatch.setattr("kvcellar.engine.recording.kept.MOST_FILES", most := 6)
     kept = Programs(tmp_path)
     for number in range(most + 2):
-        (tmp_path / f"{number:040}.recording").touch()
-        os.utime(tmp_path / f"{number:040}.recording", (number, number))
+        (tmp_path / f"{number:040}.kept").touch()
+        os.utime(tmp_path / f"{number:040}.kept", (number, number))
     kept.write("new", captured())
     assert kept.read("new") == captured()
     assert {path.stem for path in tmp_path.iterdir()} == {

@@ -133,7 +133,7 @@ def scratch(
     Attention of the rows of drafts takes no more than that of a prompt's rows, or of as many sequences; what they take
     beside it is added, since each of them is drawn.
     """
-    steps = _Steps(guest, context, Measures(None, "") if measures is None else measures)
+    steps = _Steps(guest, context, Measures() if measures is None else measures)
 
     def most(longest: int, tokens: int, sequences: int) -> int:
         rows = min(step_tokens, tokens if guest.mode == "flat" else longest)

@@ -30,18 +30,20 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from kvcellar.engine.load.settings import Settings
-from kvcellar.engine.load.step_bytes import Measures, Unsettled, digest, surroundings
+from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models.described import AsStored, Described
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Verdict, backends_for
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.packing import Packed
 from kvcellar.engine.models.weights.weights_files import WeightsFiles, opened
+from kvcellar.engine.recording.facts import Unsettled, digest, surroundings
+from kvcellar.engine.recording.kept import Damaged, Kept, place_of
 from kvcellar.engine.recording.native import native
 from kvcellar.engine.recording.program import Program
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recording import Recording
-from kvcellar.engine.recording.saved import Damaged, Kept, decoded, encoded, place_of
+from kvcellar.engine.recording.saved import decoded, encoded
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.compiled import NotCompiled, compiled_for
 from kvcellar.kernels.packed import Packing, pack
@@ -183,7 +185,7 @@ class Restarts:
             log.warning("%s: %s", described.name, note)
         packed = None if packing is None else Packed(packing, start.experts, start.routers)
         about: Any = {one.name: getattr(described, one.name) for one in fields(described)}
-        return Restart(**about, guest=guest, packing=packed, measures=Measures(None, "", start.measures))
+        return Restart(**about, guest=guest, packing=packed, measures=Measures(start.measures))
 
     def keep(self, loaded: "Loaded", guest: Guest, packing: Packed | None, measures: Measures) -> None:
         """What a load has found, if the next start can be made from it."""

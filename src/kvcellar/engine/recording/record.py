@@ -9,9 +9,10 @@ from torch import Tensor
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.registered import our_attention
+from kvcellar.engine.recording.facts import Unsettled
 from kvcellar.engine.recording.program import CONVOLVE
 from kvcellar.engine.recording.recording import Captured, Execute, Hooks, NotRecordable, Recording, inlined, reason_of
-from kvcellar.engine.recording.saved import NoDigest, Programs, digest_of
+from kvcellar.engine.recording.saved import Programs, digest_of
 from kvcellar.errors import BadRequest
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
@@ -39,7 +40,7 @@ def _recording(guest: Guest, execute: Execute, kept: Programs | None) -> Recordi
         raise NotRecordable(hooks.reason())
     try:
         digest = digest_of(guest) if kept is not None else ""
-    except NoDigest:
+    except Unsettled:
         kept, digest = None, ""
     if kept is not None and (found := kept.read(digest)) is not None:
         try:

@@ -102,7 +102,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "top_h": WITHIN_1,
     "epsilon_cutoff": st.floats(0.0, 1.0),
     "eta_cutoff": st.floats(0.0, 1.0),
-    "repetition_penalty": st.floats(0.0, 100.0, exclude_min=True),
+    "repetition_penalty": st.floats(0.01, 100.0),
     "presence_penalty": st.floats(-2.0, 2.0),
     "frequency_penalty": st.floats(-2.0, 2.0),
     "repeat_last_n": st.integers(-1, 2**31 - 1),

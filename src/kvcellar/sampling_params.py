@@ -121,7 +121,7 @@ class SamplingParams:
         config=SAME, modelfile=SAME, filters=True,
     )  # fmt: skip
     repetition_penalty: float = _parameter(
-        1.0, Real(0, 100, above=True), "above 1, makes tokens of prompt and completion less likely (arXiv 1909.05858)",
+        1.0, Real(0.01, 100), "above 1, makes tokens of prompt and completion less likely (arXiv 1909.05858)",
         "vLLM", ollama="repeat_penalty", config=SAME, modelfile="repeat_penalty",
     )  # fmt: skip
     presence_penalty: float = _parameter(

@@ -181,7 +181,7 @@ def test_no_drafts_are_a_depth_of_zero(value):
         ("num_ctx 4096.5", "num_ctx is '4096.5'; a whole number is needed"),
         ("num_ctx " + "9" * 30, "a whole number is needed"),
         ("draft_num_predict 65", "draft_num_predict is 65; 0 to 64"),
-        ("repeat_penalty 0", "repeat_penalty: repetition_penalty must be a finite number above 0"),
+        ("repeat_penalty 0", "repeat_penalty: repetition_penalty must be a finite number from 0.01 to 100"),
         ("top_k -2", "top_k: top_k must be a whole number"),
         ("num_predict -3", "num_predict: max_tokens must be a whole number"),
         ("shift maybe", "shift is 'maybe'; true or false is needed"),

@@ -311,6 +311,7 @@ INPUTS: list[tuple[dict[str, object], str]] = [
         {"input": "hi", "tools": [{"type": "mcp"}]},
         "tools[0].type is 'mcp', which is not supported; send functions",
     ),
+    ({"input": "hi", "text": {"format": {}}}, "text.format.type must be one of text, json_object, json_schema"),
     (
         {"input": "hi", "text": {"format": {"type": "json_object"}}, "response_format": {"type": "json_object"}},
         "text.format and response_format both say what the answer has to match; send one",

@@ -123,7 +123,7 @@ PARAMETERS = (
            *values("top_p", 0, -1, 1.1, 1e308, "1"),
            *values("min_p", -0.1, 1.1, 1e308),
            *values("typical_p", 0, 1.5),
-           *values("repetition_penalty", 0, -1, 1e308),
+           *values("repetition_penalty", 0, 1e-144, -1, 1e308),
            *values("presence_penalty", -2.1, 2.1, 1e308, "0"),
            *values("frequency_penalty", -2.1, 2.1, 1e308),
            *literals(),

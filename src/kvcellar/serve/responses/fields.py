@@ -176,7 +176,7 @@ def _common(body: ResponsesBody) -> dict[str, Any]:
     """As in chats; the constraint may also be `text.format`, in which a schema is not nested."""
     found = common(body)
     other: Constraint | None = found["constraint"]
-    given = (body.text.format if body.text is not None else None) or {"type": "text"}
+    given = _text_format(body)
     if given.get("type") == "json_schema":
         constraint = of_named_schema(given, "text.format", ("type", *SCHEMA_KEYS))
     else:
@@ -184,6 +184,11 @@ def _common(body: ResponsesBody) -> dict[str, Any]:
     if constraint is not None and other is not None:
         raise invalid("text.format", f"text.format and {other.param} both say what the answer has to match; send one")
     return found | {"constraint": constraint or other}
+
+
+def _text_format(body: ResponsesBody) -> dict[str, object]:
+    given = None if body.text is None else body.text.format
+    return {"type": "text"} if given is None else given
 
 
 def _nested(tool: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -210,7 +215,7 @@ def _echoed(body: ResponsesBody, most: Any) -> RequestFields:
         reasoning=ResponseReasoning(body.reasoning.effort if body.reasoning is not None else None),
         safety_identifier=body.safety_identifier,
         store=body.store is not False,
-        text=ResponseText((body.text.format if body.text is not None else None) or {"type": "text"}),
+        text=ResponseText(_text_format(body)),
         tool_choice="auto" if choice is None else choice,
         tools=[_flat(tool) for tool in tools],
         top_logprobs=body.top_logprobs or 0,

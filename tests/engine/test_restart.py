@@ -21,6 +21,7 @@ from kvcellar.engine.models import embedded
 from kvcellar.engine.recording import facts
 from kvcellar.engine.recording.kept import Kept
 from kvcellar.errors import AdapterRefused
+from kvcellar.kernels.layers import PanelWeight
 from tests.engine.test_adapters import adapter
 from tests.own_cache import own_cache
 from tests.zoo import ARCHS
@@ -77,6 +78,10 @@ def test_the_second_start_needs_no_network_and_has_the_same_bits(cache: Path, tm
     path = written(name, tmp_path / "model")
     was, first = start(path)
     assert not was
+    tied = getattr(ARCHS[name].build().config, "tie_word_embeddings", False)
+    with Engine(path, **SMALL) as engine:
+        weights = engine._built.guest._model.parameters()
+        assert any(isinstance(one, PanelWeight) for one in weights) == tied, "an output layer is read twice"
     with mock.patch.object(build, "_loaded", side_effect=AssertionError("it was loaded")):
         assert start(path) == (True, first)
 

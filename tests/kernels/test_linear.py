@@ -178,6 +178,58 @@ def test_a_weight_can_be_looked_at(native: PanelKernel, inner: int, outer: int, 
     assert torch.equal(turned.weight, linear.weight)
 
 
+class Tied(nn.Module):
+    """An output layer with the weight of an embedding."""
+
+    def __init__(self, inner: int, outer: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head = plain(inner, outer, dtype, bias=False)
+        self.embedding = nn.Embedding(outer, inner, _weight=self.head.weight, _freeze=True)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("inner", "outer"), SHAPES)
+def test_an_embedding_that_is_the_output_layer_is_in_memory_once(inner: int, outer: int, dtype: torch.dtype) -> None:
+    model = Tied(inner, outer, dtype)
+    weight, storage = model.embedding.weight.clone(), weakref.ref(model.embedding.weight.untyped_storage())
+    pack(model)
+    assert storage() is None
+    embedding = model.embedding.weight
+    assert (embedding.shape, embedding.dtype, embedding.device) == (weight.shape, dtype, weight.device)
+    for shape in ((), (1,), (9,), (2, 3), (0,)):
+        ids = torch.randint(outer, shape, generator=torch.Generator().manual_seed(1))
+        assert torch.equal(model.embedding(ids), F.embedding(ids, weight))
+    assert torch.equal(model.embedding(torch.arange(outer).expand(3, -1).t()), weight[:, None].expand(-1, 3, -1))
+    assert torch.equal(model.embedding(torch.arange(outer, dtype=torch.int32)), weight)
+
+
+def test_what_else_reads_an_embedding_in_panels_gets_a_copy_and_nothing_writes_it(native: PanelKernel) -> None:
+    model = Tied(17, 33, torch.bfloat16)
+    weight = model.embedding.weight.clone()
+    pack(model)
+    embedding = model.embedding.weight
+    assert type(embedding.detach()) is type(embedding) is not Tensor
+    assert torch.equal(embedding, weight)
+    assert torch.equal(embedding[3:5].float() * 2, weight[3:5].float() * 2)
+    assert torch.equal(torch.zeros_like(weight).copy_(embedding), weight)
+    for write in (embedding.zero_, lambda: embedding.copy_(weight)):
+        with pytest.raises(RuntimeError, match="cannot be written; load the model with pack=False"):
+            write()
+    for ids in (torch.tensor([33]), torch.tensor([0, -1])):
+        with pytest.raises(IndexError, match="is not one of the rows"):
+            model.embedding(ids)
+    assert torch.equal(embedding, weight)
+
+
+def test_layers_with_one_weight_are_each_packed(native: PanelKernel) -> None:
+    model = nn.Sequential(plain(16, 16, torch.float32, bias=False), plain(16, 16, torch.float32, bias=False))
+    model[1].weight = model[0].weight
+    weight = model[0].weight.clone()
+    assert pack(model).layers == 2
+    assert all(torch.equal(one.weight, weight) for one in model)
+
+
 def test_what_a_plain_layer_refuses_it_refuses(native: PanelKernel) -> None:
     linear = plain(8, 8, torch.bfloat16, bias=False)
     for layer in (linear, own(native, linear)):

@@ -188,10 +188,11 @@ def recorded(guest: Guest, captured: Captured, kernel: StepKernel) -> Recording:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss", "qwen3-moe"])
 def test_packed_layers_and_attention_are_called_natively(name: str, kernel: StepKernel) -> None:
-    """Merged layers, too."""
+    """Merged layers, too, and rows of an output layer that is the embedding."""
     guest = build_guest(ARCHS[name].build().to(dtype=torch.bfloat16), backends())
     pack(guest.model)
     captured = capture(guest)
+    assert (name == "gemma3") == any(op.name == "kvcellar.embedding" for op in captured.program.ops)
     theirs = timeline(guest)
     executor = NativeExecutor(captured.program, guest.model, kernel)
     guest.recording = Recording(captured, executor)

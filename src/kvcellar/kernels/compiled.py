@@ -13,9 +13,10 @@ Always true:
 
 `kvcellar.places` names their directory, `$CXX` the compiler.
 
-Every kernel that a recorded step may call has one form, `int function(const void* call)`, which returns 0, or 1 if
-there is not enough memory. `call` is a structure of the kernel's own, filled in once: it has the addresses of tensors
-and of the step's tables, whose content changes from step to step. So a recorded step knows nothing of its kernels.
+Every kernel that a recorded step may call has one form, `int function(const void* call)`, which returns 0, 1 if there
+is not enough memory, or 2 if an index is out of range. `call` is a structure of the kernel's own, filled in once: it
+has the addresses of tensors and of the step's tables, whose content changes from step to step. So a recorded step knows
+nothing of its kernels.
 
 Kernels divide their work among the threads of `threads.cpp`, one set per process. A kernel gets its address in its
 structure, with the number of threads that it may use; without an address it uses one.
@@ -54,6 +55,9 @@ INCLUDE = re.compile(r'^#include "([\w.]+)"$', re.MULTILINE)
 PATIENCE = 300.0  # seconds that a compiler may take
 PAUSE = 0.25  # seconds between reports of it, by which a listener ends a load
 FULL = ("No space left on device", "Disk quota exceeded")  # what compilers and linkers print of a full disk
+
+
+INDEX = 2  # what a kernel returns where an index is out of range: `Error` in `step_types.h`
 
 
 class NotCompiled(KvcellarError):
@@ -220,7 +224,7 @@ class Kernel:
     def __init__(self, source: Path, function: str, environment: Mapping[str, str]) -> None:
         """`environment` names the compiler, and the directory of compiled libraries."""
         self.library = library(source, environment)
-        self.run = self.library[function]  # 0, or 1 if there is not enough memory
+        self.run = self.library[function]
         self.run.argtypes, self.run.restype = [ctypes.c_void_p], ctypes.c_int
 
 
@@ -236,6 +240,13 @@ class Native:
     def address(self) -> int:
         """Where the structure is."""
         return ctypes.addressof(self.call)
+
+
+def error_of(returned: int) -> Exception:
+    """What to raise where a kernel did not return 0."""
+    if returned == INDEX:
+        return IndexError("an index (a token's id, say) is not one of the rows that it selects from")
+    return MemoryError("there is not enough memory for a kernel")
 
 
 def address_of(function: Any) -> int:

@@ -1,6 +1,7 @@
 """layers: linear layers of our own on CPUs, whatever their weights are: the module, and what it passes to its kernel.
 
-Weights of several layers with the same input can be one call (`merged`). Plain weights, in bfloat16 or float32, are in
+A weight that is an embedding, too, is in memory once: lookups read the panels of its layer (`PanelWeight`). Weights of
+several layers with the same input can be one call (`merged`). Plain weights, in bfloat16 or float32, are in
 panels (`linear.cpp`); quantised ones are in `quantised.py`. Layers of one shape can be a set: one for each expert
 (`experts.cpp`), or for each head (`heads.cpp`).
 
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from kvcellar.kernels.arena import LINE, Arena
-from kvcellar.kernels.compiled import SOURCES, Kernel, Native, Threads, address_of
+from kvcellar.kernels.compiled import SOURCES, Kernel, Native, Threads, address_of, error_of
 from kvcellar.kernels.structures import constant, structure
 
 _HEADER = SOURCES / "layers.h"
@@ -29,6 +31,8 @@ PER_THREAD = 1 << 19  # products that are worth another thread
 Part, _Layer, _Call = (structure(_HEADER, name) for name in ("Part", "Layer", "LayerCall"))
 _EXPERTS, _HEADS = SOURCES / "experts.cpp", SOURCES / "heads.cpp"
 _ExpertsCall, _HeadsCall = structure(_EXPERTS, "Call"), structure(_HEADS, "Call")
+_LOOKUP = torch.ops.aten.embedding.default
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class LayerKernel(Kernel):
@@ -147,6 +151,7 @@ def threads_for(inner: int, out: int, rows: int) -> int:
 
 SOURCE = SOURCES / "linear.cpp"
 PANEL = constant(SOURCE, "PANEL")  # outputs
+_RowsCall = structure(SOURCE, "RowsCall")
 PACKED = (torch.bfloat16, torch.float32)  # types of weights
 PAIRS, WIDENED, FOREIGN = range(3)  # how the kernel multiplies bfloat16: `kvcellar_multiplies`
 
@@ -160,6 +165,8 @@ class PanelKernel(LayerKernel):
         self._pack.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, ctypes.c_void_p, ctypes.c_int64]
         self._pack.restype = None
         self.multiplies: int = self.library.kvcellar_multiplies()
+        self.rows = self.library.kvcellar_weight_rows
+        self.rows.argtypes, self.rows.restype = [ctypes.c_void_p], ctypes.c_int
 
     def pack(self, weight: Tensor, panels: Tensor) -> None:
         """Write a weight [out,in] into `panels`."""
@@ -208,6 +215,58 @@ class _Panels(Weights):
 
 class PanelLinear(OwnLinear):
     """A layer with its weights in panels."""
+
+    kernel: PanelKernel
+    parts: tuple[_Panels]
+
+
+class PanelWeight(Tensor):
+    """The weight [out,in] of a layer in panels, for other modules that have it too. Rows are looked up in the panels;
+    whatever else reads it gets a plain copy, made at each use. It cannot be written."""
+
+    @staticmethod
+    def __new__(cls, layer: PanelLinear) -> "PanelWeight":
+        shape = (layer.out_features, layer.in_features)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=torch.device("cpu"))
+
+    def __init__(self, layer: PanelLinear) -> None:
+        self._layer = layer
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [...,in]. Raises `IndexError`."""
+        out = torch.empty(*ids.shape, self.shape[1], dtype=self.dtype, device="cpu")
+        ids = ids.to(torch.int64).contiguous()
+        if error := self._layer.kernel.rows(ctypes.byref(self._call(ids, out))):
+            raise error_of(error)
+        return out
+
+    def native(self, ids: Tensor, out: Tensor) -> Native:
+        """The call that fills out [...,in] from ids [...] I64, both at fixed addresses and contiguous."""
+        assert ids.dtype is torch.int64
+        assert out.dtype is self.dtype
+        assert ids.is_contiguous()
+        assert out.is_contiguous()
+        return Native(address_of(self._layer.kernel.rows), self._call(ids, out), (self, ids, out))
+
+    def _call(self, ids: Tensor, out: Tensor) -> Any:
+        panels = self._layer.parts[0].panels
+        return _RowsCall(panels.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(), *self.shape, TYPES[self.dtype])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, PanelWeight):
+            if func is _LOOKUP:
+                return first.rows(args[1])
+            if func in _SAME:
+                return PanelWeight(first._layer)
+            if func._schema.is_mutable:
+                raise RuntimeError("the weight of a packed layer cannot be written; load the model with pack=False")
+        return func(*tree_map_only(PanelWeight, _plain, args), **tree_map_only(PanelWeight, _plain, kwargs or {}))
+
+
+def _plain(weight: PanelWeight) -> Tensor:
+    return weight._layer.weight
 
 
 def panel_linear(kernel: PanelKernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:

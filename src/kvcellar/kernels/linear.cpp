@@ -397,6 +397,37 @@ extern "C" int kvcellar_multiplies() {
 #endif
 }
 
+namespace {
+
+struct RowsCall {
+    const void* panels;
+    const int64_t* ids;  // [rows]
+    void* to;            // [rows,in], of the type of the weights
+    int64_t rows, out, in, type;
+};
+
+}  // namespace
+
+// Rows of a weight [out,in] in panels. Returns 2 if an id is none of its rows.
+extern "C" int kvcellar_weight_rows(const void* call) {
+    const RowsCall& c = *static_cast<const RowsCall*>(call);
+    for (int64_t row = 0; row < c.rows; ++row) {
+        const int64_t id = c.ids[row], panel = id / PANEL, o = id % PANEL;
+        if (id < 0 || id >= c.out) return 2;
+        if (c.type == FLOAT32) {
+            const float* from = static_cast<const float*>(c.panels) + panel * PANEL * c.in + o;
+            float* to = static_cast<float*>(c.to) + row * c.in;
+            for (int64_t k = 0; k < c.in; ++k) to[k] = from[k * PANEL];
+            continue;
+        }
+        const uint16_t* from = static_cast<const uint16_t*>(c.panels) + 2 * (panel * PANEL * pairs_of(c.in) + o);
+        uint16_t* to = static_cast<uint16_t*>(c.to) + row * c.in;
+        for (int64_t k = 0; k + 1 < c.in; k += 2) std::memcpy(to + k, from + k * PANEL, 4);
+        if (c.in % 2) to[c.in - 1] = from[(c.in - 1) * PANEL];
+    }
+    return 0;
+}
+
 // w [out,in], with rows at a distance of `row` elements, into panels.
 extern "C" void kvcellar_pack(const void* w, void* panels, int64_t out, int64_t in, int64_t row, int64_t type,
                               Threads* threads, int64_t count) {

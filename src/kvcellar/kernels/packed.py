@@ -14,6 +14,7 @@ the text, for which oneDNN compiles a kernel for every length, are padded in the
 
 import os
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from kvcellar.kernels.arena import Arena, trim_heap
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.layers import FOREIGN, OwnLinear, PanelKernel, PanelLinear, panel_bytes, panel_linear
+from kvcellar.kernels.layers import FOREIGN, OwnLinear, PanelKernel, PanelLinear, PanelWeight, panel_bytes, panel_linear
 
 CAUSAL_CONV = "causal_conv1d_fn"  # its name in mixers of transformers
 ROWS = 16  # passed to oneDNN; the order that it chooses for it is as good for one row and for thousands
@@ -128,13 +129,14 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
     """Replace the linear layers of a CPU model, in place, one after the other: each plain weight that nothing else
     refers to is freed before the next is packed.
 
-    A weight that is referred to (by an embedding, or by the network whose weights the model shares) stays in memory
-    beside the packed copy. `environment` is for the compiler of the kernel.
+    Where it is our own, a module that has the same weight, such as an embedding, reads the packed one from then on.
+    A weight that is referred to otherwise (by the network whose weights the model shares) stays in memory beside the
+    packed copy. `environment` is for the compiler of the kernel.
     """
     names = [name for name, module in model.named_modules() if name and type(module) is nn.Linear]
     kept = {name: why for name in names if (why := _why_plain(_linear(model, name))) is not None}
     names = [name for name in names if name not in kept]
-    packer = _Packer(environment, [_linear(model, name).weight for name in names])
+    packer, holders = _Packer(environment, [_linear(model, name).weight for name in names]), _holders(model)
     count, size, own, trimmed = 0, 0, 0, 0
     for name in names:
         linear = _linear(model, name)
@@ -145,11 +147,23 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
         count, size, own = count + 1, size + linear.weight.nbytes, own + isinstance(packed, PanelLinear)
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, packed)
+        if isinstance(packed, PanelLinear):
+            for parameters, of in holders[id(linear.weight)]:
+                parameters[of] = PanelWeight(packed)
         del linear
         if own and (size - trimmed >= TRIMMED or name == names[-1]):
             trim_heap()
             trimmed = size
     return Packing(count, size, own, packer.not_own, kept, packer.arena)
+
+
+def _holders(model: nn.Module) -> Mapping[int, list[tuple[dict[str, Any], str]]]:
+    """Where modules have parameters, by the identity of the parameter; but for linear layers."""
+    found: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    for module in model.modules():
+        for name, parameter in module._parameters.items() if type(module) is not nn.Linear else ():
+            found[id(parameter)].append((module._parameters, name))
+    return found
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:

@@ -160,7 +160,7 @@ int take(const Instruction& I, int64_t row) {
 }
 
 int native(const Instruction& I, int64_t) {
-    return as<int (*)(const void*)>(I.line)(I.of) ? MEMORY : NONE;
+    return as<int (*)(const void*)>(I.line)(I.of);
 }
 
 struct Reduction {

@@ -302,6 +302,12 @@ def _linears(programs: Iterable[Program]) -> list[str]:
     return list(dict.fromkeys(str(path) for paths in called if isinstance(paths, tuple) for path in paths))
 
 
+def _read_paths(programs: Iterable[Program]) -> set[str]:
+    """Paths of tensors that programs read beside those of layers: constants, and weights of which they look up rows."""
+    found = {str(op.args[1]) for program in programs for op in program.ops if op.name == "kvcellar.embedding"}
+    return found | {one.path for program in programs for one in program.constants.values() if one.path is not None}
+
+
 def _tensors(network: nn.Module, programs: Iterable[Program], linears: Iterable[str], sources: Sources) -> Tensors:
     """What programs read. Raises `LookupError` for what is not as it is stored, and for too many data."""
     found: Tensors = {}
@@ -311,7 +317,7 @@ def _tensors(network: nn.Module, programs: Iterable[Program], linears: Iterable[
             raise LookupError(f"{path} is no layer whose weights are as they are stored")
         found |= {name: _Stored(one.dtype, one.name) for name in names if (one := sources[name]) is not None}
     left = MOST_DATA
-    for path in {one.path for program in programs for one in program.constants.values() if one.path is not None}:
+    for path in _read_paths(programs):
         if (source := sources.get(path)) is not None:
             found[path] = _Stored(source.dtype, source.name)
             continue

@@ -30,8 +30,8 @@ from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recorded_lowering import COPIES
 from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined, symbols_of
 from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
-from kvcellar.engine.recording.replay import constants_of, convolved, layers_of_cells
-from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, merged
+from kvcellar.engine.recording.replay import constants_of, convolved, layers_of_cells, tensor_of
+from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, PanelWeight, merged
 from kvcellar.kernels.scans import Recurrence, Rows, ScanKernel, runs_of
 from kvcellar.memory.attention.cpu import TYPES, Cpu
 from kvcellar.memory.kv.history import LayerHistory
@@ -152,6 +152,7 @@ class _Handlers:
     def by_operator(self) -> dict[str, Handler]:
         return {
             "kvcellar.linear": self._linear,
+            "kvcellar.embedding": self._embedding,
             "kvcellar.put": self._stored,
             "kvcellar.attend": self._attend,
             "kvcellar.attend_latent": self._attend,
@@ -213,6 +214,13 @@ class _Handlers:
             return self._merged[paths].native(rows, into)
         parts = into.split([module.out_features for module in modules], -1)
         return [module.native(rows, part) for module, part in zip(modules, parts, strict=True)]
+
+    def _embedding(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """Rows of a weight that a layer has in panels."""
+        (ids,), out, weight = inputs, _only(outputs), tensor_of(self._network, str(op.args[1]))
+        if isinstance(weight, PanelWeight) and ids.is_contiguous() and out.is_contiguous() and ids.numel():
+            return weight.native(ids, out)
+        return _filling(out, lambda: nn.functional.embedding(ids, weight))
 
     def _experts(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """Layers of many experts, of which each row uses some."""

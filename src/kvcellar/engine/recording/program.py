@@ -8,6 +8,7 @@ Symbols: `T` rows of the step, `W` rows whose logits are wanted; a program may h
 Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments. Those of ours:
 
     kvcellar.linear(x [...,in], paths)                   -> [...,out]; of several modules, their outputs side by side
+    kvcellar.embedding(ids [...], path)                  -> [...,in]; rows of a weight that a layer has in panels
     kvcellar.experts(x [n,in], index, path, share)       -> [n*share,out]; row i is expert index[i] of row i // share
     kvcellar.heads(path, (x [...,H,in],))                -> [...,H,out]; a layer for each head
     kvcellar.put(k [1,G,T,D], v [1,G,T,Dv], layer)       -> (); stores keys and values of the new tokens
@@ -25,10 +26,10 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
     kvcellar.scan(layer, head, *recurrence)              -> [T,1,heads,elements]; also stores their states after it
     kvcellar.module(path, arguments, keywords)           -> tensors; a module that could not be traced
 
-`path` is that of the module in the network, as in `get_submodule`. `scoring` are the keywords `scale`, `softcap` and
-`sinks` (a value, or None). `arguments` is a tuple of the call's positional arguments; its keywords are the operator's.
-Tensors among them are `Ref`s, and `Cache()` stands for the cache that the guest passes to its modules. The number N of
-cells is a symbol of its own for each group of layers.
+`path` is that of the module in the network, as in `get_submodule`; of an embedding, that of the weight. `scoring` are
+the keywords `scale`, `softcap` and `sinks` (a value, or None). `arguments` is a tuple of the call's positional
+arguments; its keywords are the operator's. Tensors among them are `Ref`s, and `Cache()` stands for the cache that the
+guest passes to its modules. The number N of cells is a symbol of its own for each group of layers.
 
 Arguments that only name a device or an order in memory are left out: a copy is written as its output value says.
 

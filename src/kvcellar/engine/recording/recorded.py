@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.recording.program import Op, Size, Sizes, resolved, size_of
-from kvcellar.engine.recording.recorded_kernel import INDEX, WORDS, StepKernel, instruction, span
+from kvcellar.engine.recording.recorded_kernel import WORDS, StepKernel, instruction, span
 from kvcellar.engine.recording.recorded_lowering import Lowering
 from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Small, Take, View, placed, stored_once
 from kvcellar.engine.recording.recorded_outline import (
@@ -42,7 +42,7 @@ from kvcellar.engine.recording.recorded_outline import (
     of_torch,
     with_numbers,
 )
-from kvcellar.kernels.compiled import Native
+from kvcellar.kernels.compiled import Native, error_of
 
 Layout = tuple[int, int, torch.dtype] | None  # of a storage in rows: elements of a row, rows, type; None: of no rows
 
@@ -180,16 +180,11 @@ class Binding:
                 if isinstance(part, tuple):
                     error = self._kernel.run(first + part[0] * WORDS * 8, part[1], failed, None)
                     if error:
-                        self._raise(error)
+                        raise error_of(error)
                 else:
                     part()
         finally:
             self._late.made.clear()
-
-    def _raise(self, error: int) -> None:
-        if error == INDEX:
-            raise IndexError("an index (a token's id, say) is not one of the rows that it selects from")
-        raise MemoryError("there is not enough memory for a kernel")
 
 
 @dataclass(slots=True)

@@ -108,7 +108,6 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int64: 2, torch.bool: 3}
 ABSENT = -1  # the type of an input that an operator does not have
 DIMS, INPUTS = 4, 3
 WORDS = 4 + DIMS + (1 + INPUTS) * (3 + DIMS) + 2  # of an instruction, each of 8 bytes
-MEMORY, INDEX = 1, 2  # errors
 
 Operand = tuple[int, ...]  # address, elements from row to row, strides of `DIMS` dimensions, type
 NOTHING: Operand = (0,) * (2 + DIMS) + (ABSENT,)

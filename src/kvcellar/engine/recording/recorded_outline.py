@@ -16,7 +16,7 @@ from torch import Tensor
 from kvcellar.engine.recording.program import Argument, Cache, Number, Op, Program, Ref, Sizes, Value, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import ON_ELEMENTS, operator
 from kvcellar.engine.recording.recorded_operators import Views, repeatable
-from kvcellar.kernels.compiled import Native
+from kvcellar.kernels.compiled import Native, error_of
 
 Call = Callable[[], None]
 Bound = Native | Sequence[Native] | Call
@@ -52,12 +52,12 @@ def of_torch(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor | None],
 
 
 def of_native(native: Native) -> Call:
-    """A call of a compiled function by itself. Raises `MemoryError` as it is called."""
+    """A call of a compiled function by itself. Raises `MemoryError` and `IndexError` as it is called."""
     function, address = NATIVE(native.function), native.address
 
     def call() -> None:
-        if function(address):
-            raise MemoryError("there is not enough memory for a kernel")
+        if error := function(address):
+            raise error_of(error)
         assert native
 
     return call

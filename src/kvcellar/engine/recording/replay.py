@@ -126,6 +126,9 @@ class _Run:
             case "kvcellar.linear":
                 x, paths = args
                 return torch.cat([self._replay.network.get_submodule(path)(x) for path in paths], -1)
+            case "kvcellar.embedding":
+                ids, path = args
+                return nn.functional.embedding(ids, tensor_of(self._replay.network, path))
             case "kvcellar.experts":
                 x, index, path = args
                 return self._replay.network.get_submodule(path)(x, index, **kwargs)
@@ -207,12 +210,17 @@ def constants_of(program: Program, network: nn.Module) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for storage, constant in program.constants.items():
         if constant.path is not None:
-            parent, _, name = constant.path.rpartition(".")
-            found[storage] = getattr(network.get_submodule(parent), name).detach()
+            found[storage] = tensor_of(network, constant.path).detach()
         else:
             dtype = next(value.dtype for value in program.values if value.storage == storage)
             found[storage] = torch.tensor(constant.data, dtype=getattr(torch, dtype), device=device)
     return found
+
+
+def tensor_of(network: nn.Module, path: str) -> Tensor:
+    """A parameter or buffer of the network."""
+    parent, _, name = path.rpartition(".")
+    return getattr(network.get_submodule(parent), name)
 
 
 def _last_uses(program: Program) -> Mapping[int, list[int]]:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from kvcellar.engine.models.registered import GuestCache
 from kvcellar.engine.recording.program import Argument, Cache, Constant, Dtype, Number, Op, Program, Ref, Size, Value
 from kvcellar.engine.recording.recording import NotRecordable
+from kvcellar.kernels.layers import PanelWeight
 
 _CALLS = {"Max": "Max", "Min": "Min"}
 _OPERATORS = {"FloorDiv": "//", "CleanDiv": "//", "IntTrueDiv": None, "Mod": "%", "PythonMod": "%"}
@@ -97,6 +98,8 @@ class Trace(TorchDispatchMode):
             return self._item(args[0])
         if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.detach.default) and not _is_fake(args[0]):
             return self._fake(args[0])
+        if func is torch.ops.aten.embedding.default and isinstance(args[0], PanelWeight):
+            return self._looked_up(args[0], args[1])
         if self._is_foreign([one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -130,6 +133,14 @@ class Trace(TorchDispatchMode):
                 raise NotRecordable(f"it writes into a weight or buffer ({func})")
         keywords = {name: value for name, value in kwargs.items() if name not in _PLACES}
         self._add(str(func), args, keywords, [self.value(out) for out in written])
+
+    def _looked_up(self, weight: PanelWeight, ids: Tensor) -> Tensor:
+        """Rows of a weight of the network."""
+        if id(weight) not in self._paths:
+            raise NotRecordable("it looks up rows of a weight that is not in the network")
+        out = self.empty(ids, (*ids.shape, weight.shape[1]), weight.dtype)
+        self.add("kvcellar.embedding", (ids, self._paths[id(weight)]), {}, (out,))
+        return out
 
     def _convolved(
         self, x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, *_: Any

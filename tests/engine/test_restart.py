@@ -18,6 +18,7 @@ from kvcellar import Constraint, Engine
 from kvcellar.engine.load import build, restart
 from kvcellar.engine.load.restart import KIND, Restored
 from kvcellar.engine.models import embedded
+from kvcellar.engine.models.quantize.directory import quantize_directory
 from kvcellar.engine.recording import facts
 from kvcellar.engine.recording.kept import Kept
 from kvcellar.errors import AdapterRefused
@@ -84,6 +85,37 @@ def test_the_second_start_needs_no_network_and_has_the_same_bits(cache: Path, tm
         assert any(isinstance(one, PanelWeight) for one in weights) == tied, "an output layer is read twice"
     with mock.patch.object(build, "_loaded", side_effect=AssertionError("it was loaded")):
         assert start(path) == (True, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("lfm2", "int8"),
+        ("gemma3", "int4"),
+        *(pytest.param(name, kind, marks=pytest.mark.slow) for name, kind in (("llama", "mixed"), ("qwen2", "int8"))),
+    ],
+)
+def test_weights_that_are_quantised_at_load_are_at_the_second_start(
+    cache: Path, tmp_path: Path, name: str, weights: str
+) -> None:
+    path = written(name, tmp_path / "model")
+    was, first = start(path, weights=weights)
+    assert not was
+    assert start(path, lambda _: None)[0] is False, "without them it is another model"
+    with mock.patch.object(build, "_loaded", side_effect=AssertionError("it was loaded")):
+        assert start(path, weights=weights) == (True, first)
+
+
+@pytest.mark.parametrize("kind", ["int4", pytest.param("mixed", marks=pytest.mark.slow)])
+def test_codes_of_files_are_read_at_the_second_start(cache: Path, tmp_path: Path, kind: str) -> None:
+    """Served by the kernel; dense weights that are made of codes are no stored ones."""
+    path = tmp_path / "quantised"
+    quantize_directory(written("llama", tmp_path / "model"), path, kind, measure=False)
+    was, first = start(path)
+    assert not was
+    with mock.patch.object(build, "_loaded", side_effect=AssertionError("it was loaded")):
+        assert start(path) == (True, first)
+    assert start(path, lambda _: None, weights="dense") == start(path, lambda _: None, weights="dense") == (False, None)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "gpt2", "mamba2"])
@@ -174,7 +206,7 @@ def test_other_weights_that_look_the_same_are_seen_by_their_logits(warm: tuple[P
     assert other != first
 
 
-@pytest.mark.parametrize("damage", ["cut", "byte", "other", "fields", "program", "tensor", "layout"])
+@pytest.mark.parametrize("damage", ["cut", "byte", "other", "fields", "program", "tensor", "codes", "layout"])
 def test_a_damaged_file_loads_the_model_and_is_written_again(warm: tuple[Path, Any], cache: Path, damage: str) -> None:
     directory, first = warm
     (file,) = cache.iterdir()
@@ -189,6 +221,7 @@ def test_a_damaged_file_loads_the_model_and_is_written_again(warm: tuple[Path, A
         changes: dict[str, Any] = {
             "fields": {"measures": {"a": "b"}},
             "program": {"programs": b"\x80"},
+            "codes": {"tensors": {name: one | {"kind": "int4"} for name, one in kept["tensors"].items()}},
             "tensor": {"tensors": kept["tensors"] | {"model.norm.weight": {"dtype": "bfloat16", "name": "missing"}}},
             "layout": {"groups": [kept["groups"][0] | {"layout": ["Sliding", [0]]}]},
         }

@@ -57,7 +57,7 @@ def test_every_schema_has_the_name_of_its_type_and_fields_their_comments():
     assert schemas["OutputFormat"]["properties"].keys() == {"type", "schema"}, "by the names that clients send"
     assert schemas["RecallFields"]["properties"]["asked"]["description"].startswith("tokens of the prompt")
     assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0} in chat["top_p"]["anyOf"]
-    assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 100.0} in options["repeat_penalty"]["anyOf"]
+    assert {"type": "number", "minimum": 0.01, "maximum": 100.0} in options["repeat_penalty"]["anyOf"]
 
 
 def test_no_response_is_declared_for_whatever_is_sent():

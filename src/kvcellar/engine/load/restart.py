@@ -33,6 +33,8 @@ from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models.described import AsStored, Described
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Verdict, backends_for
+from kvcellar.engine.models.quantize.reading import decoded as with_dense
+from kvcellar.engine.models.quantize.rounding import codes_of
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.packing import Packed
@@ -45,8 +47,10 @@ from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recording import Recording
 from kvcellar.engine.recording.saved import decoded, encoded
 from kvcellar.errors import ModelRefused
+from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled, compiled_for
 from kvcellar.kernels.packed import Packing, pack
+from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear, most_bytes
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.kv.group import Group
@@ -86,6 +90,7 @@ class _Stored(Struct):
     name: str | None = None
     shape: tuple[int, ...] = ()
     data: bytes = b""
+    kind: Literal["", "auto", "int8", "int4"] = ""  # of the codes that are made of it, as in `AsStored`
 
 
 Tensors = dict[str, _Stored]
@@ -189,7 +194,7 @@ class Restarts:
 
     def keep(self, loaded: "Loaded", guest: Guest, packing: Packed | None, measures: Measures) -> None:
         """What a load has found, if the next start can be made from it."""
-        if self._files is None or guest.recording is None or loaded.served is not None or guest.verdict is None:
+        if self._files is None or guest.recording is None or guest.verdict is None:
             return
         captured = guest.recording.captured
         programs = [one for one in (captured.program, captured.decoding) if one is not None]
@@ -315,7 +320,8 @@ def _tensors(network: nn.Module, programs: Iterable[Program], linears: Iterable[
         names = [f"{path}.{name}" for name in ("weight", "bias") if f"{path}.{name}" in sources]
         if not names or any(sources[name] is None for name in names):
             raise LookupError(f"{path} is no layer whose weights are as they are stored")
-        found |= {name: _Stored(one.dtype, one.name) for name in names if (one := sources[name]) is not None}
+        own = ((name, sources[name]) for name in names)
+        found |= {name: _Stored(one.dtype, one.name, kind=one.kind) for name, one in own if one is not None}
     left = MOST_DATA
     for path in _read_paths(programs):
         if (source := sources.get(path)) is not None:
@@ -333,17 +339,23 @@ def _tensors(network: nn.Module, programs: Iterable[Program], linears: Iterable[
 def _weights(start: _Start, path: Path, *, packs: bool) -> tuple[nn.Module, Packing | None]:
     """The tensors that programs read, by the paths that they have in the network, and its linear layers. A tensor that
     has two names is read once."""
-    root = nn.Module()
-    with opened(path) as files:
+    root, coded = nn.Module(), {name: one for name, one in start.tensors.items() if one.kind}
+    with opened(path) as stored:
         read: dict[tuple[str, str], nn.Parameter] = {}
+        files = with_dense(stored) if coded else stored
         for name, one in start.tensors.items():
+            if one.kind:
+                continue
             key = (name if one.name is None else one.name, one.dtype)
             if key not in read:
                 read[key] = nn.Parameter(_tensor(one, files), requires_grad=False)
             _parent(root, name).register_parameter(name.rpartition(".")[2], read[key])
+        _add_codes(root, coded, files)
         files.check_unchanged()
     read.clear()
     for name in start.linears:
+        if f"{name}.weight" in coded:
+            continue
         held, parent = root.get_submodule(name)._parameters, _parent(root, name)
         if (weight := held.get("weight")) is None or weight.dim() != 2:
             raise Damaged(f"{name} is no linear layer")
@@ -351,6 +363,24 @@ def _weights(start: _Start, path: Path, *, packs: bool) -> tuple[nn.Module, Pack
         layer._parameters.update(held)
         parent.add_module(name.rpartition(".")[2], layer)
     return root, pack(root, environment=os.environ) if packs else None
+
+
+def _add_codes(root: nn.Module, coded: Tensors, files: WeightsFiles) -> None:
+    """The layers of weights with codes. Their biases are there."""
+    if not coded:
+        return
+    stored = {name: files.tensors.get(one.name or "") for name, one in coded.items()}
+    if any(one is None or len(one.shape) != 2 for one in stored.values()):
+        raise Damaged("the weights files hold no matrix of a layer with codes")
+    kernel = QuantisedKernel(os.environ)
+    arena = Arena(sum(most_bytes(*one.shape) for one in stored.values() if one is not None))
+    for name, one in coded.items():
+        codes = codes_of(name, files.slices[one.name or ""], one.kind)
+        if isinstance(codes, str):
+            raise Damaged(f"{name} has no codes: {codes}")
+        bias, path = _parent(root, name)._parameters.get("bias"), name.rpartition(".")[0]
+        layer = QuantisedLinear(kernel, codes, bias, getattr(torch, one.dtype), arena)
+        _parent(root, path).add_module(path.rpartition(".")[2], layer)
 
 
 def _parent(root: nn.Module, path: str) -> nn.Module:

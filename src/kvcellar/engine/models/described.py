@@ -10,10 +10,26 @@ from kvcellar.text.tokens import TextAssets
 
 
 class AsStored(NamedTuple):
-    """A parameter that is as it is stored, but for its type: `name` is that of the stored tensor."""
+    """A parameter that is as it is stored, but for its type, or the codes that take its place: `name` is that of the
+    stored tensor."""
 
     name: str
     dtype: Any  # of the parameter, as a word
+    kind: Any = ""  # of codes: int8 or int4, to which it is rounded, or auto, where the file has codes
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """How weights of 8 and 4 bits are multiplied: number of layers by bits, bytes of their codes, and why others with
+    codes are dense.
+
+    `identity` tells the numbers that are computed from those with other weights of the same files; empty: dense ones.
+    """
+
+    layers: Mapping[int, int]
+    bytes: int
+    dense: Mapping[str, str]
+    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +46,7 @@ class Described:
     text: TextAssets | None
     without_text: str
     notes: tuple[str, ...]  # what of its files is not used or not followed
-    served: Any = None  # a `Served`: how weights of 8 and 4 bits are multiplied; None: it has none
+    served: Served | None = None  # None: it has no weights of 8 and 4 bits
     stored: Mapping[str, int] = field(default_factory=dict[str, int])  # how quantised weights of its files are stored
 
     @property

@@ -30,13 +30,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import get_fast_tokenizer_file
 
-from kvcellar.engine.models.described import AsStored, Described
+from kvcellar.engine.models.described import AsStored, Described, Served
 from kvcellar.engine.models.generation_defaults import FIELDS, GenerationDefaults, generation_defaults
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import context_of, limits_of
 from kvcellar.engine.models.quantize.kinds import DENSE
 from kvcellar.engine.models.quantize.reading import decoded
-from kvcellar.engine.models.quantize.served import Coding, Served, coding_of, given, replaced
+from kvcellar.engine.models.quantize.served import Coding, coding_of, given, replaced, sources_with_codes
 from kvcellar.engine.models.weights.config_file import config_fields, read_object
 from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.placement import check_placement
@@ -192,10 +192,11 @@ def load(
             if isinstance(coding, str):
                 notes.append(f"its quantised weights are decoded when they are loaded: {coding}")
             loaded = _loaded(name, path, network, defaults, text, notes, stored.forms)
+            sources = sources_of(network, stored)
             if isinstance(coding, Coding):
                 loaded = replace(loaded, served=_replaced(path, network, coding, stored))
-            elif not stored.forms:
-                loaded = replace(loaded, sources=sources_of(network, stored))
+                sources = sources_with_codes(sources, network, stored, coding)
+            loaded = replace(loaded, sources=sources)
         network.to(device=place)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
     return _noted(loaded)
 

@@ -10,12 +10,19 @@ that counts is that of the outputs: with H [i,i], the sum of x xᵀ over inputs 
 the squared error of an output is d H dᵀ, d being the error of its weights. (Frantar et al., 2022)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from kvcellar.kernels.codes import row_blocks
+from kvcellar.engine.models.quantize.kinds import INT8
+from kvcellar.engine.models.weights.weights_files import is_finite
+from kvcellar.errors import ModelRefused
+from kvcellar.kernels.codes import INT4, Coded, Codes, row_blocks
+from kvcellar.kernels.quantised import unfit
 
 GROUP = 32  # inputs that share a scale of 4-bit codes
+_HALF = 8  # what is added to integers of 4 bits
 _BLOCK = 128  # inputs whose corrections are applied to later ones at once; a multiple of GROUP
 _DAMPINGS = (0.01, 0.1, 1.0)  # shares of the mean of the diagonal, each tried where the one before is too small
 
@@ -160,3 +167,34 @@ def _error(weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor) -> fl
     """The squared error of all outputs."""
     wrong = weight.float() - (codes.unflatten(1, (-1, GROUP)) * scales[..., None].float()).flatten(1)
     return float(((wrong @ hessian) * wrong).sum(dtype=torch.float64))
+
+
+# -- codes that are served ---------------------------------------------------------------------------------------------
+
+
+def codes_of(name: str, part: Any, kind: str) -> Codes | str:
+    """The codes of a stored weight, or why it has none that are served: those that it has, else it is rounded to `kind`
+    without data. Raises `ModelRefused` for values that are not finite."""
+    if isinstance(part, Coded):
+        codes = part.codes()
+        return codes if isinstance(codes, str) else unfit(codes) or codes
+    weight: Tensor = part[...]
+    check_finite(name, weight)
+    if kind == INT8:
+        return eight_bits(weight)
+    values, scales = int4_groups(weight)
+    return Codes((values + _HALF).view(torch.uint8), INT4, scales)
+
+
+def eight_bits(weight: Tensor) -> Codes:
+    values, scales = int8_rows(weight)
+    return Codes(values, None, scales)
+
+
+def check_finite(name: str, weight: Tensor) -> None:
+    """Raise `ModelRefused` for values that are not finite."""
+    if not is_finite(weight):
+        raise ModelRefused(
+            f"{name} holds NaN or infinity as {weight.dtype}. The weights are damaged; if not, load them with dtype "
+            "float32"
+        )

@@ -21,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvcellar.engine.models.described import AsStored, Served
 from kvcellar.engine.models.quantize.formats.part import DecodedCodes
 from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
-from kvcellar.engine.models.quantize.rounding import int4_groups, int8_rows
+from kvcellar.engine.models.quantize.rounding import check_finite, codes_of, eight_bits
 from kvcellar.engine.models.quantize.selection import FEWEST, choose
 from kvcellar.engine.models.weights.packing import expert_modules, serve_experts, weights_of
-from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few, is_finite
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few
 from kvcellar.engine.models.weights.weights_loading import plain_targets, stacked_targets
-from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.errors import BadRequest
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.codes import INT4, Coded, Codes, side_by_side
+from kvcellar.kernels.codes import Coded, Codes, side_by_side
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.layers import ExpertsKernel, OwnExperts
 from kvcellar.kernels.quantised import ARITHMETIC, QuantisedKernel, QuantisedLinear, most_bytes, unfit
@@ -117,20 +118,6 @@ def dense_stack(stack: Stack, slices: Mapping[str, Any], dtype: torch.dtype) -> 
 
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LEFT = "it is not the weight of a linear layer, nor of experts all of which have codes"
-_HALF = 8  # what is added to integers of 4 bits
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """How weights are multiplied: number of layers by bits, bytes of their codes, and why others with codes are dense.
-
-    `identity` tells the numbers that are computed from those with other weights of the same files; empty: dense ones.
-    """
-
-    layers: Mapping[int, int]
-    bytes: int
-    dense: Mapping[str, str]
-    identity: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +228,14 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
         codes = _codes(name, coding)
         if isinstance(codes, str):
             weight: Tensor = coding.slices[name][...].to(network.dtype)
-            _check_finite(name, weight)
+            check_finite(name, weight)
             linear[place].weight = nn.Parameter(weight, requires_grad=False)
             dense[name] = codes
         else:
             put(place, codes)
     stacks = list(_replaced_stacks(network, coding, dense))
     for place in head if made or stacks else ():
-        put(place, _eight_bits(linear[place].weight))
+        put(place, eight_bits(linear[place].weight))
     if stacks:
         serve_experts(network)
     everything = [*([one] for one in made.values()), *stacks]
@@ -275,36 +262,31 @@ def _replaced_stacks(
                 yield layers
             else:
                 weight = dense_stack(stack, coding.slices, network.dtype)
-                _check_finite(stack.stored[0], weight)
+                check_finite(stack.stored[0], weight)
                 setattr(module, stack.name, nn.Parameter(weight, requires_grad=False))
                 dense |= dict.fromkeys(stack.stored, why or "")
 
 
 def _codes(name: str, coding: Coding) -> Codes | str:
     """The codes of one weight, or why it is dense."""
-    part, kind = coding.slices[name], coding.kinds[name]
-    if isinstance(part, Coded):
-        codes = part.codes()
-        return codes if isinstance(codes, str) else unfit(codes) or codes
-    weight: Tensor = part[...]
-    _check_finite(name, weight)
-    if kind == INT8:
-        return _eight_bits(weight)
-    values, scales = int4_groups(weight)
-    return Codes((values + _HALF).view(torch.uint8), INT4, scales)
+    return codes_of(name, coding.slices[name], coding.kinds[name])
 
 
-def _check_finite(name: str, weight: Tensor) -> None:
-    if not is_finite(weight):
-        raise ModelRefused(
-            f"{name} holds NaN or infinity as {weight.dtype}. The weights are damaged; if not, load them with dtype "
-            "float32"
-        )
-
-
-def _eight_bits(weight: Tensor) -> Codes:
-    values, scales = int8_rows(weight)
-    return Codes(values, None, scales)
+def sources_with_codes(
+    sources: Mapping[str, AsStored | None], network: PreTrainedModel, weights: WeightsFiles, coding: Coding
+) -> dict[str, AsStored | None]:
+    """How parameters are stored, `sources`, once layers were replaced."""
+    found, names = dict(sources), {place: name for name, place in coding.modules.items()}
+    for place, module in network.named_modules():
+        if not isinstance(module, QuantisedLinear):
+            continue
+        plain, dtype, kind = found.get(f"{place}.weight"), str(module.dtype).removeprefix("torch."), INT8
+        if (name := names.get(place)) is not None:
+            kind = coding.kinds[name]
+        elif plain is not None and weights.tensors[plain.name].dtype == _STORED[module.dtype]:
+            name = plain.name  # of the output head, which is rounded in the type of the network
+        found[f"{place}.weight"] = None if name is None else AsStored(name, dtype, kind)
+    return found
 
 
 def _linear_layers(network: nn.Module) -> dict[str, nn.Linear]:

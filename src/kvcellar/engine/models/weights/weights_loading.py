@@ -157,7 +157,7 @@ def sources_of(network: PreTrainedModel, weights: WeightsFiles) -> dict[str, AsS
     found = {
         id(one): AsStored(stored[name], str(one.dtype).removeprefix("torch."))
         for name, one in named
-        if name in stored and id(one) not in turned
+        if name in stored and stored[name] not in weights.forms and id(one) not in turned
     }
     return {name: found.get(id(one)) for name, one in named}
 

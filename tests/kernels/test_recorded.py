@@ -192,14 +192,6 @@ def test_functions_are_native_where_torchs_library_has_them(native: StepKernel) 
     assert none.of("aten.exp.default", torch.exp, lambda: torch.ones(64)) is None
 
 
-def test_what_repeats_is_stored_once(native: StepKernel) -> None:
-    made = recorded(traced(gated_state, [rows(5, 64), rows(5, 16)]), native)
-    inputs = rows(40, 64), rows(40, 16)
-    assert same_bits(run(made, 40, inputs)[0], gated_state(*inputs))
-    state = 40 * 4 * 8 * 16
-    assert made.bytes < 2 * state * 4  # of the decay and of its product there are 4 numbers in each row
-
-
 @pytest.mark.parametrize("name", ["gelu", "rsqrt", "silu", "softplus"])
 def test_rows_that_torch_computes_in_several_ways_are_equal_too(name: str, native: StepKernel) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)[: 65535 // 5 * 5].view(-1, 5)

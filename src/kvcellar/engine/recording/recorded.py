@@ -20,7 +20,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcellar.engine.recording.program import Op, Size, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_kernel import WORDS, StepKernel, instruction, span
 from kvcellar.engine.recording.recorded_lowering import Lowering
-from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Small, Take, View, placed, stored_once
+from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Small, Take, View, placed
 from kvcellar.engine.recording.recorded_outline import (
     Bound,
     Call,
@@ -264,25 +264,8 @@ class Binder:
                 args = [resolved(one, self._views.__getitem__, self._sizes) for one in op.args]
                 kwargs = {name: resolved(one, self._views.__getitem__, self._sizes) for name, one in op.kwargs.items()}
                 outputs = [None if value is None else self._views[value] for value in op.outputs]
-                found = self._once(op, lowering(op.name, args, kwargs, outputs))
+                found = lowering(op.name, args, kwargs, outputs)
             yield from (op,) if found is None else found
-
-    def _once(self, op: Op, found: Sequence[Small | Take] | None) -> Sequence[Small | Take] | None:
-        """The same, its output stored once along dimensions where it repeats, for it and for all that read it."""
-        written = op.outputs[0]
-        if found is None or len(found) != 1 or written not in self._outline.repeatable or written is None:
-            return found
-        one, dims = found[0], self._outline.repeatable[written]
-        repeats = one.repeats() if isinstance(one, Small) else ()
-        views = {index: view for index in dims if (view := self._views[index]) is not None}
-        if not repeats or len(views) < len(dims):
-            return found
-        for index, view in stored_once(views, dims, written, repeats).items():
-            self._views[index] = view
-        out = self._views[written]
-        assert isinstance(one, Small)
-        assert out is not None
-        return [replace(one, out=out)]
 
     def _fold(self) -> None:
         """Compute, once, what does not depend on a step."""
@@ -348,20 +331,7 @@ class Binder:
                 self._add(instruction(self._kernel.native, native.function, (1, 1, 1, 1), of=native.address))
 
     def _torch(self, op: Op, sizes: Sizes) -> Call:
-        inputs, outputs = self._tensors(op)
-        whole, copies = list(inputs), list[tuple[Tensor, Tensor]]()
-        for place, value in enumerate(op.reads):
-            if (view := self._views[value]) is not None and view.whole is not None:
-                whole[place] = torch.empty_strided(view.shape, view.whole, dtype=view.dtype, device="cpu")
-                copies.append((whole[place], inputs[place]))
-        called = of_torch(op, whole, outputs, sizes)
-
-        def call() -> None:
-            for to, of in copies:
-                to.copy_(of)
-            called()
-
-        return call if copies else called
+        return of_torch(op, *self._tensors(op), sizes)
 
     def _handled(self, op: Op, sizes: Sizes) -> Bound:
         handler = self._handlers.get(op.name)

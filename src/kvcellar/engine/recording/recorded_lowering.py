@@ -67,9 +67,6 @@ FILLS: Mapping[str, int | float] = {  # a value, or the index of the argument th
     "aten.new_full.default": 2,
     "aten.fill_.Scalar": 1,
 }
-ON_ELEMENTS = frozenset({*ELEMENTWISE, *COPIES, *TABLES}) - {
-    name for name in (*ELEMENTWISE, *COPIES) if name.split(".")[1].endswith("_")
-}
 APART = 32768  # elements from which on torch computes with several threads
 WHOLE = 64  # elements of bfloat16 that torch computes at once on any CPU; what is left it may compute in another way
 
@@ -278,7 +275,7 @@ def _spread(x: View, shape: tuple[int, ...]) -> View:
 def _whole(x: View, out: View) -> bool:
     """Whether torch computes all elements of it in the same way: as one line, or row by row, with a part of so many
     elements for each of its threads."""
-    x, elements = x if x.whole is None else x._replace(strides=x.whole), math.prod(out.shape)
+    elements = math.prod(out.shape)
     threads = min(torch.get_num_threads(), -(-elements // APART))
     if threads > 1 and -(-elements // threads) % WHOLE:
         return False

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.engine.recording.program import Argument, Cache, Number, Op, Program, Ref, Sizes, Value, resolved, size_of
-from kvcellar.engine.recording.recorded_lowering import ON_ELEMENTS, operator
-from kvcellar.engine.recording.recorded_operators import Views, repeatable
+from kvcellar.engine.recording.recorded_lowering import operator
 from kvcellar.kernels.compiled import Native, error_of
 
 Call = Callable[[], None]
@@ -85,8 +84,7 @@ class Outline:
     """A program and its constants, by storage: its own, and what operators compute from these for all sizes, which are
     not in the program any more. `reads`: the values that each operator reads. `rows`: of each value, the one dimension
     whose size is an expression. `late`: values whose sizes are not known before a run. `folded`: indices of operators
-    whose results depend on constants and sizes only, and are written by no other operator. `repeatable`: as in
-    `recorded_operators.py`."""
+    whose results depend on constants and sizes only, and are written by no other operator."""
 
     program: Program
     constants: Mapping[int, Tensor]
@@ -94,7 +92,6 @@ class Outline:
     rows: tuple[tuple[int, str] | None, ...]
     late: tuple[bool, ...]
     folded: frozenset[int]
-    repeatable: Mapping[int, Views]
 
 
 def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collection[str]) -> Outline:
@@ -107,7 +104,7 @@ def outlined(program: Program, constants: Mapping[int, Tensor], symbols: Collect
     constants = {**constants, **{storage: tensor for storage, tensor in made.items() if storage in read}}
     late, rows = _late(program, symbols), tuple(_row(value) for value in program.values)
     folded, reads = _folded(program, constants.keys(), late, symbols), tuple(op.reads for op in program.ops)
-    return Outline(program, constants, reads, rows, late, folded, repeatable(program, ON_ELEMENTS))
+    return Outline(program, constants, reads, rows, late, folded)
 
 
 def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:

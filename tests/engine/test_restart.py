@@ -106,11 +106,21 @@ def test_weights_that_are_quantised_at_load_are_at_the_second_start(
         assert start(path, weights=weights) == (True, first)
 
 
+def test_a_head_that_is_rounded_in_another_type_than_it_is_stored_in_is_loaded_each_time(
+    cache: Path, tmp_path: Path
+) -> None:
+    path = written("gemma3", tmp_path / "model")  # bfloat16
+    for dtype, again in (("float32", False), ("auto", True)):
+        first, second = (start(path, lambda _: None, weights="int8", dtype=dtype) for _ in range(2))
+        assert (first, second) == ((False, None), (again, None))
+
+
 @pytest.mark.parametrize("kind", ["int4", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_codes_of_files_are_read_at_the_second_start(cache: Path, tmp_path: Path, kind: str) -> None:
-    """Served by the kernel; dense weights that are made of codes are no stored ones."""
+    """Served by the kernel, with a head of 8 bits that is the embedding; dense weights that are made of codes are no
+    stored ones."""
     path = tmp_path / "quantised"
-    quantize_directory(written("llama", tmp_path / "model"), path, kind, measure=False)
+    quantize_directory(written("gemma3", tmp_path / "model"), path, kind, measure=False)
     was, first = start(path)
     assert not was
     with mock.patch.object(build, "_loaded", side_effect=AssertionError("it was loaded")):
@@ -125,10 +135,16 @@ def test_what_has_modules_in_its_steps_is_loaded_each_time(cache: Path, tmp_path
     assert start(path, lambda _: None) == start(path, lambda _: None) == (False, None)
 
 
-def test_the_second_start_does_not_import_transformers(cache: Path, directory: Path) -> None:
+@pytest.mark.parametrize("weights", ["dense", "int4", "codes of the file"])
+def test_the_second_start_does_not_import_transformers(
+    cache: Path, tmp_path: Path, directory: Path, weights: str
+) -> None:
+    if weights == "codes of the file":
+        source, directory, weights = directory, tmp_path / "quantised", "auto"
+        quantize_directory(source, directory, "int8", measure=False)
     code = (
         "import sys\nfrom kvcellar import Engine\nfrom kvcellar.engine.recording import facts\n"
-        f"facts.SETTLED = -(10**15)\nwith Engine({str(directory)!r}, **{SMALL}) as engine:\n"
+        f"facts.SETTLED = -(10**15)\nwith Engine({str(directory)!r}, weights={weights!r}, **{SMALL}) as engine:\n"
         f"    engine.generate({PROMPT}, max_tokens=3, temperature=0)\n"
         "print(*sorted({'transformers', 'torch._dynamo', 'sympy', 'huggingface_hub'} & set(sys.modules)))\n"
     )

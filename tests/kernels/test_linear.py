@@ -1,5 +1,6 @@
 """Linear layers of our own return what float64 does, rounded once; a row has the same bits in any company."""
 
+import copy
 import gc
 import os
 import platform
@@ -17,7 +18,16 @@ from torch import Tensor, nn
 from kvcellar.kernels import packed
 from kvcellar.kernels.arena import HUGE, SMAPS, Arena
 from kvcellar.kernels.compiled import COMPILERS
-from kvcellar.kernels.layers import FOREIGN, PAIRS, PanelKernel, PanelLinear, merged, panel_bytes, panel_linear
+from kvcellar.kernels.layers import (
+    FOREIGN,
+    PAIRS,
+    PanelKernel,
+    PanelLinear,
+    PanelWeight,
+    merged,
+    panel_bytes,
+    panel_linear,
+)
 from kvcellar.kernels.packed import PackedLinear, pack
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -213,13 +223,58 @@ def test_what_else_reads_an_embedding_in_panels_gets_a_copy_and_nothing_writes_i
     assert torch.equal(embedding, weight)
     assert torch.equal(embedding[3:5].float() * 2, weight[3:5].float() * 2)
     assert torch.equal(torch.zeros_like(weight).copy_(embedding), weight)
-    for write in (embedding.zero_, lambda: embedding.copy_(weight)):
+    writes = (
+        embedding.zero_,
+        lambda: embedding.copy_(weight),
+        lambda: torch.add(weight, weight, out=embedding),
+        lambda: torch._foreach_mul_([weight.clone(), embedding], 2),
+    )
+    for write in writes:
         with pytest.raises(RuntimeError, match="cannot be written; load the model with pack=False"):
             write()
+    for read in (embedding.data_ptr, embedding.untyped_storage, model.share_memory):
+        with pytest.raises(RuntimeError, match=r"has no (memory|storage) of its own"):
+            read()
+    with pytest.raises(RuntimeError, match=r"ids are int64 or int32, not torch\.float32"):
+        model.embedding(torch.tensor([1.5]))
     for ids in (torch.tensor([33]), torch.tensor([0, -1])):
         with pytest.raises(IndexError, match="is not one of the rows"):
             model.embedding(ids)
     assert torch.equal(embedding, weight)
+
+
+def test_copies_of_an_embedding_in_panels_share_them_and_files_have_a_plain_weight(
+    native: PanelKernel, tmp_path: Path
+) -> None:
+    model, ids = Tied(17, 33, torch.bfloat16), torch.arange(33)
+    weight = model.embedding.weight.clone()
+    pack(model)
+    assert isinstance(model.embedding.weight, nn.Parameter)
+    twin, other = copy.deepcopy(model.embedding), nn.Embedding(33, 17)
+    other.weight = model.embedding.weight
+    for one in (twin, other):
+        assert type(one.weight) is PanelWeight
+        assert torch.equal(one(ids), weight)
+    torch.save(model.embedding.state_dict(), tmp_path / "weights")
+    assert torch.equal(torch.load(tmp_path / "weights")["weight"], weight)
+
+
+class Computing(nn.Module):
+    """As heads that multiply by a weight of their own."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def test_a_weight_that_other_modules_compute_with_stays(native: PanelKernel) -> None:
+    for made in (Computing, lambda weight: nn.Embedding(33, 17, max_norm=1.0, _weight=weight)):
+        model = Tied(17, 33, torch.bfloat16)
+        plain_weight = model.embedding.weight
+        model.other = made(plain_weight)
+        model.other.weight = plain_weight
+        assert pack(model).layers == 1
+        assert model.embedding.weight is model.other.weight is plain_weight
 
 
 def test_layers_with_one_weight_are_each_packed(native: PanelKernel) -> None:

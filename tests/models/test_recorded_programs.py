@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 import zlib
 from dataclasses import replace
 from functools import cache
@@ -11,17 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import nn
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.capture import capture
-from kvcellar.engine.recording.kept import Damaged
+from kvcellar.engine.recording.facts import Unsettled
+from kvcellar.engine.recording.kept import MOST_FILES, Damaged
 from kvcellar.engine.recording.passes import simplified
 from kvcellar.engine.recording.program import Constant, Op, Program, Ref, Value
 from kvcellar.engine.recording.record import record
-from kvcellar.engine.recording.recording import Captured
+from kvcellar.engine.recording.recording import Captured, NotRecordable
 from kvcellar.engine.recording.replay import Replay
 from kvcellar.engine.recording.saved import FORMAT, Programs, decoded, digest_of, encoded
+from kvcellar.kernels.packed import pack
 from kvcellar.memory.attention.choose import backends
 from tests.zoo import ARCHS
 
@@ -194,6 +198,51 @@ def test_a_digest_is_of_the_network_and_not_of_its_numbers() -> None:
     assert digest_of(build_guest(again, backends())) == one
     for other in (ARCHS["llama"].build(rms_norm_eps=1e-3), ARCHS["llama"].build().bfloat16(), ARCHS["qwen2"].build()):
         assert digest_of(build_guest(other, backends())) != one
+
+
+def test_a_network_whose_head_is_its_embedding_has_another_digest_and_runs_no_program_of_one_that_is_not(
+    tmp_path: Path,
+) -> None:
+    """Packed, so that the names and shapes of all parameters are the same."""
+    guests = []
+    for tied in (False, True):
+        network = ARCHS["llama"].build()
+        if tied:
+            network.lm_head.weight = network.model.embed_tokens.weight
+        pack(network)
+        guests.append(build_guest(network, backends()))
+    untied, tied_guest = guests
+    assert digest_of(untied) != digest_of(tied_guest)
+    record(untied, lambda program: Replay(program, untied.model))
+    assert untied.recording is not None
+    with pytest.raises(NotRecordable, match="is a PanelWeight, of which a program reads no memory"):
+        Replay(untied.recording.captured.program, tied_guest.model)
+
+
+def test_a_network_of_a_console_is_recorded_and_nothing_is_kept(tmp_path: Path) -> None:
+    """Its classes have no file."""
+    network, kept = ARCHS["llama"].build(), Programs(tmp_path)
+    places: dict[str, Any] = {"nn": nn, "__name__": "__console__"}
+    exec("class Norm(nn.Module):\n    def forward(self, x):\n        return x * 2.0", places)
+    network.model.norm = places["Norm"]()
+    served = build_guest(network, backends())
+    with pytest.raises(Unsettled, match="Norm has no source file"):
+        digest_of(served)
+    record(served, lambda program: Replay(program, served.model), kept)
+    assert served.not_recorded is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_killed_writers_have_left_is_deleted_and_what_is_no_file_stays(tmp_path: Path) -> None:
+    for name, age in (("old.new", 2 * 3600), ("young.new", 60)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    for number in range(MOST_FILES + 2):
+        (tmp_path / f"{number:040}.kept").mkdir()
+    kept = Programs(tmp_path)
+    kept.write("made", captured())
+    assert kept.read("made") == captured()
+    assert {path.name for path in tmp_path.glob("*.new")} == {"young.new"}
 
 
 def test_a_directory_keeps_the_programs_that_were_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,6 +199,19 @@ def test_packed_layers_and_attention_are_called_natively(name: str, kernel: Step
     assert [torch.equal(a, b) for a, b in zip(timeline(guest), theirs, strict=True)] == [True] * len(theirs)
 
 
+def test_an_id_that_no_row_of_a_packed_embedding_has_is_an_error(kernel: StepKernel) -> None:
+    guest = build_guest(ARCHS["gemma3"].build(), backends())
+    pack(guest.model)
+    guest.recording = recorded(guest, capture(guest), kernel)
+    memory = guest.memory({group.name: 16 for group in guest.shape.groups}, rows=2)
+    for ids in ([3, guest.model.config.vocab_size], [-1, 3]):
+        plan = memory.begin(Batch((Feed(0, Span(0, 2)),)))
+        with pytest.raises(IndexError, match="is not one of the rows"):
+            guest.forward(memory, plan, ids, [1])
+        memory.abandon()
+    assert guest.recording.steps == 2, "they ran recorded"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_quantised_layers_of_any_type_run_recorded(dtype: torch.dtype, kernel: StepKernel) -> None:
     """Those of float16 have no native call."""

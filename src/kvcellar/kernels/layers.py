@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kvcellar.kernels.arena import LINE, Arena
 from kvcellar.kernels.compiled import SOURCES, Kernel, Native, Threads, address_of, error_of
@@ -221,20 +221,41 @@ class PanelLinear(OwnLinear):
 
 
 class PanelWeight(Tensor):
-    """The weight [out,in] of a layer in panels, for other modules that have it too. Rows are looked up in the panels;
-    whatever else reads it gets a plain copy, made at each use. It cannot be written."""
+    """The weight [out,in] of a layer in panels, a parameter of other modules that have it, too. Rows are looked up in
+    the panels; whatever else reads it gets a plain copy, made at each use, of which views are views. It has no memory
+    of its own, and cannot be written."""
 
     @staticmethod
     def __new__(cls, layer: PanelLinear) -> "PanelWeight":
         shape = (layer.out_features, layer.in_features)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=torch.device("cpu"))
+        place = torch.device("cpu")
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=layer.dtype, device=place, storage_size=0)
 
     def __init__(self, layer: PanelLinear) -> None:
         self._layer = layer
+        self._is_param = True  # what torch calls a parameter
+
+    def plain(self) -> Tensor:
+        """A copy [out,in]."""
+        return self._layer.parts[0].plain()
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("a weight in panels has no memory of its own")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise RuntimeError("a weight in panels has no storage of its own")
+
+    def __deepcopy__(self, memo: Any) -> "PanelWeight":
+        return PanelWeight(self._layer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.plain(), requires_grad=False).__reduce_ex__(protocol)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [...,in]. Raises `IndexError`."""
-        out = torch.empty(*ids.shape, self.shape[1], dtype=self.dtype, device="cpu")
+        """ids [...] -> [...,in]. Raises `IndexError`, and `RuntimeError` for ids of other types than torch takes."""
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise RuntimeError(f"ids are int64 or int32, not {ids.dtype}")
+        out = torch.empty(*ids.shape, self._layer.in_features, dtype=self._layer.dtype, device="cpu")
         ids = ids.to(torch.int64).contiguous()
         if error := self._layer.kernel.rows(ctypes.byref(self._call(ids, out))):
             raise error_of(error)
@@ -243,30 +264,32 @@ class PanelWeight(Tensor):
     def native(self, ids: Tensor, out: Tensor) -> Native:
         """The call that fills out [...,in] from ids [...] I64, both at fixed addresses and contiguous."""
         assert ids.dtype is torch.int64
-        assert out.dtype is self.dtype
+        assert out.dtype is self._layer.dtype
         assert ids.is_contiguous()
         assert out.is_contiguous()
         return Native(address_of(self._layer.kernel.rows), self._call(ids, out), (self, ids, out))
 
     def _call(self, ids: Tensor, out: Tensor) -> Any:
-        panels = self._layer.parts[0].panels
-        return _RowsCall(panels.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(), *self.shape, TYPES[self.dtype])
+        layer, panels = self._layer, self._layer.parts[0].panels
+        sizes = (ids.numel(), layer.out_features, layer.in_features, TYPES[layer.dtype])
+        return _RowsCall(panels.data_ptr(), ids.data_ptr(), out.data_ptr(), *sizes)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, PanelWeight):
-            if func is _LOOKUP:
-                return first.rows(args[1])
-            if func in _SAME:
-                return PanelWeight(first._layer)
-            if func._schema.is_mutable:
-                raise RuntimeError("the weight of a packed layer cannot be written; load the model with pack=False")
-        return func(*tree_map_only(PanelWeight, _plain, args), **tree_map_only(PanelWeight, _plain, kwargs or {}))
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(first, PanelWeight) and func is _LOOKUP:
+            return first.rows(args[1])
+        if isinstance(first, PanelWeight) and func in _SAME:
+            return PanelWeight(first._layer)
+        if any(isinstance(one, PanelWeight) for one in tree_leaves(_written(func._schema, args, kwargs))):
+            raise RuntimeError("the weight of a packed layer cannot be written; load the model with pack=False")
+        return func(*tree_map_only(PanelWeight, cls.plain, args), **tree_map_only(PanelWeight, cls.plain, kwargs))
 
 
-def _plain(weight: PanelWeight) -> Tensor:
-    return weight._layer.weight
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes into."""
+    given = ((one, args[at] if at < len(args) else kwargs.get(one.name)) for at, one in enumerate(schema.arguments))
+    return [value for one, value in given if one.alias_info is not None and one.alias_info.is_write]
 
 
 def panel_linear(kernel: PanelKernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:

@@ -129,7 +129,7 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
     """Replace the linear layers of a CPU model, in place, one after the other: each plain weight that nothing else
     refers to is freed before the next is packed.
 
-    Where it is our own, a module that has the same weight, such as an embedding, reads the packed one from then on.
+    Where it is our own, an embedding that has the same weight reads the packed one from then on.
     A weight that is referred to otherwise (by the network whose weights the model shares) stays in memory beside the
     packed copy. `environment` is for the compiler of the kernel.
     """
@@ -148,7 +148,7 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, packed)
         if isinstance(packed, PanelLinear):
-            for parameters, of in holders[id(linear.weight)]:
+            for parameters, of in holders.get(id(linear.weight), ()):
                 parameters[of] = PanelWeight(packed)
         del linear
         if own and (size - trimmed >= TRIMMED or name == names[-1]):
@@ -158,12 +158,18 @@ def pack(model: nn.Module, *, environment: Mapping[str, str] = os.environ) -> Pa
 
 
 def _holders(model: nn.Module) -> Mapping[int, list[tuple[dict[str, Any], str]]]:
-    """Where modules have parameters, by the identity of the parameter; but for linear layers."""
+    """Where embeddings have their weights, and modules without code of their own parameters, by the identity of the
+    parameter; of those that no other module has, but for linear layers: it could read all of them at each call."""
     found: defaultdict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+    others: set[int] = set()
     for module in model.modules():
+        looks_up = isinstance(module, nn.Embedding) and module.max_norm is None
         for name, parameter in module._parameters.items() if type(module) is not nn.Linear else ():
-            found[id(parameter)].append((module._parameters, name))
-    return found
+            if looks_up or type(module) is nn.Module:
+                found[id(parameter)].append((module._parameters, name))
+            else:
+                others.add(id(parameter))
+    return {parameter: of for parameter, of in found.items() if parameter not in others}
 
 
 def _linear(model: nn.Module, name: str) -> nn.Linear:

@@ -31,6 +31,7 @@ from kvcellar.engine.sample.draw import MAX_VOCAB, Draws
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.engine.speculate.chain import PART
 from kvcellar.errors import CapacityTooSmall
+from kvcellar.kernels.layers import PanelWeight
 from kvcellar.kernels.packed import with_padding
 from kvcellar.memory.attention.blocks import PARTIAL_BYTES, SPLIT
 from kvcellar.memory.attention.buckets import GATHERED
@@ -95,7 +96,7 @@ class _Counted(TorchDispatchMode, Meter):
     def _see(self, found: Any, *, ours: bool) -> None:
         """Count the new tensors in nested values, except packed weights, whose storage cannot be accessed."""
         for tensor in tree_leaves(found):
-            if not isinstance(tensor, Tensor) or tensor.is_mkldnn:
+            if not isinstance(tensor, Tensor) or tensor.is_mkldnn or isinstance(tensor, PanelWeight):
                 continue
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:

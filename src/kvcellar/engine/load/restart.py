@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.load.step_bytes import Measures
 from kvcellar.engine.models.described import AsStored, Described
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Verdict, backends_for
+from kvcellar.engine.models.quantize.kinds import CodesKind
 from kvcellar.engine.models.quantize.reading import decoded as with_dense
 from kvcellar.engine.models.quantize.rounding import codes_of
 from kvcellar.engine.models.shape import Shape
@@ -66,7 +67,7 @@ if TYPE_CHECKING:  # imports transformers
 log = logging.getLogger("kvcellar.engine.models")
 
 Sources = Mapping[str, AsStored | None]
-KIND = b"kvcellar start 1\n"
+KIND = b"kvcellar start 2\n"
 TOKENIZER = "tokenizer.json"
 MOST_DATA = 1 << 20  # bytes of tensors that are in no file, such as frequencies of positions
 FIRST = 5  # tokens of the first step
@@ -90,7 +91,7 @@ class _Stored(Struct):
     name: str | None = None
     shape: tuple[int, ...] = ()
     data: bytes = b""
-    kind: Literal["", "auto", "int8", "int4"] = ""  # of the codes that are made of it, as in `AsStored`
+    kind: CodesKind | None = None  # of the codes that are made of it, as in `AsStored`
 
 
 Tensors = dict[str, _Stored]
@@ -307,13 +308,14 @@ def _linears(programs: Iterable[Program]) -> list[str]:
     return list(dict.fromkeys(str(path) for paths in called if isinstance(paths, tuple) for path in paths))
 
 
-def _read_paths(programs: Iterable[Program]) -> set[str]:
+def _read_paths(programs: Sequence[Program]) -> Iterable[str]:
     """Paths of tensors that programs read beside those of layers: constants, and weights of which they look up rows."""
-    found = {str(op.args[1]) for program in programs for op in program.ops if op.name == "kvcellar.embedding"}
-    return found | {one.path for program in programs for one in program.constants.values() if one.path is not None}
+    found = [str(op.args[1]) for program in programs for op in program.ops if op.name == "kvcellar.embedding"]
+    found += [one.path for program in programs for one in program.constants.values() if one.path is not None]
+    return dict.fromkeys(found)
 
 
-def _tensors(network: nn.Module, programs: Iterable[Program], linears: Iterable[str], sources: Sources) -> Tensors:
+def _tensors(network: nn.Module, programs: Sequence[Program], linears: Iterable[str], sources: Sources) -> Tensors:
     """What programs read. Raises `LookupError` for what is not as it is stored, and for too many data."""
     found: Tensors = {}
     for path in linears:
@@ -339,12 +341,12 @@ def _tensors(network: nn.Module, programs: Iterable[Program], linears: Iterable[
 def _weights(start: _Start, path: Path, *, packs: bool) -> tuple[nn.Module, Packing | None]:
     """The tensors that programs read, by the paths that they have in the network, and its linear layers. A tensor that
     has two names is read once."""
-    root, coded = nn.Module(), {name: one for name, one in start.tensors.items() if one.kind}
+    root, coded = nn.Module(), {name: one for name, one in start.tensors.items() if one.kind is not None}
     with opened(path) as stored:
         read: dict[tuple[str, str], nn.Parameter] = {}
         files = with_dense(stored) if coded else stored
         for name, one in start.tensors.items():
-            if one.kind:
+            if name in coded:
                 continue
             key = (name if one.name is None else one.name, one.dtype)
             if key not in read:
@@ -375,6 +377,7 @@ def _add_codes(root: nn.Module, coded: Tensors, files: WeightsFiles) -> None:
     kernel = QuantisedKernel(os.environ)
     arena = Arena(sum(most_bytes(*one.shape) for one in stored.values() if one is not None))
     for name, one in coded.items():
+        assert one.kind is not None
         codes = codes_of(name, files.slices[one.name or ""], one.kind)
         if isinstance(codes, str):
             raise Damaged(f"{name} has no codes: {codes}")

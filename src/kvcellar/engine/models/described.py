@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvcellar.engine.models.input_limits import Limits
+from kvcellar.engine.models.quantize.kinds import CodesKind
 from kvcellar.text.tokens import TextAssets
 
 
@@ -15,7 +16,7 @@ class AsStored(NamedTuple):
 
     name: str
     dtype: Any  # of the parameter, as a word
-    kind: Any = ""  # of codes: int8 or int4, to which it is rounded, or auto, where the file has codes
+    kind: CodesKind | None = None  # of the codes; None: it is the parameter
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import KvcellarError
@@ -38,9 +39,12 @@ def digest(value: object) -> str:
 
 def packages() -> dict[str, Any]:
     """The code that runs. Raises `Unsettled`."""
+    try:
+        found = {"installed": installed(sys.path), "kvcellar": _own_source()}
+    except OSError as error:
+        raise Unsettled(f"what is installed cannot be read: {error}") from error
     return {
-        "installed": installed(sys.path),
-        "kvcellar": _own_source(),
+        **found,
         "interpreter": [sys.version, platform.machine(), sys.flags.optimize],
         "torch": [torch.__version__, torch.version.git_version, torch.__config__.show()],
     }
@@ -70,16 +74,27 @@ def network(guest: Guest) -> dict[str, Any]:
         "dtype": str(guest.dtype),
         "device": str(guest.device),
         "modules": [[name, _named(type(module)), module.training] for name, module in modules],
-        "tensors": [
-            [name, list(tensor.shape), str(tensor.dtype), str(tensor.layout), list(tensor.stride())]
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        ],
-        "sources": _digest((_named(kind), _source(kind)) for kind in sorted(kinds, key=_named)),
+        "tensors": _tensors(model),
+        "sources": sorted([_named(kind), _source_of(kind)] for kind in kinds),
         "groups": [[group.name, repr(group.layout), repr(group.planes), list(group.layers)] for group in shape.groups],
         "bindings": [[paths[one], to.layer, to.direct, repr(to.expands)] for one, to in shape.bindings.items()],
         "mixers": [paths[one] for one in shape.mixers],
         "past": guest.past_is_counted,
     }
+
+
+def _tensors(model: nn.Module) -> list[list[Any]]:
+    """Each with the first of its names: which modules share a tensor counts."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    return [
+        [name, first.setdefault(id(one), name), _named(type(one)), list(one.shape), str(one.dtype), str(one.layout),
+         list(one.stride())]
+        for name, one in named
+    ]  # fmt: skip
 
 
 def served(guest: Guest) -> dict[str, Any]:
@@ -105,7 +120,7 @@ def installed(places: list[str]) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _own_source() -> str:
-    """Of the package that this process has imported."""
+    """Of the files of this package, as they are when it is first asked for."""
     return source_digest(Path(__file__).parents[2])
 
 
@@ -145,16 +160,18 @@ def _named(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-@lru_cache(maxsize=256)
-def _source(kind: type) -> bytes:
-    """The file that defines a class. Raises `Unsettled` for one that was defined elsewhere."""
+def _source_of(kind: type) -> str:
+    """The digest of the file that defines a class. Raises `Unsettled` for one that was defined elsewhere, such as in a
+    console."""
     try:
-        file = inspect.getsourcefile(kind)
-    except TypeError as error:
+        return _file_digest(str(inspect.getsourcefile(kind)))
+    except (TypeError, OSError) as error:
         raise Unsettled(f"{_named(kind)} has no source file") from error
-    if file is None:
-        raise Unsettled(f"{_named(kind)} has no source file")
-    return Path(file).read_bytes()
+
+
+@lru_cache(maxsize=256)
+def _file_digest(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def identities(path: Path, began: int) -> list[list[Any]]:

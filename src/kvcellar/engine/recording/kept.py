@@ -7,7 +7,7 @@ Always true:
   * a file is named by the digest of everything that its content depends on (`facts`), which the SHA-256 covers: one
     that was damaged or renamed is not used, nor what is no regular file of its own, such as a link or a pipe;
   * a file has its name only when all of its bytes are there; of processes that write the same file, the last one wins;
-  * a directory has at most `MOST_FILES` files: those written last;
+  * a directory has at most `MOST_FILES` files: those written last, and for an hour what killed writers have left;
   * no failure to read or write a file is an error: it only costs the work.
 """
 
@@ -16,8 +16,10 @@ import logging
 import os
 import stat
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -28,7 +30,8 @@ log = logging.getLogger("kvcellar.engine.models")
 
 MOST_STORED, MOST_BYTES = 4 * 2**20, 64 * 2**20  # of a file, and of what is in it
 SUFFIX = ".kept"
-MOST_FILES = 512
+MOST_FILES = 128
+UNFINISHED, ABANDONED = ".new", 3600.0  # files that are being written; seconds after which their writer was killed
 
 Content = TypeVar("Content")
 
@@ -63,14 +66,14 @@ class Kept(Generic[Content]):
             log.info("%s is not kept: it takes %s bytes", self._path(digest), len(written))
             return
         try:
-            with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+            with tempfile.NamedTemporaryFile(dir=self._directory, suffix=UNFINISHED, delete=False) as file:
                 try:
                     file.write(written)
                     file.flush()
                     os.fsync(file.fileno())
                     os.replace(file.name, self._path(digest))
                 except BaseException:
-                    os.unlink(file.name)
+                    Path(file.name).unlink(missing_ok=True)
                     raise
             self._trim()
         except OSError as error:
@@ -81,8 +84,11 @@ class Kept(Generic[Content]):
 
     def _trim(self) -> None:
         files = sorted(self._directory.glob(f"*{SUFFIX}"), key=_age)
-        for path in files[MOST_FILES:]:
-            path.unlink(missing_ok=True)
+        since = (time.time() - ABANDONED) * 1e9
+        abandoned = [one for one in self._directory.glob(f"*{UNFINISHED}") if -_age(one) < since]
+        for path in (*files[MOST_FILES:], *abandoned):
+            with suppress(OSError):  # what is no file of ours
+                path.unlink()
 
     def _sealed(self, content: bytes, digest: str) -> bytes:
         packed = zlib.compress(content, 9)
@@ -113,7 +119,7 @@ def place_of(name: str, environment: Mapping[str, str]) -> Path | None:
         directory = cache(environment) / name
         make_private(directory)
     except (NoPlace, OSError) as error:
-        log.warning("%s are not kept: %s", name, error)
+        log.info("%s are not kept: %s", name, error)
         return None
     return directory
 
@@ -125,10 +131,13 @@ def _seal(digest: str, packed: bytes) -> bytes:
 def _bytes(path: Path) -> bytes:
     """Content of a regular file, of one that is too large its first bytes. Raises `OSError`."""
     opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(opened, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise OSError("it is not a regular file")
-        return file.read(MOST_STORED + 1)
+        with os.fdopen(opened, "rb", closefd=False) as file:
+            return file.read(MOST_STORED + 1)
+    finally:
+        os.close(opened)
 
 
 def _age(path: Path) -> int:

@@ -218,7 +218,8 @@ class _Handlers:
     def _embedding(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """Rows of a weight that a layer has in panels."""
         (ids,), out, weight = inputs, _only(outputs), tensor_of(self._network, str(op.args[1]))
-        if isinstance(weight, PanelWeight) and ids.is_contiguous() and out.is_contiguous() and ids.numel():
+        fits = ids.dtype is torch.int64 and ids.is_contiguous() and out.is_contiguous() and ids.numel() > 0
+        if isinstance(weight, PanelWeight) and fits:
             return weight.native(ids, out)
         return _filling(out, lambda: nn.functional.embedding(ids, weight))
 

@@ -16,7 +16,7 @@ from kvcellar.engine.models.seam import FlatDoor
 from kvcellar.engine.models.weights.scan import recurrent
 from kvcellar.engine.recording.program import CONVOLVE, Op, Program, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import operator
-from kvcellar.engine.recording.recording import Executor, RecordedStep, Results
+from kvcellar.engine.recording.recording import Executor, NotRecordable, RecordedStep, Results
 from kvcellar.kernels.scans import Recurrence, ScanKernel
 from kvcellar.memory.shapes import Scoring
 
@@ -210,7 +210,9 @@ def constants_of(program: Program, network: nn.Module) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     for storage, constant in program.constants.items():
         if constant.path is not None:
-            found[storage] = tensor_of(network, constant.path).detach()
+            tensor = found[storage] = tensor_of(network, constant.path).detach()
+            if type(tensor) is not Tensor:
+                raise NotRecordable(f"{constant.path} is a {type(tensor).__name__}, of which a program reads no memory")
         else:
             dtype = next(value.dtype for value in program.values if value.storage == storage)
             found[storage] = torch.tensor(constant.data, dtype=getattr(torch, dtype), device=device)

@@ -1,13 +1,14 @@
 """kinds: the names of types that weights can be quantised or cast to, and what quantising did, as text. No torch."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from kvcellar.errors import BadRequest, shown
 
 INT8, INT4, MIXED = "int8", "int4", "mixed"
 QUANTISED = (INT8, INT4, MIXED)
 AUTO, DENSE = "auto", "dense"
+CodesKind = Literal["auto", "int8", "int4"]  # of codes that are served: those of a file, or what it is rounded to
 WEIGHTS = (AUTO, *QUANTISED, DENSE)  # how weights can be multiplied
 CASTS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _NAMES = {

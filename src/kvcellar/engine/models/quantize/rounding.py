@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcellar.engine.models.quantize.kinds import INT8
+from kvcellar.engine.models.quantize.kinds import AUTO, INT8
 from kvcellar.engine.models.weights.weights_files import is_finite
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.codes import INT4, Coded, Codes, row_blocks
@@ -173,11 +173,13 @@ def _error(weight: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor) -> fl
 
 
 def codes_of(name: str, part: Any, kind: str) -> Codes | str:
-    """The codes of a stored weight, or why it has none that are served: those that it has, else it is rounded to `kind`
+    """The codes of a stored weight, or why it has none that are served: those of the file, or it is rounded to `kind`
     without data. Raises `ModelRefused` for values that are not finite."""
     if isinstance(part, Coded):
         codes = part.codes()
         return codes if isinstance(codes, str) else unfit(codes) or codes
+    if kind == AUTO:
+        return "it is not stored quantised"
     weight: Tensor = part[...]
     check_finite(name, weight)
     if kind == INT8:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from kvcellar.engine.models.described import AsStored, Served
 from kvcellar.engine.models.quantize.formats.part import DecodedCodes
-from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED
+from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED, CodesKind
 from kvcellar.engine.models.quantize.rounding import check_finite, codes_of, eight_bits
 from kvcellar.engine.models.quantize.selection import FEWEST, choose
 from kvcellar.engine.models.weights.packing import expert_modules, serve_experts, weights_of
@@ -131,6 +131,10 @@ class Coding:
     slices: Mapping[str, Any]
     setting: str
 
+    def codes(self, name: str) -> Codes | str:
+        """The codes of one weight, or why it is dense."""
+        return codes_of(name, self.slices[name], self.kinds[name])
+
     @property
     def left(self) -> list[str]:
         """Stored names of weights with codes that are dense, since they are in none of these."""
@@ -225,7 +229,7 @@ def replaced(network: PreTrainedModel, coding: Coding) -> Served:
         setattr(network.get_submodule(parent), leaf, made[place])
 
     for name, place in coding.modules.items():
-        codes = _codes(name, coding)
+        codes = coding.codes(name)
         if isinstance(codes, str):
             weight: Tensor = coding.slices[name][...].to(network.dtype)
             check_finite(name, weight)
@@ -249,11 +253,10 @@ def _replaced_stacks(
 ) -> Iterator[list[QuantisedLinear]]:
     """Replace the weights of experts; where those of a module have no codes, their dense weights are read, and the
     reason is added to `dense`."""
-    read = partial(_codes, coding=coding)
     for place in dict.fromkeys(stack.module for stack in coding.stacks):
         module: Any = network.get_submodule(place)
         stacks = [stack for stack in coding.stacks if stack.module == place]
-        found = [layers_of(one, module, coding.slices, read, coding.kernels) for one in stacks]
+        found = [layers_of(one, module, coding.slices, coding.codes, coding.kernels) for one in stacks]
         why = next((one for one in found if isinstance(one, str)), None)
         for stack, layers in zip(stacks, found, strict=True):
             if why is None and not isinstance(layers, str):
@@ -265,11 +268,6 @@ def _replaced_stacks(
                 check_finite(stack.stored[0], weight)
                 setattr(module, stack.name, nn.Parameter(weight, requires_grad=False))
                 dense |= dict.fromkeys(stack.stored, why or "")
-
-
-def _codes(name: str, coding: Coding) -> Codes | str:
-    """The codes of one weight, or why it is dense."""
-    return codes_of(name, coding.slices[name], coding.kinds[name])
 
 
 def sources_with_codes(
@@ -285,7 +283,7 @@ def sources_with_codes(
             kind = coding.kinds[name]
         elif plain is not None and weights.tensors[plain.name].dtype == _STORED[module.dtype]:
             name = plain.name  # of the output head, which is rounded in the type of the network
-        found[f"{place}.weight"] = None if name is None else AsStored(name, dtype, kind)
+        found[f"{place}.weight"] = None if name is None else AsStored(name, dtype, cast(CodesKind, kind))
     return found
 
 

@@ -207,6 +207,7 @@ def test_an_embedding_that_is_the_output_layer_is_in_memory_once(inner: int, out
     assert storage() is None
     embedding = model.embedding.weight
     assert (embedding.shape, embedding.dtype, embedding.device) == (weight.shape, dtype, weight.device)
+    assert torch.equal(embedding.view(-1), weight.view(-1)), "in the order of its strides"
     for shape in ((), (1,), (9,), (2, 3), (0,)):
         ids = torch.randint(outer, shape, generator=torch.Generator().manual_seed(1))
         assert torch.equal(model.embedding(ids), F.embedding(ids, weight))

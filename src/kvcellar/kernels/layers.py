@@ -210,7 +210,7 @@ class _Panels(Weights):
         per = 2 if self.panels.dtype is torch.bfloat16 else 1  # inputs beside each other
         inner = _stored(self._inner, self.panels.dtype)
         panels = self.panels.view(-1, inner // per, PANEL, per).transpose(1, 2).reshape(-1, inner)
-        return panels[: self.out, : self._inner].clone()
+        return panels[: self.out, : self._inner].clone(memory_format=torch.contiguous_format)
 
 
 class PanelLinear(OwnLinear):

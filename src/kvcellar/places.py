@@ -74,6 +74,6 @@ def _registered_home() -> str:
 
 
 def _no_root(path: Path, name: str, variable: str) -> Path:
-    if os.path.realpath(path) in (os.sep, 2 * os.sep):  # POSIX keeps two leading slashes
+    if os.path.realpath(path) == os.sep:
         raise NoPlace(f"{name} is the root directory, where no directory is created; set ${variable} to another")
     return path

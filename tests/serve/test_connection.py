@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -115,7 +116,8 @@ def test_disconnect_after_the_last_token_cancels_nothing(server, engine):
     assert engine.cancels == 0
 
 
-def test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled(short_limits, engine):
+def test_a_client_that_does_not_read_is_disconnected_its_request_cancelled_and_logged(short_limits, engine, caplog):
+    caplog.set_level(logging.INFO, "kvcellar.serve")
     response = bytes(range(32, 127)) * 30
     body = completion(["x"] * 20, stream=True, max_tokens=len(response), logprobs=20)
     with engine.scripted(output=response, delay=0.001), socket.socket() as wire:
@@ -130,6 +132,9 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled(s
                 found += got
         assert found.startswith(b"HTTP/1.1 200")
         assert b"[DONE]" not in found
+    while not (requests := [vars(one)["request"] for one in caplog.records if "request" in vars(one)]):
+        time.sleep(0.01)  # it is written once the application has ended
+    assert [(one["status"], one["outcome"]) for one in requests] == [(200, "client_too_slow")]
 
 
 def test_a_client_that_reads_slowly_gets_the_whole_stream(server, engine):

@@ -22,7 +22,7 @@ from kvcellar.memory.spans import Span
 def test_what_is_filled_lies_where_it_lay_and_zeros_lie_behind_it(rows: list[list[int]]) -> None:
     tables, seen = StepTables(torch.device("cpu"), torch.float32), dict[int, int]()
     for row in rows:
-        for values in (row, torch.tensor(row, dtype=torch.long)):
+        for values in (torch.tensor(row, dtype=torch.long), row):
             filled = tables.fill("row", values)
             bucket = max(SMALLEST, 1 << (len(row) - 1).bit_length())
             assert filled.tolist() == row

@@ -207,7 +207,9 @@ def test_another_config_is_another_model(warm: tuple[Path, Any]) -> None:
     assert start(directory) == (True, other)
 
 
-def test_other_weights_that_look_the_same_are_seen_by_their_logits(warm: tuple[Path, Any]) -> None:
+def test_other_weights_that_look_the_same_are_seen_by_their_logits(
+    warm: tuple[Path, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """Where the identity of files does not show that they have changed."""
     directory, first = warm
     with mock.patch.object(facts, "identities", return_value=[["the same"]]):
@@ -218,6 +220,7 @@ def test_other_weights_that_look_the_same_are_seen_by_their_logits(warm: tuple[P
             model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
         model.save_pretrained(directory)
         was, other = start(directory)
+    assert "is loaded, and not started as before: its first step has other logits than after its load" in caplog.text
     assert not was
     assert other != first
 

@@ -1,5 +1,7 @@
 """The text of an answer: where it ends, in which pieces it comes, and what is told about each of its tokens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -177,6 +179,7 @@ def test_one_token(spoken, ending):
     assert result.usage.completion_tokens == 1
     assert result.timings.decoding == 0
     assert result.timings.tokens_per_second(1) == 0
+    assert replace(result.timings, decoding=4.0).tokens_per_second(2) == 0.25
 
 
 @pytest.mark.parametrize("kind", ["llama_like", "gemma_like", "metaspace", "wordpiece", "strange"])

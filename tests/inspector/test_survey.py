@@ -19,8 +19,9 @@ from kvcellar.engine.core.runner import RECENT
 from kvcellar.engine.messages import Submission
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.errors import BadRequest
+from kvcellar.events import Recall, Rewrite
 from kvcellar.frontend.control_clients import CacheClient
-from kvcellar.inspector.snapshot import SeenModel, Viewer, snapshot
+from kvcellar.inspector.snapshot import SeenModel, Viewer, _recall, snapshot
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.retention import RetentionOptions
@@ -327,3 +328,12 @@ def test_what_was_selected_before_a_recovery_is_not_removed_from_the_new_tree(en
     assert contents.remove(prefix=FIRST[:4]).tokens == 0
     engine.check()
     assert engine.stats().prefixes.tokens >= len(FIRST)
+
+
+def test_what_a_rewritten_message_says_is_shown_to_those_who_may_read_it() -> None:
+    for reads in (False, True):
+        for rewrite in (None, Rewrite(1, "user", "client", 3)):
+            recall = Recall(99, 80, 64, (), 0.0, "diverged", "the words", entry="7", rewrite=rewrite)
+            seen = _recall(recall, reads, None)
+            assert seen.detail == ("the words" if reads or rewrite is None else "")
+            assert seen.entry == ("7" if reads else "")

@@ -19,6 +19,7 @@ from kvcellar.cli.hosting import Engines
 from kvcellar.engine.models.load import load
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.process_client import ProcessClient
+from kvcellar.kernels.layers import PanelWeight
 from kvcellar.library.library import Library
 from kvcellar.serve import ModelManager, Server, ServeSettings, key_digest
 from tests.engine.fork_server import children, parent_of, there
@@ -77,7 +78,8 @@ def completed(server: Server, model: str | None) -> str:
 def taken(engine: Engine) -> int:
     """Bytes of weights, packed ones too, and of the cache with its largest step."""
     built = engine._built
-    weights = sum({p.data_ptr(): p.nbytes for p in built.loaded.model.parameters()}.values())
+    own = [p for p in built.loaded.model.parameters() if not isinstance(p, PanelWeight)]
+    weights = sum({p.data_ptr(): p.nbytes for p in own}.values())
     return weights + (built.packing.bytes if built.packing else 0) + built.capacity.total
 
 

@@ -158,6 +158,7 @@ def changes(cache: CacheClient, contents: Contents) -> None:
     assert archive == b"".join(contents.export())
     assert cache.verify().damaged == cache.collect() == 0
     assert cache.remove(namespace="nothing") == contents.remove(namespace="nothing")
+    assert cache.remove(prefix=[ONE[0] + 1]).tokens == 0, "of one token, with which nothing begins"
     assert cache.remove(prefix=ONE[:40]).tokens > 0
     assert cache.clear(all_models=True).stored > 0
     assert list(cache.listed("disk")) == []

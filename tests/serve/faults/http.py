@@ -179,7 +179,7 @@ HTTP = (
           tests=tuple(f"{CONNECTION}::{name}" for name in (
               "test_a_request_sent_byte_by_byte_times_out", "test_an_incomplete_request_times_out",
               "test_a_client_that_reads_slowly_gets_the_whole_stream",
-              "test_a_client_that_does_not_read_is_disconnected_and_its_request_cancelled"))),
+              "test_a_client_that_does_not_read_is_disconnected_its_request_cancelled_and_logged"))),
     Fault(11, "A Host header that does not name the server, as after DNS rebinding", "403",
           tuple(case for host in ("evil.example", "localhost.evil.example", "")
                 for case in anywhere(Case("", None, 403, headers={"Host": host}))),

@@ -248,9 +248,6 @@ class PanelWeight(Tensor):
     def __deepcopy__(self, memo: Any) -> "PanelWeight":
         return PanelWeight(self._layer)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.plain(), requires_grad=False).__reduce_ex__(protocol)
-
     def rows(self, ids: Tensor) -> Tensor:
         """ids [...] -> [...,in]. Raises `IndexError`, and `RuntimeError` for ids of other types than torch takes."""
         if ids.dtype not in (torch.int64, torch.int32):

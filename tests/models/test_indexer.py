@@ -111,12 +111,12 @@ def only_new(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_wrong_values_in_additional_planes_change_the_logits(
     mutate: Callable[..., Callable[..., Tensor]], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guest = build_guest(ARCHS[name].build(), backends())
+    guest, text = build_guest(ARCHS[name].build(), backends()), tokens(36)
+    right = reference_logits(guest_and_reference(name)[1], text)
     monkeypatch.setattr(SoloDoor, "update_plane", mutate(SoloDoor.update_plane))
-    memory, text = small_memory(guest, 64), tokens(36)
+    memory = small_memory(guest, 64)
     logits = torch.cat([read(guest, memory, (1, text[a:b]))[0] for a, b in ((0, 20), (20, 21), (21, 36))])
-    gap = relative(logits, reference_logits(guest_and_reference(name)[1], text))
-    assert not gap <= 10 * BOUND
+    assert not relative(logits, right) <= 10 * BOUND
 
 
 @pytest.mark.parametrize(("name", "why"), [("hy-v4", "an indexer of its own"), ("deepseek-v4", "of their own class")])

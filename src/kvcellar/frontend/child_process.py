@@ -3,7 +3,6 @@
 Always true: when `end` has returned, the process is gone.
 """
 
-import logging
 import signal
 import subprocess
 import time
@@ -17,6 +16,7 @@ from kvcellar.engine.card import EngineCard
 from kvcellar.engine.messages import Beat, EngineSnapshot, FromEngine, Hello, Loading, Logged, Refusal, Start
 from kvcellar.errors import EngineFailed
 from kvcellar.frontend.fork_server import AGAIN, Starter, in_words
+from kvcellar.frontend.remote_client import logged
 from kvcellar.wire import Link, Outbox, decode
 
 LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
@@ -129,8 +129,3 @@ def _kills_for_memory() -> int | None:
     except OSError:
         return None
     return next((int(value) for name, value in map(str.split, lines) if name == "oom_kill"), None)
-
-
-def logged(line: Logged) -> None:
-    """Into the log of this process."""
-    logging.getLogger(line.logger).log(line.level, "%s", line.text)

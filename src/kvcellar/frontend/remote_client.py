@@ -1,0 +1,643 @@
+"""remote_client: engines in other processes, as their front end sees them: one that is started again when it dies
+(`process_client.py`), or replicas (`cluster/client.py`). No torch.
+
+Requests of an engine that has died go on at another one from the last token that was told: their noise depends on the
+position only, so that they get the text that they would have got.
+
+Always true:
+  * `_running` are the requests that are not done, by number, with all that was told of each: what another engine needs
+    to go on with it;
+  * a request is at one of `_engines`, or at none, and then it waits for one; what another one tells of it is dropped;
+  * events of a request are delivered in order, by the thread that reads what its engine sends, and none after `Done` or
+    `Failed`;
+  * after a death, its requests go on one after the other: the next one when the one before was told something, or after
+    `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one that had
+    `DEATHS` of these, in a row, has failed.
+"""
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field
+from dataclasses import replace as with_fields
+from functools import partial
+from itertools import count
+from math import inf
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
+
+from msgspec import Raw
+from msgspec.structs import replace
+
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.messages import (
+    AddAdapter,
+    Admitted,
+    Ask,
+    Beat,
+    Cancel,
+    ClearCache,
+    ClearCacheAndStore,
+    Control,
+    ControlInParts,
+    ControlWithReply,
+    Drawn,
+    Ended,
+    EndParts,
+    EngineEvent,
+    EngineSnapshot,
+    Fail,
+    FromEngine,
+    Given,
+    Logged,
+    NextPart,
+    Produced,
+    Refusal,
+    RemoveAdapter,
+    RemoveEntries,
+    Reply,
+    StepEvents,
+    Stop,
+    Submission,
+    Wanted,
+    reply_type,
+)
+from kvcellar.engine.request_options import timings_of
+from kvcellar.engine.stats import EngineStats
+from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, Overloaded, WrongStage, forked_from
+from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
+from kvcellar.memory.prefix.node import ids_of
+from kvcellar.memory.tiers.upkeep import Readable
+from kvcellar.wire import decode, packed
+
+R = TypeVar("R")
+log = logging.getLogger("kvcellar.engine")
+
+DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
+UNPROVEN_SECONDS = 2.0
+WAIT_SECONDS = 60.0  # that a call waits while no engine is there
+PINS = 256  # prompts, the last ones, that are pinned again at another engine
+
+
+class RemoteEngine(Protocol):
+    """An engine that runs in another process. `beaten`: when it was heard of last; `stats` are packed."""
+
+    beat: Beat
+    beaten: float
+    stats: Raw | None
+
+    def send(self, message: object) -> None:
+        """Returns at once. What is sent to an engine that has died is dropped."""
+        ...
+
+
+E = TypeVar("E", bound=RemoteEngine)
+
+
+@dataclass(eq=False, slots=True)
+class _Choice:
+    token_ids: "array[int]" = field(default_factory=partial(array, "q"))  # of all its `Drawn`
+    ended: int | None = None  # with how many tokens; None: it goes on
+
+
+@dataclass(eq=False, slots=True)
+class Request(Generic[E]):
+    """A request that is not done, and what was told of it."""
+
+    submission: Submission
+    deliver: Callable[[EngineEvent], None]
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    choices: dict[int, _Choice] = field(default_factory=dict[int, _Choice])
+    cached: int = 0  # tokens of the prompt that came from memory, in the first engine
+    prompt_told: bool = False
+    engine: E | None = None  # where it is
+    here: bool = False  # this engine has begun with it
+    proven: bool = False  # this engine has told something of it
+    alone: bool = False  # it goes on after a death: others go on when it is proven
+    deaths: float = 0.0  # of engines that had begun with it, and told nothing, in a row
+    went_on: bool = False  # more than one engine had it
+    cancelled: bool = False
+    failed: Exception | None = None  # its text
+    ask: int | None = None  # by which it is submitted, while the caller of `submit` waits for the reply
+
+    def tell(self, event: EngineEvent) -> None:
+        """Raises what the receiver raises."""
+        if not isinstance(event, Admitted):
+            self.deaths, self.proven = 0.0, True
+        match event:
+            case Drawn():
+                event = self._drawn(event)
+            case Admitted():
+                self.here, self.admitted = True, self.admitted or time.perf_counter()
+            case PromptScored() | Embedded():
+                self.prompt_told = True
+            case Ended():
+                choice = self.choices.setdefault(event.choice, _Choice())
+                choice.ended = event.tokens if choice.ended is None else choice.ended
+            case Done() if self.went_on:
+                cached = event.usage.cached_tokens if self.first_token is None else self.cached
+                usage = with_fields(event.usage, cached_tokens=cached)
+                event = replace(event, usage=usage, timings=self._timings())
+            case _:
+                pass
+        self.deliver(event)
+
+    def _drawn(self, event: Drawn) -> Drawn:
+        self.last_token = time.perf_counter()
+        if self.first_token is None:
+            self.first_token, self.cached = self.last_token, event.cached_tokens
+        if (choice := self.choices.get(event.choice)) is None:
+            choice = self.choices[event.choice] = _Choice()
+        choice.token_ids.extend(event.token_ids)
+        return event if event.cached_tokens == self.cached else replace(event, cached_tokens=self.cached)
+
+    def _timings(self) -> Timings:
+        return timings_of(self.submitted, self.admitted, self.first_token, self.last_token)
+
+    @property
+    def length(self) -> int:
+        """Tokens that another engine has to compute before it draws one, at most."""
+        return len(ids_of(self.submission.prompt)) + max(
+            (len(one.token_ids) for one in self.choices.values()), default=0
+        )
+
+    def rest(self) -> Submission:
+        """What is left of it, for another engine."""
+        produced = tuple(
+            Produced(index, tuple(one.token_ids), one.ended)
+            for index, one in sorted(self.choices.items())
+            if one.token_ids or one.ended is not None
+        )
+        return replace(self.submission, produced=produced, prompt_told=self.prompt_told, goes_on=True)
+
+
+@dataclass(eq=False, slots=True)
+class _Call(Generic[E]):
+    """A caller that waits for the reply of an engine to an ask."""
+
+    request: Request[E] | None  # that it submits
+    engine: E
+    answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
+
+
+def _dropped(event: EngineEvent) -> None:
+    """Of a prompt that is pinned again, no caller waits for events."""
+
+
+def logged(line: Logged) -> None:
+    """Into the log of this process."""
+    logging.getLogger(line.logger).log(line.level, "%s", line.text)
+
+
+class RemoteClient(ABC, Generic[E]):
+    """An `EngineClient` of engines in other processes. Subclasses find engines (`_joined`), read what they send
+    (`_take`) on threads of their own (`_readers`), and say when they have died (`_lost`)."""
+
+    card: EngineCard
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._numbers, self._asks = count(), count(1)
+        self._readers: set[threading.Thread] = set()
+        self._changed = threading.Condition()  # held for what follows
+        self._engines: list[E] = []  # that can be told everything
+        self._running: dict[int, Request[E]] = {}
+        self._waiting: dict[int, _Call[E]] = {}  # by the number of the ask
+        self._resumed: dict[int, tuple[int, E]] = {}  # requests, by the number of the ask by which they go on
+        self._to_go_on: deque[int] = deque()  # requests that are at no engine
+        self._unproven: tuple[int, E, float] | None = None  # the last one that goes on alone, and since when
+        self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what engines were told last of each name
+        self._pins: dict[tuple[str, str | None, bytes], tuple[Submission, float, E]] = {}  # pinned, when and where
+        self._closing, self._given_up = False, ""
+
+    @abstractmethod
+    def _choose(self, request: Request[E] | None) -> E | None:
+        """Of `_engines`, the one for a request, or for what is asked of one; None: there is none. While `_changed` is
+        held."""
+
+    def _sent(self, request: Request[E], engine: E) -> None:
+        """An engine gets a request. While `_changed` is held."""
+
+    # -- from any thread ----------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        """Also while no engine is there, as long as one is expected."""
+        return not self._closing and not self._given_up and self._owner == os.getpid()
+
+    @property
+    def starting(self) -> bool:
+        """Whether no engine is there, and one is expected."""
+        return self.alive and not self._engines
+
+    @property
+    @abstractmethod
+    def last_stats(self) -> EngineStats: ...
+
+    @abstractmethod
+    def close(self) -> bool: ...
+
+    def number(self) -> int:
+        return next(self._numbers)
+
+    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        self.check_caller()
+        number, request = submission.number, Request[E](submission, deliver)
+        try:
+            self._asked(submission, request=request)
+        except BaseException as error:
+            with self._changed:
+                self._running.pop(number, None)
+                engine = request.engine
+            if not isinstance(error, Exception) and engine is not None:  # an interrupt: it may have been taken in
+                engine.send(Cancel(number))
+            raise
+
+    def cancel(self, number: int) -> None:
+        if self._owner == os.getpid():
+            self._tell_engine(number, Cancel(number), lambda request: setattr(request, "cancelled", True))
+
+    def stop(self, number: int, choice: int, tokens: int) -> None:
+        def stopped(request: Request[E]) -> None:
+            request.choices.setdefault(choice, _Choice()).ended = tokens
+
+        self._tell_engine(number, Stop(number, choice, tokens), stopped)
+
+    def fail(self, number: int, error: Exception) -> None:
+        self._tell_engine(number, Fail(number, error), lambda request: setattr(request, "failed", error))
+
+    def end_session(self, session: int) -> None:
+        if self._owner != os.getpid():
+            return
+        with self._changed:
+            every = [number for number, one in self._running.items() if one.submission.session == session]
+        for number in every:
+            self.cancel(number)
+
+    def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
+        self.check_caller()
+        found = decode(self._asked(control, source), reply_type(control))
+        self._noted(control)
+        return found
+
+    def parts(self, control: ControlInParts[R]) -> Generator[R]:
+        self.check_caller()
+        number, kind = next(self._asks), reply_type(control)
+        engine = self._ready_engine()
+        self._asked(control, number=number, engine=engine)
+        try:
+            while some := decode(self._part(number, engine), list[kind]):
+                yield from some
+        finally:
+            engine.send(EndParts(number))
+
+    def check_caller(self) -> None:
+        if threading.current_thread() in self._readers:
+            raise WrongStage("an event's receiver runs on the thread of events; it cannot wait for the engine")
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def _tell_engine(self, number: int, message: object, note: Callable[[Request[E]], None]) -> None:
+        """Of a request that is not done. What an engine is not told that has died is noted: the next one is told."""
+        with self._changed:
+            if (request := self._running.get(number)) is None:
+                return
+            note(request)
+            engine = request.engine
+        if engine is not None:
+            engine.send(message)
+
+    def _noted(self, control: Control) -> None:
+        """An engine has done it: later ones have to know."""
+        with self._changed:
+            if isinstance(control, AddAdapter | RemoveAdapter):
+                self._adapters[control.name] = control
+            elif isinstance(control, ClearCache | ClearCacheAndStore | RemoveEntries):
+                self._pins.clear()  # what was removed must not come back
+
+    def _unsent(self, message: object, error: ValueError) -> None:
+        """Of an `Outbox`."""
+        log.error("a message to the engine could not be sent: %s", error)
+        if not isinstance(message, Ask | NextPart):
+            return
+        with self._changed:
+            call, resumed = self._waiting.get(message.number), self._resumed.get(message.number)
+            engine = call.engine if call is not None else resumed[1] if resumed is not None else None
+        if engine is not None:
+            self._answered(engine, Refusal(message.number, BadRequest(str(error))))
+
+    def _check_owner(self) -> None:
+        """Before a lock is acquired, which may be held for ever in a fork."""
+        if self._owner != os.getpid():
+            raise EngineClosed(f"the engine belongs to {forked_from(self._owner)}; make a new one after the fork")
+
+    def _ready_engine(self, request: Request[E] | None = None) -> E:
+        """Waits for one. Raises `EngineClosed`, `EngineFailed` and `Overloaded`."""
+        self._check_owner()
+        with self._changed:
+            self._changed.wait_for(lambda: self._engines or not self.alive, WAIT_SECONDS)
+            if self._closing:
+                raise EngineClosed("the engine is closed; open a new one")
+            if self._given_up:
+                raise EngineFailed(self._given_up)
+            if (engine := self._choose(request)) is None:
+                raise Overloaded("the engine has died and is started again; try again later")
+            return engine
+
+    def _asked(
+        self,
+        what: Submission | Control,
+        source: Readable | None = None,
+        *,
+        number: int | None = None,
+        request: Request[E] | None = None,
+        engine: E | None = None,
+    ) -> Raw:
+        """The reply, which may be in parts. Raises the refusal."""
+        number = next(self._asks) if number is None else number
+        try:
+            message = Ask(number, packed(what))
+        except ValueError as error:
+            raise BadRequest(str(error)) from error
+        return self._answer(number, message, source, request, engine)
+
+    def _part(self, of: int, engine: E) -> Raw:
+        number = next(self._asks)
+        return self._answer(number, NextPart(number, of), engine=engine)
+
+    def _answer(
+        self,
+        number: int,
+        message: Ask | NextPart,
+        source: Readable | None = None,
+        request: Request[E] | None = None,
+        engine: E | None = None,
+    ) -> Raw:
+        """The reply to a message. One that takes in a `request` is sent to each engine once: by this method to the one
+        that it begins at, and by `_go_on` to those that replace it before it has replied."""
+        call = self._called(number, request, engine)
+        engine = call.engine
+        try:
+            engine.send(message)
+            while True:
+                match call.answers.get():
+                    case Reply(_, value):
+                        return value
+                    case Refusal(_, error):
+                        raise error
+                    case Wanted(_, size):
+                        assert source is not None, "only what has a source reads one"
+                        engine.send(Given(number, source.read(size)))
+        except BaseException:
+            if source is not None:
+                engine.send(Given(number, b""))  # it must not wait for more
+            raise
+        finally:
+            with self._changed:
+                self._waiting.pop(number, None)
+                if request is not None:
+                    request.ask = None
+
+    def _called(self, number: int, request: Request[E] | None, engine: E | None) -> _Call[E]:
+        """What is sent next to an engine, or to the one that is chosen, has a caller that waits."""
+        self._check_owner()
+        with self._changed:
+            if engine is None:
+                engine = self._ready_engine(request)
+            elif engine not in self._engines:
+                raise EngineDied("these parts belong to an engine that has died; ask again")
+            call = self._waiting[number] = _Call(request, engine)
+            if request is not None:
+                self._running[request.submission.number], request.ask, request.engine = request, number, engine
+                self._sent(request, engine)
+            return call
+
+    # -- on the threads that read -------------------------------------------------------------------------------
+
+    def _take(self, engine: E, message: FromEngine) -> None:
+        match message:
+            case StepEvents(events):
+                for number, event in events:
+                    self._tell(engine, number, event)
+            case Reply() | Refusal() | Wanted():
+                self._answered(engine, message)
+            case Beat():
+                engine.beat = message
+            case EngineSnapshot(stats):
+                engine.stats = stats
+            case Logged():
+                logged(message)
+            case _:
+                pass
+        engine.beaten = time.monotonic()
+
+    def _tell(self, engine: E | None, number: int, event: EngineEvent) -> None:
+        """What an engine tells of a request; None: what this process does."""
+        with self._changed:
+            if (request := self._running.get(number)) is None or request.engine is not engine:
+                return
+            if request.ask is not None:  # it was taken in, and the engine may die before it replies that
+                self._reply(Reply(request.ask, packed(None)))
+            if isinstance(event, Done | Failed):
+                del self._running[number]
+            if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
+                self._pinned(request.submission, engine)
+            proven = not isinstance(event, Admitted)
+            if proven:
+                self._proved()
+            if proven := proven and self._unproven is not None and self._unproven[0] == number:
+                self._unproven = None
+        try:
+            request.tell(event)
+        except BaseException:  # noqa: BLE001 - an error of one receiver (a closed event loop) must not affect others
+            with self._changed:
+                self._running.pop(number, None)
+            if engine is not None:
+                engine.send(Cancel(number))
+        if proven:
+            self._go_on()
+
+    def _proved(self) -> None:
+        """Something was told of a request, or it has failed. While `_changed` is held."""
+
+    def _pinned(self, submission: Submission, engine: E) -> None:
+        self._pins[submission.namespace, submission.adapter, submission.prompt] = submission, time.monotonic(), engine
+        while len(self._pins) > PINS:
+            del self._pins[next(iter(self._pins))]
+
+    def _answered(self, engine: E, message: Reply | Refusal | Wanted) -> None:
+        """An engine that a request has left is not heard any more."""
+        refused: int | None = None
+        with self._changed:
+            call = self._waiting.get(message.number)
+            if isinstance(message, Wanted):
+                if call is not None:
+                    call.answers.put(message)
+                else:
+                    engine.send(Given(message.number, b""))  # its caller has gone
+                return
+            if (resumed := self._resumed.get(message.number)) is not None and resumed[1] is engine:
+                del self._resumed[message.number]
+                refused = resumed[0] if isinstance(message, Refusal) else None
+            if call is not None and call.engine is engine:
+                self._reply(message)
+        if refused is not None and isinstance(message, Refusal):
+            self._tell(engine, refused, Failed(message.error))
+
+    def _reply(self, answer: Reply | Refusal) -> None:
+        """To the caller, if there is one. While `_changed` is held."""
+        if (call := self._waiting.pop(answer.number, None)) is None:
+            return
+        if call.request is not None:
+            call.request.ask = None
+            if isinstance(answer, Refusal):
+                self._running.pop(call.request.submission.number, None)
+        call.answers.put(answer)
+
+    # -- engines that come and go -------------------------------------------------------------------------------
+
+    def _joined(self, engine: E) -> None:
+        """An engine is there: let it go on with what waits for one."""
+        with self._changed:
+            self._engines.append(engine)
+            self._changed.notify_all()
+        self._go_on()
+
+    def _left(self, engine: E, how: str, *, blame: Callable[[Request[E]], float] | None) -> None:
+        """An engine is not used any more, and `how` it has ended. Its requests wait for another one, and all else that
+        was asked of it is refused. If it has died, `blame` is how much of a death that is for one that it had begun
+        with; None: it has not."""
+        died = EngineDied(f"the process of the engine {how}; it is started again. Send this again")
+        with self._changed:
+            if engine in self._engines:
+                self._engines.remove(engine)
+            mine = {number: one for number, one in self._running.items() if one.engine is engine}
+            begun = {number for number, at in self._resumed.values() if at is engine}
+            self._resumed = {ask: resumed for ask, resumed in self._resumed.items() if resumed[1] is not engine}
+            if self._unproven is not None and self._unproven[1] is engine:
+                begun.add(self._unproven[0])
+                self._unproven = None
+            for number in [n for n, call in self._waiting.items() if call.request is None and call.engine is engine]:
+                self._reply(Refusal(number, died))
+            # Where it has told of none that it began with it, it may have died in the first step of any.
+            unknown = not any(one.here for one in mine.values())
+            guilty: list[int] = []
+            for number, one in mine.items():
+                had_begun = one.here or one.ask is not None or number in begun or unknown
+                if blame is not None and had_begun and not one.proven:
+                    one.deaths += blame(one)
+                one.alone = blame is not None
+                one.engine, one.here, one.proven, one.went_on = None, False, False, True
+                if one.deaths >= DEATHS:
+                    guilty.append(number)
+            self._to_go_on.extend(mine)
+        for number in guilty:
+            self._refuse(number, how)
+
+    def _refuse(self, number: int, how: str) -> None:
+        """Fail a request that may be the reason why engines die."""
+        refusal = EngineDied(
+            f"{DEATHS} engines in a row have died when they had begun with this request: the last {how}"
+        )
+        with self._changed:
+            if (request := self._running.get(number)) is not None and request.ask is not None:
+                self._reply(Refusal(request.ask, refusal))
+                return
+        self._tell(None, number, Failed(refusal))
+
+    def _go_on(self) -> None:
+        """Let engines go on with requests that wait for one: those first that are the least likely to end it, and that
+        are told something soon. One that goes on alone is the last one for now."""
+        with self._changed:
+            order = sorted(self._to_go_on, key=self._order)
+            self._to_go_on = deque(number for number in order if number in self._running)
+        while self._next():
+            pass
+
+    def _order(self, number: int) -> tuple[bool, bool, bool, int]:
+        if (request := self._running.get(number)) is None:
+            return False, False, False, 0
+        return request.alone, request.deliver is _dropped, request.ask is not None, request.length
+
+    def _next(self) -> bool:
+        """Send the next request to an engine. Whether another one may follow."""
+        with self._changed:
+            while self._to_go_on and self._to_go_on[0] not in self._running:
+                self._to_go_on.popleft()
+            if not self._to_go_on or self._unproven is not None:
+                return False
+            request = self._running[self._to_go_on[0]]
+            if (engine := self._choose(request)) is None:
+                return False
+            number = self._to_go_on.popleft()
+            if (ask := request.ask) is None:
+                ask = next(self._asks)
+                self._resumed[ask] = number, engine
+            else:
+                self._waiting[ask].engine = engine
+            request.engine = engine
+            if request.alone:
+                self._unproven = number, engine, time.monotonic()
+            self._sent(request, engine)
+        engine.send(Ask(ask, packed(request.rest())))
+        if request.cancelled:
+            engine.send(Cancel(number))
+        if request.failed is not None:
+            engine.send(Fail(number, request.failed))
+        return not request.alone
+
+    def _pin_again(self, lost: Iterable[E] | None = None) -> None:
+        """What was pinned at engines that are lost, or, None, at any."""
+        with self._changed:
+            now, gone = time.monotonic(), None if lost is None else list(lost)
+            pins = [
+                one
+                for one, at, where in self._pins.values()
+                if now - at < (one.retention.ttl or inf) and (gone is None or where in gone)
+            ]
+            for one in pins:
+                again = replace(one, number=self.number(), goes_on=True)
+                self._running[again.number] = Request[E](again, _dropped, alone=True)
+                self._to_go_on.append(again.number)
+
+    def _over(self, error: Exception) -> None:
+        """There will be no other engine: fail all requests."""
+        with self._changed:
+            if not self._closing:
+                self._given_up = str(error)
+            self._changed.notify_all()
+            for number in list(self._waiting):
+                self._reply(Refusal(number, error))
+            for request in self._running.values():
+                request.engine = None
+        for number in list(self._running):
+            self._tell(None, number, Failed(error))
+
+    def _look(self) -> None:
+        """On a thread that watches: go on with the next request where one takes long."""
+        with self._changed:
+            late = self._unproven is not None and time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
+            if late:
+                self._unproven = None
+        if late:
+            self._go_on()
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        with self._changed:
+            for ask, call in self._waiting.items():
+                assert call.request is None or call.request.ask == ask
+            for number, request in self._running.items():
+                assert number == request.submission.number
+                assert request.ask is None or self._waiting[request.ask].request is request
+                assert request.deaths < DEATHS
+                assert all(0 <= index < request.submission.params.n for index in request.choices)
+                assert request.engine is not None or number in self._to_go_on

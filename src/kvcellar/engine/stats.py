@@ -188,6 +188,12 @@ class EngineStats:
     started: float  # when the engine was started, or started again after its process died: seconds of the wall clock
     running: int = gauge("kvcellar_completions_running", "completions in prefill or decode")
     waiting: int = gauge("kvcellar_completions_waiting", "completions waiting for admission")
+    waiting_tokens: int = gauge(
+        "kvcellar_waiting_tokens", "prompt tokens that are not computed yet, of completions that wait or are in prefill"
+    )
+    token_seconds: float  # that a token of a prompt takes, by what was measured lately; 0.0: nothing was
+    decode_seconds: float  # of a step that computes no prompt, by what was measured lately; 0.0: nothing was
+    restore_seconds: float  # that a token read back from the store takes, by what was measured; 0.0: nothing was
     ended: int  # requests that have ended since the start
     sequences: int  # sequences in memory: those of running completions
     steps: int = counter("kvcellar_steps", "steps")

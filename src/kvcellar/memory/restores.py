@@ -35,6 +35,7 @@ from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.restore_plan import Look, News, Part, Planner
 from kvcellar.memory.snapshot import Snapshot
+from kvcellar.memory.tiers.admission import Rate
 from kvcellar.memory.tiers.tier import Chunk, Loaded
 from kvcellar.memory.tiers.transfers import Transfer, Transfers
 
@@ -132,6 +133,7 @@ class Restores:
         self._left = STEP  # bytes that may still enter memory before the next step
         self._chunk = ChunkTensor()
         self.restored = 0  # tokens
+        self.restoring = Rate()  # of tokens of a request, from its turn on
         self.declined = 0  # requests of which tokens were cheaper to recompute
 
     def go_on(self) -> None:
@@ -405,6 +407,8 @@ class Restores:
         self.restored += fetch.tokens.total()
         if fetch.node is not None:
             fetch.seconds = self._clock() - fetch.began
+            if tokens := fetch.tokens.total():
+                self.restoring.record(tokens, fetch.seconds)
             self._prefixes.tree.unlock(fetch.node)
             fetch.node = None
 

@@ -28,6 +28,10 @@ def stats(built: "Built") -> EngineStats:
         started=loop.started,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
+        waiting_tokens=scheduler.waiting_tokens,
+        token_seconds=loop.prefill.seconds(PROMPT) / PROMPT,
+        decode_seconds=loop.decoding.seconds(1),
+        restore_seconds=_restore_seconds(loop.manager.store),
         ended=loop.last.count,
         sequences=len(memory.sequences),
         steps=loop.steps,
@@ -54,6 +58,13 @@ def stats(built: "Built") -> EngineStats:
         adapter_bytes=built.adapters.bytes,
         kv_events_lost=loop.manager.events.lost_changes if loop.manager.events is not None else 0,
     )
+
+
+PROMPT = 512  # tokens: of that many, seconds of one are told
+
+
+def _restore_seconds(store: "Store | None") -> float:
+    return store.restores.restoring.seconds(PROMPT) / PROMPT if store is not None else 0.0
 
 
 def _groups(built: "Built") -> tuple[GroupStats, ...]:

@@ -36,8 +36,10 @@ from kvcellar.engine.core.scheduler import Scheduler
 from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
+from kvcellar.memory.tiers.admission import Rate
 
 T = TypeVar("T")
+MEASURED = 32  # tokens of prompts in a step, at least, from which on it measures how fast they are computed
 LOOK = 1.0  # seconds, at most, until completions that wait while none runs are looked at again
 DESCRIBED = 8  # of them are described in the log where they wait for nothing
 log = logging.getLogger("kvcellar.engine")
@@ -76,6 +78,7 @@ class Loop:
         self.silences = 0  # how often they waited for nothing
         self.ending, self.ended = Ending(manager), False
         self.steps, self.started = 0, time.time()
+        self.prefill, self.decoding = Rate(), Rate()  # of tokens of prompts; of steps without
         self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
     def start(
@@ -375,6 +378,10 @@ class Loop:
             return
         seconds = self._clock() - began
         self.steps += 1
+        if prompts >= MEASURED:
+            self.prefill.record(prompts, seconds)
+        elif not prompts:
+            self.decoding.record(1, seconds)
         self.scheduler.stepped(scheduled, prompts, seconds)
         if self.manager.store is not None:
             self.manager.store.stepped(sum(one.tokens for one in scheduled), seconds)

@@ -221,6 +221,12 @@ class Scheduler:
         """Add a completion that has a sequence already: a fork of a running one."""
         insort(self.running, completion, key=lambda other: other.key)
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to be computed before all completions are in decode."""
+        prefill = [one for one in self.running if one.status is Status.PREFILL]
+        return sum(one.uncomputed for one in (*self.waiting, *prefill))
+
     def remove(self, completion: Completion) -> None:
         """Remove a completion that is over. The caller frees its memory."""
         (self.running if completion in self.running else self.waiting).remove(completion)

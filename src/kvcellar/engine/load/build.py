@@ -49,6 +49,7 @@ from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.sampling import SampleKernel
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.memory import Memory
+from kvcellar.memory.prefix.kv_events import KvEvents
 from kvcellar.memory.prefixes import Shares
 from kvcellar.memory.shapes import StoredAs
 from kvcellar.progress import report
@@ -97,11 +98,13 @@ def build(
     *,
     torch_of: int = TORCH,
     restarts: bool = True,
+    watched: bool = False,
 ) -> Built:
     """Load and test the model, size its memory, make the parts. Raises what `load`, `build_guest` and
     `resolve_capacity` raise. What has to be closed is entered into `opened` as soon as it is open; from the start of
     the loop on, the loop closes it. `torch_of`: the process that may have run torch before. `restarts`: a model that
-    was loaded before may start from what its load has found."""
+    was loaded before may start from what its load has found. `watched`: it makes KV events, as others in this process
+    listen to them."""
     settings = _in_a_fork(settings, torch_of)
     began = time.time_ns()
     threads = threads_of(settings.threads, torch.get_num_threads())
@@ -114,7 +117,10 @@ def build(
     loaded, preamble = choice.created(base)
     made = _Made(base.guest, base.guest, base.packing) if isinstance(base, Restart) else _tested(base, settings)
     parts = base, loaded, preamble, made
-    built = _assembled(settings, parts, kept, threads, thread or DeviceThread(), began, opened)
+    events = open_events(settings, watched=watched)
+    if events is not None:
+        opened.enter_context(closing(events))
+    built = _assembled(settings, parts, kept, threads, thread or DeviceThread(), began, opened, events)
     trim_heap()
     return built
 
@@ -179,6 +185,7 @@ def _assembled(
     device: DeviceThread,
     began: int,
     opened: ExitStack,
+    events: KvEvents | None,
 ) -> Built:
     """`began`: when the load began, in nanoseconds of the clock."""
     base, loaded, preamble, (guest, plain, packing) = parts
@@ -213,7 +220,6 @@ def _assembled(
     open_own = partial(tiers, share=part)
     speculator, cache = _speculator(drafts, guest, (memory, sequences.get, own, shares, open_own))
     drafting = Drafting(speculator, context=context, memory=cache, sequences=sequences, draws=guest.draws)
-    events = opened.enter_context(closing(made)) if (made := open_events(settings)) is not None else None
     manager = SequenceManager(
         memory,
         drafting,

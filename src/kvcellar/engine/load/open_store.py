@@ -170,9 +170,9 @@ def _identity(memory: Memory, source: Source) -> bytes:
     )
 
 
-def open_events(settings: Settings) -> KvEvents | None:
-    """The publisher that the settings ask for."""
-    if settings.kv_events is None:
+def open_events(settings: Settings, *, watched: bool) -> KvEvents | None:
+    """The publisher that the settings ask for, or that others in this process listen to (`watched`)."""
+    if settings.kv_events is None and not watched:
         return None
     for endpoint in (settings.kv_events, settings.kv_events_replay):
         if endpoint is not None and endpoint.startswith("tcp://") and not endpoint.startswith(_LOOPBACK):

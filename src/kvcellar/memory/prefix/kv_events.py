@@ -1,5 +1,5 @@
 """kv_events: publishes which blocks of tokens an engine has, as vLLM and SGLang do, for routers that send a request to
-where its prefix is.
+where its prefix is: over ZeroMQ, and to those that listen in this process, without tokens.
 
 A PUB socket sends messages of three frames: the topic; the number of the batch, 8 bytes, big-endian; and the batch in
 MessagePack: `[time, events, 0]`, where an event is an array that begins with its name:
@@ -27,11 +27,12 @@ are there, and have none that are not.
 """
 
 import logging
+import select
 import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
@@ -58,6 +59,22 @@ Send = Callable[[list[Event]], None]
 Change = Callable[[], None]
 
 
+def stored_event(
+    hashes: Sequence[int],
+    parent: int | None,
+    tokens: Sequence[int] | None,
+    size: int,
+    medium: str,
+    adapter: str | None = None,
+    extra: Sequence[list[str] | None] | None = None,
+) -> Event:
+    return ["BlockStored", hashes, parent, tokens, size, None, medium, adapter, extra]
+
+
+def without_tokens(event: Event) -> Event:
+    return [*event[:3], None, *event[4:]] if event[0] == "BlockStored" else event
+
+
 class Mirror:
     """What was published. Makes events of changes; `send` is called with those of one batch."""
 
@@ -66,6 +83,14 @@ class Mirror:
         self._there: dict[str, Counter[int]] = {medium: Counter() for medium in MEDIA.values()}
         self._snapshots: dict[str, dict[bytes, tuple[Place, list[int]]]] = {medium: {} for medium in MEDIA.values()}
         self._events: list[Event] = []
+
+    def all(self) -> list[Event]:
+        """Events of all that is there, without tokens."""
+        found = ((medium, list(there)) for medium, there in self._there.items() if there)
+        return [
+            ["AllBlocksCleared"],
+            *(stored_event(hashes, None, None, self._size, medium) for medium, hashes in found),
+        ]
 
     def flush(self) -> None:
         """Send what has changed since the last call."""
@@ -129,7 +154,7 @@ class Mirror:
         tokens = memoryview(blocks.key)[start * step : end * step].cast("q").tolist()
         if requests := requested(namespace):
             extra = [[requests] if parent is None and not at else None for at in range(len(hashes))]
-        return ["BlockStored", hashes, parent, tokens, self._size, None, medium, adapter_of(namespace) or None, extra]
+        return stored_event(hashes, parent, tokens, self._size, medium, adapter_of(namespace) or None, extra)
 
     def _remove(self, medium: str, hashes: Iterable[int]) -> None:
         there, gone = self._there[medium], list[int]()
@@ -144,17 +169,25 @@ class Mirror:
             self._events.append(["BlockRemoved", gone, medium])
 
 
+def _zmq() -> Any:
+    """Raises `BadRequest`."""
+    try:
+        import zmq
+    except ImportError as error:
+        raise BadRequest("kv_events needs pyzmq: install kvcellar[events]", "kv_events") from error
+    return zmq
+
+
 class KvEvents:
     """The publisher of one engine. What it is told of may come from any thread."""
 
-    def __init__(self, endpoint: str, *, replay: str | None = None, topic: str = "", size: int = 16) -> None:
-        """Binds to `endpoint`, and to `replay`. Raises `BadRequest`, naming the setting, where that is not possible."""
-        try:
-            import zmq
-        except ImportError as error:
-            raise BadRequest("kv_events needs pyzmq: install kvcellar[events]", "kv_events") from error
-        self._zmq, self._encode = zmq, msgspec.msgpack.Encoder().encode
-        self._context = zmq.Context()
+    def __init__(self, endpoint: str | None, *, replay: str | None = None, topic: str = "", size: int = 16) -> None:
+        """Binds to `endpoint`, and to `replay`; None: to nothing, for those that `listen`. Raises `BadRequest`, naming
+        the setting, where that is not possible."""
+        self._zmq: Any = None if endpoint is None else _zmq()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context: Any = None if endpoint is None else self._zmq.Context()
+        self._listeners: list[Send] = []
         self._topic, self._size = topic.encode(), size
         self._changes: deque[tuple[int, Change | None]] = deque()  # with bytes of tokens; None: the end
         self._waiting_bytes, self._ended, self._lock = 0, False, threading.Lock()
@@ -168,10 +201,14 @@ class KvEvents:
         self._sent: deque[tuple[int, bytes]] = deque()
         self._mirror = Mirror(size, self._publish)
         try:
-            self._pub = self._bound(zmq.PUB, endpoint, "kv_events")
-            self.endpoint = self._address(self._pub)
-            self._replay = self._bound(zmq.ROUTER, replay, "kv_events_replay") if replay is not None else None
-            self.replay_endpoint = self._address(self._replay) if self._replay is not None else None
+            self._pub: Any = None
+            self._replay: Any = None
+            if endpoint is not None:
+                self._pub = self._bound(self._zmq.PUB, endpoint, "kv_events")
+                self.endpoint = self._address(self._pub)
+            if endpoint is not None and replay is not None:
+                self._replay = self._bound(self._zmq.ROUTER, replay, "kv_events_replay")
+                self.replay_endpoint = self._address(self._replay)
             self._mirror.clear()
             self._thread = threading.Thread(target=self._run, name="kvcellar-events", daemon=True)
             self._thread.start()
@@ -191,6 +228,28 @@ class KvEvents:
 
     def _address(self, opened: Any) -> str:
         return opened.getsockopt_string(self._zmq.LAST_ENDPOINT)
+
+    # -- listeners in this process ------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return self._size
+
+    def listen(self, send: Send) -> None:
+        """From now on `send` is called with events, on the thread that makes them: first with those of all that is
+        there. It must neither raise nor block."""
+
+        def begin() -> None:
+            self._mirror.flush()
+            send(self._mirror.all())
+            self._listeners.append(send)
+
+        self._put(begin)
+
+    def leave(self, send: Send) -> None:
+        """One that listens is not called any more, soon."""
+        self._put(lambda: self._listeners.remove(send) if send in self._listeners else None)
 
     # -- changes ------------------------------------------------------------------------------------------------
 
@@ -250,10 +309,10 @@ class KvEvents:
     # -- on the thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = self._zmq.Poller()
-        poller.register(self._woken, self._zmq.POLLIN)
+        poller: Any = select.poll() if self._zmq is None else self._zmq.Poller()
+        poller.register(self._woken.fileno(), select.POLLIN)
         if self._replay is not None:
-            poller.register(self._replay, self._zmq.POLLIN)
+            poller.register(self._replay, select.POLLIN)
         try:
             while self._apply():
                 ready = dict(poller.poll())
@@ -300,6 +359,12 @@ class KvEvents:
         return None
 
     def _publish(self, events: list[Event]) -> None:
+        if self._listeners:
+            plain = [without_tokens(event) for event in events]
+            for send in list(self._listeners):
+                send(plain)
+        if self._pub is None:
+            return
         batch = self._encode([time.time(), events, 0])
         self._sent.append((self._number, batch))
         self._sent_bytes += len(batch)
@@ -323,6 +388,7 @@ class KvEvents:
         replay.send_multipart((subscriber, b"", END, b""))
 
     def _close_sockets(self) -> None:
-        self._context.destroy(linger=int(1000 * CLOSING))
+        if self._context is not None:
+            self._context.destroy(linger=int(1000 * CLOSING))
         self._wake.close()
         self._woken.close()

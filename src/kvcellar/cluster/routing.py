@@ -34,7 +34,7 @@ Always true:
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Annotated, Any, TypeAlias
@@ -120,10 +120,8 @@ class _Blocks:
     """Who has which block: for each medium the places of replicas, as bits of an integer."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
-        self._bits: OrderedDict[int, list[int]] = (
-            OrderedDict()
-        )  # of each medium, by block; least recently touched first
+        self._most, self._tiers = most, False  # whether any was in another medium than the device
+        self._bits: OrderedDict[int, list[int]] = OrderedDict()  # of each medium, by block; the last was touched last
         self._held: dict[int, set[int]] = {}  # by place
         self._bit: dict[int, int] = {}  # shared, so that a block of one replica takes no integer of its own
 
@@ -149,6 +147,7 @@ class _Blocks:
             if len(self._bits) > self._most:
                 self._drop()
         self._bits.move_to_end(block)
+        self._tiers |= medium != DEVICE
         bits[medium] = bits[medium] | self._bit[at] if bits[medium] else self._bit[at]
         self._held[at].add(block)
 
@@ -175,22 +174,13 @@ class _Blocks:
         for at in _places(bits[0] | bits[1] | bits[2] | bits[3]):
             self._held[at].discard(block)
 
-    def match(self, blocks: Sequence[int], device: _Counts, readable: _Counts) -> None:
+    def match(self, blocks: Sequence[int], places: int) -> tuple[_Counts, _Counts]:
         """How many of the first blocks each replica has on its device, and how many with what it can read."""
-        everyone = (1 << len(device)) - 1
-        here = there = everyone
-        for count, block in enumerate(blocks):
-            bits = self._bits.get(block, _NOWHERE)
-            if here & ~bits[0]:
-                _set(device, here & ~bits[0], count)
-                here &= bits[0]
-            if not bits[3] and there & ~(any_here := bits[0] | bits[1] | bits[2]):
-                _set(readable, there & ~any_here, count)
-                there &= any_here
-                if not there:
-                    return
-        _set(device, here, len(blocks))
-        _set(readable, there, len(blocks))
+        device = _prefixes((self._bits.get(block, _NOWHERE)[DEVICE] for block in blocks), places)
+        if not self._tiers:
+            return device, device
+        everyone, readable = (1 << places) - 1, (self._bits.get(block, _NOWHERE) for block in blocks)
+        return device, _prefixes((everyone if one[REMOTE] else one[0] | one[1] | one[2] for one in readable), places)
 
     def check(self) -> None:
         held: dict[int, set[int]] = {at: set() for at in self._held}
@@ -203,6 +193,21 @@ class _Blocks:
 
 
 _NOWHERE = [0] * len(MEDIA)
+
+
+def _prefixes(owners: Iterable[int], places: int) -> _Counts:
+    """How many of the first blocks each place has, where those that have a block are the bits of an integer."""
+    counts, alive, count = np.zeros(places, np.int64), (1 << places) - 1, 0
+    for bits in owners:
+        if (left := alive & bits) != alive:
+            if count:
+                _set(counts, alive ^ left, count)
+            if not left:
+                return counts
+            alive = left
+        count += 1
+    _set(counts, alive, count)
+    return counts
 
 
 def _places(bits: int) -> Iterator[int]:
@@ -328,8 +333,9 @@ class Router:
 
     def load(self, replica: str, load: Load) -> None:
         at, seats, now = self._place[replica], self._seats, self._clock()
-        expected = float(seats.expected(now, seats.measured(seats.each))[at])
         if seats.reports[at]:
+            done = 0.0 if np.isnan(seats.each[at]) else (now - seats.reported[at]) / seats.each[at]
+            expected = max(0.0, seats.waiting[at] - done) + seats.sent[at]
             seats.surprise[at] = max(0.0, load.waiting_tokens - expected)
         seats.reports[at] += 1
         seats.reported[at], seats.waiting[at], seats.sent[at] = now, load.waiting_tokens, 0
@@ -397,8 +403,9 @@ class Router:
         others = compute * self._price(waiting[seats.there].mean())
         seconds = np.maximum(wait, restore) + compute + others
         room = uncomputed + restored <= seats.free
-        order = np.lexsort((seats.requests + tie, seconds + doubt * each, ~room, ~candidates))
-        best = order[: min(MOST, int(candidates.sum()))].tolist()
+        key = seconds + doubt * each
+        key += np.where(room, 0.0, 1.0 + key.max())  # those without room come last
+        best = _least(np.where(candidates, key, np.inf), seats.requests + tie, min(MOST, int(candidates.sum())))
         columns = (seconds, wait, restore, compute, others, have, restored, room)
         return tuple(
             Score(name, *(column[at].item() for column in columns))
@@ -409,10 +416,8 @@ class Router:
     def _match(self, hashes: Sequence[int], tokens: int) -> tuple[_Counts, _Counts]:
         """Tokens of the prompt that each replica has on its device, and those with what it can read. The last one is
         always computed."""
-        counts = np.zeros((2, len(self._seats.names)), np.int64)
-        self._blocks.match(hashes, counts[0], counts[1])
-        counts = np.minimum(counts * self._size, tokens - 1)
-        return counts[0], counts[1]
+        device, readable = self._blocks.match(hashes, len(self._seats.names))
+        return np.minimum(device * self._size, tokens - 1), np.minimum(readable * self._size, tokens - 1)
 
     def _price(self, waiting: float) -> float:
         """Seconds that others wait for one second of prompts on the mean replica."""
@@ -441,6 +446,12 @@ class Router:
         assert all(self._seats.names[one.at] is not None for one in self._requests.values())
         for (at, block), number in self._coming.items():
             assert block in self._requests[number].brought and self._requests[number].at == at
+
+
+def _least(first: _Floats, then: _Floats, most: int) -> list[int]:
+    """The indices of the least numbers, in order; of equal ones by another key."""
+    among = np.flatnonzero(first <= np.partition(first, most - 1)[most - 1])
+    return among[np.lexsort((then[among], first[among]))][:most].tolist()
 
 
 def _mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,0 +1,1 @@
+"""Several engines behind gateways: which of them a request goes to."""

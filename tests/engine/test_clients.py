@@ -1,9 +1,10 @@
-"""What holds of an engine wherever it is: on a thread of this process, or in a process of its own."""
+"""What holds of an engine wherever it is: on a thread of this process, in a process of its own, or in a replica."""
 
 import io
 import json
 import threading
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from kvcellar.engine.messages import (
 from kvcellar.events import Done, Failed, PromptScored
 from kvcellar.progress import Progress
 from kvcellar.sampling_params import SamplingParams
+from tests.cluster.replicas import of_replicas
 from tests.engine.mixes import Ear as TextEar
 from tests.engine.places import (
     ASKED,
@@ -52,7 +54,7 @@ from tests.engine.test_going_on import singly
 from tests.engine.tiered import acknowledged
 from tests.engine.world import Heard
 
-PLACES = ("thread", "process")
+PLACES = ("thread", "process", "replica")
 MOST_WAITING = 8
 
 
@@ -71,22 +73,16 @@ def reports() -> dict[str, list[Progress]]:
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, reports: Any) -> Iterator[dict[str, Engine]]:
     """One in each place, with a store of its own. The last tests close them."""
     opened: dict[str, Engine] = {}
-    try:
+    shared: Any = {"max_sequences": 4, "max_waiting": MOST_WAITING, "adapters": {"style": model / "adapter"}, **SMALL}
+    with ExitStack() as left:
         for place in PLACES:
-            opened[place] = Engine(
-                model,
-                process=place == "process",
-                progress=reports[place].append,
-                store=str(tmp_path_factory.mktemp("store")),
-                max_sequences=4,
-                max_waiting=MOST_WAITING,
-                adapters={"style": model / "adapter"},
-                **SMALL,
-            )
+            settings = shared | {"store": str(tmp_path_factory.mktemp("store"))}
+            if place == "replica":
+                engine = left.enter_context(of_replicas(model, settings))
+            else:
+                engine = Engine(model, process=place == "process", progress=reports[place].append, **settings)
+            opened[place] = left.enter_context(closing(engine))
         yield opened
-    finally:
-        for engine in opened.values():
-            engine.close()
 
 
 @pytest.fixture(params=PLACES)
@@ -131,26 +127,27 @@ def test_a_request_begins_is_drawn_for_and_is_done_once(engine: Engine) -> None:
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (4, 72)
 
 
-def test_both_places_answer_alike(engines: dict[str, Engine]) -> None:
+def test_all_places_answer_alike(engines: dict[str, Engine]) -> None:
     """Each beside the others, and alone."""
     for name, asked in ASKED.items():
-        thread, process = (asked(engines[place]) for place in PLACES)
-        assert process == thread, name
+        thread, *others = (asked(engines[place]) for place in PLACES)
+        assert others == [thread] * len(others), name
 
 
-def test_scores_are_those_of_the_other_place(engines: dict[str, Engine]) -> None:
+def test_scores_are_those_of_the_other_places(engines: dict[str, Engine]) -> None:
     found = []
     for place in PLACES:
         engines[place].clear_cache()
         result = engines[place].generate([5, 6, 7, 8], logprobs=2, prompt_logprobs=1, **SEEDED)
         vectors = [one.vector for one in engines[place].embeddings.of(["a b", [9, 8, 7]])]
         found.append((result.logprobs, result.prompt_logprobs, result.usage, result.recall, vectors))
-    (logprobs, scored, usage, recall, vectors), other = found
+    (logprobs, scored, usage, recall, vectors), *others = found
     assert scored[0] is None
-    assert other[:3] == (logprobs, scored, usage)
-    assert replace(other[3], seconds=recall.seconds) == recall
-    for ours, theirs in zip(vectors, other[4], strict=True):
-        assert theirs == pytest.approx(ours, abs=1e-6)  # what shares a step decides the last bits
+    for other in others:
+        assert other[:3] == (logprobs, scored, usage)
+        assert replace(other[3], seconds=recall.seconds) == recall
+        for ours, theirs in zip(vectors, other[4], strict=True):
+            assert theirs == pytest.approx(ours, abs=1e-6)  # what shares a step decides the last bits
 
 
 def test_requests_that_cannot_all_run_at_once_are_all_answered(engine: Engine) -> None:
@@ -292,13 +289,13 @@ def test_what_is_refused_is_told_nothing_and_holds_nothing(engine: Engine) -> No
     assert (stats.running, stats.waiting, stats.cells_used) == (0, 0, 0)
 
 
-def test_the_reason_of_a_refusal_is_that_of_the_other_place(engines: dict[str, Engine]) -> None:
+def test_the_reason_of_a_refusal_is_that_of_the_other_places(engines: dict[str, Engine]) -> None:
     errors = []
     for place in PLACES:
         with pytest.raises(BadRequest, match="unknown") as caught:
             engines[place].generate([5], adapter="unknown")
         errors.append((str(caught.value), caught.value.message, caught.value.param, caught.value.hint))
-    assert errors[0] == errors[1]
+    assert errors[1:] == errors[:1] * (len(PLACES) - 1)
 
 
 def test_more_requests_than_may_wait_are_refused_unless_they_go_on(engine: Engine) -> None:
@@ -325,7 +322,7 @@ def test_more_requests_than_may_wait_are_refused_unless_they_go_on(engine: Engin
 # -- controls ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_of_both_places_is_answered_alike(engines: dict[str, Engine]) -> None:
+def test_what_is_asked_of_all_places_is_answered_alike(engines: dict[str, Engine]) -> None:
     found = []
     for place in PLACES:
         engine = engines[place]
@@ -351,24 +348,25 @@ def test_what_is_asked_of_both_places_is_answered_alike(engines: dict[str, Engin
                 (stats.cells_cached, stats.prefixes.tokens, stats.groups),
             )
         )
-    assert found[0] == found[1]
+    assert found[1:] == found[:1] * (len(PLACES) - 1)
 
 
-def test_the_card_of_both_places_is_the_same(engines: dict[str, Engine]) -> None:
-    thread, process = (engines[place]._client.card for place in PLACES)
-    assert process.model == thread.model
-    assert (process.cells, process.pooling) == (thread.cells, thread.pooling)
-    assert (process.text.end_ids, process.text.borders) == (thread.text.end_ids, thread.text.borders)
-    assert process.text.assets is not None
+def test_the_card_of_all_places_is_the_same(engines: dict[str, Engine]) -> None:
+    thread, *others = (engines[place]._client.card for place in PLACES)
     assert thread.text.assets is not None
-    assert process.text.assets.tokenizer.to_str() == thread.text.assets.tokenizer.to_str()
+    for other in others:
+        assert other.model == thread.model
+        assert (other.cells, other.pooling) == (thread.cells, thread.pooling)
+        assert (other.text.end_ids, other.text.borders) == (thread.text.end_ids, thread.text.borders)
+        assert other.text.assets is not None
+        assert other.text.assets.tokenizer.to_str() == thread.text.assets.tokenizer.to_str()
 
 
 def test_the_load_is_reported(engines: dict[str, Engine], reports: dict[str, list[Progress]]) -> None:
     """What this process imports is reported by an engine on a thread only, and the start of a process by the other.
     What one of them has measured, the other may find in a file."""
     apart = ("importing", "starting the process", "measuring")
-    thread, process = ({one.stage for one in reports[place] if not one.stage.startswith(apart)} for place in PLACES)
+    thread, process = ({one.stage for one in reports[place] if not one.stage.startswith(apart)} for place in PLACES[:2])
     assert process == thread != set()
 
 

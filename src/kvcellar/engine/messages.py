@@ -384,4 +384,14 @@ class EngineSnapshot(Tagged, frozen=True):
     stats: Raw  # of `EngineStats`, as `wire.packed` returns it
 
 
-FromEngine = Hello | Loading | StepEvents | Reply | Refusal | Wanted | Logged | Beat | EngineSnapshot
+class Blocks(Tagged, frozen=True):
+    """What has changed of which blocks memory and tiers have, to a front end that chooses among replicas."""
+
+    events: Raw  # KV events without tokens, as `wire.packed` returns them
+
+
+class Leaving(Tagged, frozen=True):
+    """The engine will be closed: requests are to go on at another one, and new ones are refused."""
+
+
+FromEngine = Hello | Loading | StepEvents | Reply | Refusal | Wanted | Logged | Beat | EngineSnapshot | Blocks | Leaving

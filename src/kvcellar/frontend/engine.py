@@ -125,20 +125,30 @@ class Engine:
                     opened.callback(client.close)
                 else:
                     client = _on_a_thread(model, checked, opened, thread)
-            self._client, card = client, client.card
-            self._codec, self._sessions = TextCodec(card.text), count(1)
-            self._requests = RequestBuilder(client, self._codec)
-            self.model = card.model
-            # what sessions were saved as, by name; it outlives the engine where that has a store
-            self.conversations: Conversations = open_conversations(checked, self.model)
-            self.cache = CacheClient(client)  # what the prefix cache and the store have
-            self.adapters = AdaptersClient(client)  # those that requests can name
-            self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts
-            self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
-            # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
-            # It is not closed while a session or a batch needs it.
-            self._closing = weakref.finalize(self._requests, client.close)
+            self._open(client, checked)
             opened.pop_all()
+
+    @classmethod
+    def of(cls, client: EngineClient, **settings: Unpack[EngineOptions]) -> Self:
+        """The engine that a client has, wherever it is; closing it closes the client."""
+        engine = cls.__new__(cls)
+        engine._open(client, settings_of(settings))
+        return engine
+
+    def _open(self, client: EngineClient, settings: Settings) -> None:
+        self._client, card = client, client.card
+        self._codec, self._sessions = TextCodec(card.text), count(1)
+        self._requests = RequestBuilder(client, self._codec)
+        self.model = card.model
+        # what sessions were saved as, by name; it outlives the engine where that has a store
+        self.conversations: Conversations = open_conversations(settings, self.model)
+        self.cache = CacheClient(client)  # what the prefix cache and the store have
+        self.adapters = AdaptersClient(client)  # those that requests can name
+        self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts
+        self.replies = Replies(self._codec)  # how answers are read: reasoning, content, calls of tools
+        # A thread inside torch must not outlive the interpreter: an engine that is not closed is closed at its end.
+        # It is not closed while a session or a batch needs it.
+        self._closing = weakref.finalize(self._requests, client.close)
 
     def __enter__(self) -> Self:
         return self

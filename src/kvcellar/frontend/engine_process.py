@@ -39,7 +39,7 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import EngineFailed, KvcellarError
 from kvcellar.frontend.fork_server import ENDING_SIGNALS
-from kvcellar.frontend.front_end import FrontEnd, Pools
+from kvcellar.frontend.front_end import LAST_WORDS, FrontEnd, Pools
 from kvcellar.frontend.thread_client import ThreadClient
 from kvcellar.progress import Progress, listening
 from kvcellar.wire import Link, Outbox, packed
@@ -47,7 +47,6 @@ from kvcellar.wire import Link, Outbox, packed
 log = logging.getLogger("kvcellar.engine")
 
 END_SECONDS = 30.0  # until what is to be written is given up
-LAST_WORDS = 5.0  # seconds in which the front end has to read why this process ends
 BEAT = 1.0  # seconds
 STALLED = 5.0  # seconds by which a wait is too long where the process was stopped meanwhile
 FAILED = 70  # exit status: an error has ended the engine (EX_SOFTWARE of sysexits.h)

@@ -55,6 +55,7 @@ from kvcellar.wire import Link, Outbox, decode, packed
 
 log = logging.getLogger("kvcellar.engine")
 
+LAST_WORDS = 5.0  # seconds in which the front end has to read what it was sent last
 COMPILING = 8  # requests whose grammars are compiled at once
 READING, CHANGING = 4, 16  # controls that are done at once: those that only look, and those that may wait for others
 LOOKING = (
@@ -246,6 +247,16 @@ class FrontEnd:
             parts = self._parts.pop(of, None)
         if isinstance(parts, Generator):
             parts.close()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has requests that are not done."""
+        return bool(self._numbers or self._submitting)
+
+    def hang_up(self) -> None:
+        """Send what was told, and close the link."""
+        self.outbox.close(LAST_WORDS)
+        self._link.close()
 
     def end(self) -> None:
         """The front end has gone, and the engine goes on: end all that it has asked for. May be called again."""

@@ -135,8 +135,9 @@ class ProcessClient(RemoteClient[ChildProcess]):
     def _choose(self, request: Request[ChildProcess] | None) -> ChildProcess | None:
         return self._engines[0] if self._engines else None
 
-    def _proved(self) -> None:
+    def _proved(self, number: int) -> bool:
         self._fruitless = 0
+        return super()._proved(number)
 
     # -- on the thread that reads -------------------------------------------------------------------------------
 

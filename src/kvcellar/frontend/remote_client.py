@@ -255,7 +255,7 @@ class RemoteClient(ABC, Generic[E]):
             self._asked(submission, request=request)
         except BaseException as error:
             with self._changed:
-                self._running.pop(number, None)
+                self._remove(number)
                 engine = request.engine
             if not isinstance(error, Exception) and engine is not None:  # an interrupt: it may have been taken in
                 engine.send(Cancel(number))
@@ -290,8 +290,10 @@ class RemoteClient(ABC, Generic[E]):
 
     def parts(self, control: ControlInParts[R]) -> Generator[R]:
         self.check_caller()
+        yield from self._parts_of(control, self._ready_engine())
+
+    def _parts_of(self, control: ControlInParts[R], engine: E) -> Generator[R]:
         number, kind = next(self._asks), reply_type(control)
-        engine = self._ready_engine()
         self._asked(control, number=number, engine=engine)
         try:
             while some := decode(self._part(number, engine), list[kind]):
@@ -447,26 +449,40 @@ class RemoteClient(ABC, Generic[E]):
             if request.ask is not None:  # it was taken in, and the engine may die before it replies that
                 self._reply(Reply(request.ask, packed(None)))
             if isinstance(event, Done | Failed):
-                del self._running[number]
+                self._remove(number)
             if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
                 self._pinned(request.submission, engine)
-            proven = not isinstance(event, Admitted)
-            if proven:
-                self._proved()
-            if proven := proven and self._unproven is not None and self._unproven[0] == number:
-                self._unproven = None
+            proven = not isinstance(event, Admitted) and self._proved(number)
+            if engine is not None:
+                self._heard(request, event)
         try:
             request.tell(event)
         except BaseException:  # noqa: BLE001 - an error of one receiver (a closed event loop) must not affect others
             with self._changed:
-                self._running.pop(number, None)
+                self._remove(number)
             if engine is not None:
                 engine.send(Cancel(number))
         if proven:
             self._go_on()
 
-    def _proved(self) -> None:
-        """Something was told of a request, or it has failed. While `_changed` is held."""
+    def _remove(self, number: int) -> None:
+        """A request is done. While `_changed` is held."""
+        if (request := self._running.pop(number, None)) is not None:
+            self._ended(request)
+
+    def _heard(self, request: Request[E], event: EngineEvent) -> None:
+        """An engine tells something of a request. While `_changed` is held."""
+
+    def _ended(self, request: Request[E]) -> None:
+        """While `_changed` is held."""
+
+    def _proved(self, number: int) -> bool:
+        """More than that it was taken in is told of a request. Whether that lets others go on. While `_changed` is
+        held."""
+        if self._unproven is None or self._unproven[0] != number:
+            return False
+        self._unproven = None
+        return True
 
     def _pinned(self, submission: Submission, engine: E) -> None:
         self._pins[submission.namespace, submission.adapter, submission.prompt] = submission, time.monotonic(), engine
@@ -499,7 +515,7 @@ class RemoteClient(ABC, Generic[E]):
         if call.request is not None:
             call.request.ask = None
             if isinstance(answer, Refusal):
-                self._running.pop(call.request.submission.number, None)
+                self._remove(call.request.submission.number)
         call.answers.put(answer)
 
     # -- engines that come and go -------------------------------------------------------------------------------
@@ -511,10 +527,10 @@ class RemoteClient(ABC, Generic[E]):
             self._changed.notify_all()
         self._go_on()
 
-    def _left(self, engine: E, how: str, *, blame: Callable[[Request[E]], float] | None) -> None:
-        """An engine is not used any more, and `how` it has ended. Its requests wait for another one, and all else that
-        was asked of it is refused. If it has died, `blame` is how much of a death that is for one that it had begun
-        with; None: it has not."""
+    def _left(self, engine: E, how: str, *, blame: Callable[[Request[E]], float] | None) -> list[int]:
+        """An engine is not used any more, and `how` it has ended. Its requests, whose numbers are returned, wait for
+        another one, and all else that was asked of it is refused. If it has died, `blame` is how much of a death that
+        is for one that it had begun with; None: it has not."""
         died = EngineDied(f"the process of the engine {how}; it is started again. Send this again")
         with self._changed:
             if engine in self._engines:
@@ -541,6 +557,7 @@ class RemoteClient(ABC, Generic[E]):
             self._to_go_on.extend(mine)
         for number in guilty:
             self._refuse(number, how)
+        return list(mine)
 
     def _refuse(self, number: int, how: str) -> None:
         """Fail a request that may be the reason why engines die."""

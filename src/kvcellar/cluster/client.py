@@ -1,0 +1,508 @@
+"""client: the replicas of one engine, as a gateway sees them. No torch, no Ray.
+
+    client = ClusterClient(router)
+    client.found(addresses)      # of all replicas that there are; again whenever they have changed
+    client.wait(seconds)         # until one can be used
+
+A request goes to the replica that the router ranks first. When a replica dies, or is shut down, its requests go on at
+others (`remote_client.py`).
+
+Always true:
+  * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds;
+  * replicas that are used have one model and the same weights, and run this version: others are refused by name;
+  * the router knows the replicas that get requests, and no others;
+  * the death of a replica counts against a request that went on alone there, and else `SUSPECT` of it: a replica can be
+    killed for many reasons, and that is not told.
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace as with_fields
+from random import Random
+from typing import Any, TypeVar
+
+from msgspec import Raw
+
+from kvcellar.cluster.address import Address, keep_alive
+from kvcellar.cluster.routing import Load, Ranking, Router
+from kvcellar.cluster.sums import summed
+from kvcellar.engine.card import EngineCard
+from kvcellar.engine.control_replies import AdapterInfo, NamespaceContents, Removed
+from kvcellar.engine.messages import (
+    VERSION,
+    AddAdapter,
+    Ask,
+    Beat,
+    Blocks,
+    Cancel,
+    CheckInvariants,
+    CheckPinned,
+    ClearCache,
+    ClearCacheAndStore,
+    ControlInParts,
+    ControlWithReply,
+    Drawn,
+    EngineEvent,
+    EngineSnapshot,
+    FromEngine,
+    Hello,
+    Leaving,
+    ListAdapters,
+    ListEntries,
+    ListMostValuable,
+    ListNamespaces,
+    ReadStats,
+    Refusal,
+    RemoveAdapter,
+    RemoveEntries,
+    Reply,
+    ShowEntry,
+    ShowWay,
+    Submission,
+    reply_type,
+)
+from kvcellar.engine.stats import EngineStats
+from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, KvcellarError, ModelRefused
+from kvcellar.frontend.remote_client import RemoteClient, Request
+from kvcellar.memory.prefix.blocks import START, blocks_of
+from kvcellar.memory.prefix.node import TOKEN
+from kvcellar.memory.snapshot import with_adapter
+from kvcellar.memory.tiers.upkeep import Readable
+from kvcellar.wire import Link, Outbox, decode, packed
+
+log = logging.getLogger("kvcellar.cluster")
+
+R = TypeVar("R")
+CONNECT_SECONDS = 5.0
+AGAIN = 1.0  # seconds until a replica that could not be reached is tried again
+SILENT = 15.0  # seconds without a beat, after which a replica is given up
+SUSPECT = 0.125
+LAST_WORDS = 5.0
+TICK = 0.25
+EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
+SOMEWHERE = (ShowEntry, ShowWay, CheckPinned)  # one replica has it
+MERGED = (ListNamespaces, ListMostValuable, ReadStats)
+
+
+class ReplicaLink:
+    """A replica that is connected. `leaving`: it gets no more requests."""
+
+    def __init__(self, address: Address, unsent: Callable[[object, ValueError], None]) -> None:
+        """Connects. Raises `OSError`."""
+        self.address, self.name = address, address.replica
+        end = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+        try:
+            keep_alive(end)
+            end.sendall(address.secret)
+            end.settimeout(None)
+        except BaseException:
+            end.close()
+            raise
+        self.link: Link[FromEngine] = Link(end, FromEngine)
+        self.outbox = Outbox(self.link, unsent)
+        self.beat, self.beaten = Beat(0.0), time.monotonic()
+        self.stats: Raw | None = None
+        self.leaving = False
+
+    def send(self, message: object) -> None:
+        self.outbox.put(message)
+
+    def close(self) -> None:
+        self.outbox.close(LAST_WORDS)
+        self.link.close()
+
+
+class ClusterClient(RemoteClient[ReplicaLink]):
+    """An `EngineClient` of all replicas of an engine together."""
+
+    def __init__(self, router: Callable[[int], Router], *, adapter: str | None = None, seed: int = 0) -> None:
+        """`router` makes one for blocks of so many tokens. `adapter`: that of requests which name none."""
+        super().__init__()
+        self._make_router, self._default, self._random = router, adapter, Random(seed)
+        self._block = 0  # tokens of a block
+        self._router: Router | None = None  # of the first replica's blocks. The lock is held for it, too
+        self._addresses: dict[str, Address] = {}
+        self._tried: dict[str, float] = {}  # when it was tried last, of those that are not connected
+        self._refused: dict[str, str] = {}  # why, by replica
+        self._links: dict[str, ReplicaLink] = {}  # connected, or being connected
+        self._hashes: dict[int, list[int]] = {}  # of the blocks of requests that are not done
+        self._digests: dict[str | None, str] = {}  # of adapters, by name
+        self._counts: dict[str, int] = {}  # requests by replica
+        self.unranked = 0  # requests of which the router had no opinion
+        self.moved = 0  # requests that went on at another replica
+        self._last: EngineStats | None = None
+        self._first, self._end = threading.Event(), threading.Event()
+        threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
+
+    # -- replicas -----------------------------------------------------------------------------------------------
+
+    def found(self, addresses: Sequence[Address]) -> None:
+        """These are all replicas that there are. Returns at once."""
+        with self._changed:
+            self._addresses = {one.replica: one for one in addresses}
+        self._connect_missing()
+
+    def wait(self, going_on: Callable[[], None] = lambda: None) -> None:
+        """Until a replica can be used. `going_on` is called often, and may raise. Raises `ModelRefused` where all are
+        refused."""
+        while not self._first.wait(TICK):
+            going_on()
+            if self._closing:
+                raise EngineClosed("the engine is closed; open a new one")
+            with self._changed:
+                refused = dict(self._refused)
+                all_refused = bool(self._addresses) and self._addresses.keys() <= refused.keys()
+            if all_refused:
+                raise ModelRefused("; ".join(f"replica {name}: {why}" for name, why in refused.items()))
+
+    @property
+    def replicas(self) -> Mapping[str, str]:
+        """How each replica that was found is, by name."""
+        with self._changed:
+            ready = {one.name for one in self._engines}
+            return {
+                name: "ready" if name in ready else self._refused.get(name, "not connected") for name in self._addresses
+            }
+
+    def _connect_missing(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            if self._closing:
+                return
+            missing = [
+                one
+                for name, one in self._addresses.items()
+                if name not in self._links and name not in self._refused and self._tried.get(name, 0.0) + AGAIN <= now
+            ]
+            self._tried = {name: at for name, at in self._tried.items() if name in self._addresses}
+            self._tried |= {one.replica: now for one in missing}
+            self._refused = {name: why for name, why in self._refused.items() if name in self._addresses}
+        for address in missing:
+            thread = threading.Thread(target=self._use, args=(address,), name="kvcellar-engine", daemon=True)
+            with self._changed:
+                self._readers.add(thread)
+            thread.start()
+
+    def _use(self, address: Address) -> None:
+        """On a thread of its own: connect, and read until the end."""
+        link: ReplicaLink | None = None
+        try:
+            self._check_address(address)
+            link = ReplicaLink(address, self._unsent)
+            with self._changed:
+                if self._closing or address.replica in self._links:
+                    return
+                self._links[address.replica] = link
+            self._greet(link)
+            while True:
+                self._take(link, link.link.receive())
+        except ModelRefused as error:
+            self._refuse_replica(address.replica, str(error))
+        except (EOFError, OSError) as error:
+            log.info("replica %s: %s", address.replica, error)
+        except Exception:
+            log.exception("what replica %s has sent cannot be read", address.replica)
+        finally:
+            if link is not None:
+                link.link.close()
+                self._gone(link)
+            with self._changed:
+                self._readers.discard(threading.current_thread())
+
+    def _check_address(self, address: Address) -> None:
+        """Raises `ModelRefused`."""
+        if address.version != VERSION:
+            raise ModelRefused(f"it runs kvcellar {address.version}, and this gateway {VERSION}")
+        with self._changed:
+            others = {one.address.weights for one in self._engines}
+        if others and others != {address.weights}:
+            raise ModelRefused("its weights, or what else decides its answers, are not those of the other replicas")
+
+    def _refuse_replica(self, name: str, why: str) -> None:
+        log.error("replica %s is not used: %s", name, why)
+        with self._changed:
+            self._refused[name] = why
+
+    def _greet(self, link: ReplicaLink) -> None:
+        while not isinstance(message := link.link.receive(), Hello):
+            self._take(link, message)
+        card: EngineCard = decode(message.card, EngineCard)
+        with self._changed:
+            if self._router is None:
+                self.card, self._block = card, link.address.block
+                self._router = self._make_router(self._block)
+            elif card.model != self.card.model or link.address.block != self._block:
+                raise ModelRefused(f"it has the model {card.model.name} in another form than the other replicas")
+            adapters = list(self._adapters.values())
+        self._agree(link, adapters)
+        with self._changed:
+            self._router.join(link.name)
+            self._counts[link.name] = 0
+            if link.stats is not None:
+                self._router.load(link.name, load_of(decode(link.stats, EngineStats)))
+        self._first.set()
+        self._joined(link)
+
+    def _agree(self, link: ReplicaLink, adapters: Sequence[AddAdapter | RemoveAdapter]) -> None:
+        """Let a replica have the adapters that others were told of, and find out which it has."""
+        asks = {next(self._asks): control for control in (*adapters, ListAdapters())}
+        for number, control in asks.items():
+            link.send(Ask(number, packed(control)))
+        while asks:
+            message = link.link.receive()
+            if not isinstance(message, Reply | Refusal):
+                self._take(link, message)
+                continue
+            control = asks.pop(message.number)
+            if isinstance(message, Refusal):
+                log.error("replica %s: %s", link.name, message.error)
+            elif isinstance(control, ListAdapters):
+                self._know(decode(message.value, list[AdapterInfo]))
+
+    def _know(self, adapters: Sequence[AdapterInfo]) -> None:
+        with self._changed:
+            self._digests |= {one.name: one.digest for one in adapters}
+            self._digests[None] = self._digests.get(self._default or "", "")
+
+    def _gone(self, link: ReplicaLink) -> None:
+        with self._changed:
+            if self._links.get(link.name) is not link:
+                return
+            del self._links[link.name]
+            died = link in self._engines and not self._closing
+        if died:
+            log.warning("replica %s has gone; its requests go on at others", link.name)
+            self._move(link, "has closed its connection", lambda request: 1.0 if request.alone else SUSPECT)
+
+    def _leaves(self, link: ReplicaLink) -> None:
+        """It will be closed."""
+        link.leaving = True
+        for number in self._move(link, "is being shut down", None):
+            link.send(Cancel(number))
+
+    def _move(
+        self, link: ReplicaLink, how: str, blame: Callable[[Request[ReplicaLink]], float] | None
+    ) -> Sequence[int]:
+        with self._changed:
+            if link not in self._engines:
+                return ()
+            if link.stats is not None:
+                self._last = decode(link.stats, EngineStats)
+            moved = self._left(link, how, blame=blame)
+            self.moved += len(moved)
+            assert self._router is not None
+            self._router.leave(link.name)
+            del self._counts[link.name]
+            self._pin_again([link])
+        self._go_on()
+        return moved
+
+    # -- which replica ------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        hashes = self._blocks(submission)
+        with self._changed:
+            self._hashes[submission.number] = hashes
+        try:
+            super().submit(submission, deliver)
+        except BaseException:
+            with self._changed:
+                self._hashes.pop(submission.number, None)
+            raise
+
+    def _blocks(self, submission: Submission) -> list[int]:
+        if self._router is None:
+            return []
+        namespace = with_adapter(submission.namespace, self._digests.get(submission.adapter, ""))
+        return blocks_of(namespace, START, submission.prompt, self._block)[0].hashes
+
+    def ranking(self, submission: Submission) -> Ranking:
+        """What the router thinks of each replica now."""
+        hashes = self._blocks(submission)
+        with self._changed:
+            return self._rank(hashes, submission)
+
+    def _rank(self, hashes: Sequence[int], submission: Submission) -> Ranking:
+        assert self._router is not None, "a replica has joined"
+        return self._router.rank(hashes, len(submission.prompt) // TOKEN)
+
+    def _choose(self, request: Request[ReplicaLink] | None) -> ReplicaLink | None:
+        if not self._engines:
+            return None
+        if request is None:
+            return self._engines[0]
+        by_name = {one.name: one for one in self._engines}
+        ranking = self._rank(self._hashes.get(request.submission.number, ()), request.submission)
+        for score in ranking:
+            if (link := by_name.get(score.replica)) is not None:
+                return link
+        self.unranked += 1
+        some = self._random.sample(self._engines, min(2, len(self._engines)))
+        return min(some, key=lambda one: self._counts[one.name])
+
+    def _sent(self, request: Request[ReplicaLink], engine: ReplicaLink) -> None:
+        assert self._router is not None
+        number = request.submission.number
+        self._counts[engine.name] += 1
+        self._router.sent(engine.name, number, self._hashes.get(number, ()), request.length)
+
+    def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
+        assert self._router is not None, "it is told by a replica"
+        if isinstance(event, Drawn) and request.first_token is None:
+            self._router.first(request.submission.number)
+
+    def _ended(self, request: Request[ReplicaLink]) -> None:
+        number = request.submission.number
+        self._hashes.pop(number, None)
+        if self._router is not None:
+            self._router.ended(number)
+        if request.engine is not None and request.engine.name in self._counts:
+            self._counts[request.engine.name] -= 1
+
+    # -- what replicas tell -------------------------------------------------------------------------------------
+
+    def _take(self, engine: ReplicaLink, message: FromEngine) -> None:
+        match message:
+            case Blocks(events):
+                with self._changed:
+                    if self._router is not None and engine in self._engines:
+                        self._router.events(engine.name, decode(events, list[Any]))
+            case Leaving():
+                self._leaves(engine)
+            case _:
+                super()._take(engine, message)
+        if isinstance(message, EngineSnapshot):
+            self._loaded(engine)
+
+    def _loaded(self, engine: ReplicaLink) -> None:
+        assert engine.stats is not None
+        load = load_of(decode(engine.stats, EngineStats))
+        with self._changed:
+            if self._router is not None and engine in self._engines:
+                self._router.load(engine.name, load)
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """Of all replicas together."""
+        with self._changed:
+            found = [decode(one.stats, EngineStats) for one in self._engines if one.stats is not None]
+            if found:
+                return summed(found)
+            assert self._last is not None, "a replica was there"
+            return self._last
+
+    # -- asking -------------------------------------------------------------------------------------------------
+
+    def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
+        self.check_caller()
+        if isinstance(control, EVERYWHERE):
+            found = self._from_all(control)
+            self._noted(control)
+            if isinstance(control, AddAdapter):
+                self._know([one for one in found if isinstance(one, AdapterInfo)])
+            return _merged(found)
+        if isinstance(control, MERGED):
+            return _merged(self._from_all(control))
+        if isinstance(control, SOMEWHERE):
+            return self._from_one(control)
+        return super().ask(control, source)
+
+    def _from_all(self, control: ControlWithReply[R]) -> list[R]:
+        self._ready_engine()
+        with self._changed:
+            engines = list(self._engines)
+        return [decode(self._asked(control, engine=one), reply_type(control)) for one in engines]
+
+    def _from_one(self, control: ControlWithReply[R]) -> R:
+        self._ready_engine()
+        with self._changed:
+            engines = list(self._engines)
+        refusal: KvcellarError = EngineFailed("no replica is there")
+        for one in engines:
+            try:
+                return decode(self._asked(control, engine=one), reply_type(control))
+            except BadRequest as error:
+                refusal = error
+        raise refusal
+
+    def parts(self, control: ControlInParts[R]) -> Generator[R]:
+        """Of a list, those of all replicas; an archive is that of one, as they share what they store."""
+        self.check_caller()
+        self._ready_engine()
+        with self._changed:
+            engines = list(self._engines) if isinstance(control, ListEntries) else self._engines[:1]
+        for one in engines:
+            yield from self._parts_of(control, one)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._end.wait(TICK):
+            self._look()
+            self._connect_missing()
+            now = time.monotonic()
+            with self._changed:
+                silent = [one for one in self._links.values() if now - one.beaten > SILENT]
+            for one in silent:
+                log.warning("replica %s was silent for %g s and is given up", one.name, SILENT)
+                one.link.close()
+
+    def close(self) -> bool:
+        """Replicas stay: they end with their requests."""
+        with self._changed:
+            if self._closing:
+                return True
+            self._closing = True
+            self._changed.notify_all()
+            links, readers = list(self._links.values()), list(self._readers)
+        self._end.set()
+        self._over(EngineClosed("the engine was closed before the answer was complete"))
+        for link in links:
+            link.close()
+        for reader in readers:
+            if reader is not threading.current_thread():
+                reader.join(LAST_WORDS)
+        return True
+
+
+def load_of(stats: EngineStats) -> Load:
+    """What a router has to know."""
+    groups = stats.groups
+    return Load(
+        waiting_tokens=stats.waiting_tokens,
+        running=stats.running,
+        decode_seconds=stats.decode_seconds or None,
+        prefill_speed=1 / stats.token_seconds if stats.token_seconds else None,
+        read_speed=1 / stats.restore_seconds if stats.restore_seconds else None,
+        cells_free=min((one.cells - one.used for one in groups), default=0),
+        cells=min((one.cells for one in groups), default=0),
+    )
+
+
+def _merged(found: Sequence[Any]) -> Any:
+    """The replies of all replicas as one."""
+    first = found[0]
+    if isinstance(first, Removed):
+        return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
+    if isinstance(first, EngineStats):
+        return summed(found)
+    if isinstance(first, list) and first and isinstance(first[0], NamespaceContents):
+        return _namespaces([one for some in found for one in some])
+    if isinstance(first, list):
+        return [one for some in found for one in some]
+    return first
+
+
+def _namespaces(every: Sequence[NamespaceContents]) -> list[NamespaceContents]:
+    names: dict[str, NamespaceContents] = {}
+    for one in every:
+        before = names.get(one.namespace)
+        if before is None:
+            names[one.namespace] = with_fields(one)
+            continue
+        for name in ("entries", "tokens", "checkpoints", "bytes", "in_use"):
+            setattr(before, name, getattr(before, name) + getattr(one, name))
+    return sorted(names.values(), key=lambda one: -one.tokens)

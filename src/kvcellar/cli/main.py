@@ -28,6 +28,7 @@ ENVIRONMENT = {  # environment variables for libraries; variables that are set a
 COMMANDS = {
     "run": "Chat with a model at the terminal, or complete one prompt.",
     "serve": "Serve models over HTTP, with the APIs of OpenAI, Anthropic and Ollama.",
+    "cluster": "Serve models by several engines on Ray, and look at them.",
     "pull": "Download a model from a hub.",
     "create": "Make a model of the library from a Modelfile.",
     "list": "List the models of the library.",

@@ -22,7 +22,7 @@ import click
 
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, engine_options, quiet_option
+from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, engine_options, quiet_option, together
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
@@ -141,48 +141,62 @@ log = logging.getLogger("kvcellar.serve")
 
 SWITCH = 1e-3  # seconds that a thread keeps the interpreter while others wait: the event loop waits for each of them
 LAST_STEP = 1.5  # seconds for the engine's current step when the server has stopped
-SERVER_OPTIONS = (
-    *("host", "port", "allow_open", "allowed_hosts", "cors_origins"),
-    *("max_body_bytes", "max_upload_bytes", "drain_seconds"),
-    *("share_prefixes", "client_pins", "allow_pull", "metrics_compat", "inspector", "both_reasoning_names"),
+HTTP_OPTIONS = (
+    *("host", "port", "allow_open", "allowed_hosts", "cors_origins", "max_body_bytes"),
+    *("share_prefixes", "client_pins", "metrics_compat", "inspector", "both_reasoning_names"),
+)
+SERVER_OPTIONS = (*HTTP_OPTIONS, "max_upload_bytes", "drain_seconds", "allow_pull")
+
+
+# Of HTTP: of one server and of the gateways of a cluster.
+http_options = together(
+    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
+    click.option("--port", default=8080, show_default=True, help="Port to listen on; 0: any free port."),
+    click.option(
+        "--api-key-file",
+        type=FILE,
+        help="UTF-8 text with one key per line; # begins a comment line. $KVCELLAR_API_KEY is one more key.",
+    ),
+    click.option(
+        "--admin-key-file",
+        type=FILE,
+        help="The same for keys of the routes below /admin/, which exist only with such a key. $KVCELLAR_ADMIN_KEY, too.",
+    ),
+    click.option(
+        "--metrics-key-file",
+        type=FILE,
+        help="The same for keys of /metrics alone. $KVCELLAR_METRICS_KEY, too.",
+    ),
+    click.option("--metrics-compat", type=click.Choice(get_args(MetricsCompat)), help="Add vLLM's names to /metrics."),
+    click.option(
+        "--cors-origin",
+        "cors_origins",
+        multiple=True,
+        help="Let web pages of this origin, such as https://chat.example.com, send requests. May be repeated.",
+    ),
+    click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated."),
+    click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST."),
+    click.option(
+        "--max-body", "max_body_bytes", type=SIZE, default="8MiB", show_default=True, help="Largest request body."
+    ),
+    click.option(
+        "--inspector/--no-inspector",
+        default=None,
+        help="The page /inspector. Default: only without API keys, and on an address that only this machine can reach.",
+    ),
+    click.option("--both-reasoning-names", is_flag=True, help="Chats have reasoning as `reasoning`, too."),
+    click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0."),
+    click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory."),
 )
 
 
 @click.command("serve", cls=Command, epilog="Example: kvcellar serve ./my-model --port 8080 --api-key-file keys.txt")
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, help="Port to listen on; 0: any free port.")
-@click.option(
-    "--api-key-file",
-    type=FILE,
-    help="UTF-8 text with one key per line; # begins a comment line. $KVCELLAR_API_KEY is one more key.",
-)
-@click.option(
-    "--admin-key-file",
-    type=FILE,
-    help="The same for keys of the routes below /admin/, which exist only with such a key. $KVCELLAR_ADMIN_KEY, too.",
-)
-@click.option(
-    "--metrics-key-file",
-    type=FILE,
-    help="The same for keys of /metrics alone. $KVCELLAR_METRICS_KEY, too.",
-)
+@http_options
 @click.option(
     "--traces/--no-traces",
     default=None,
     help="Send OpenTelemetry spans. Default: if $OTEL_EXPORTER_OTLP_ENDPOINT is set. Needs kvcellar[otel].",
-)
-@click.option("--metrics-compat", type=click.Choice(get_args(MetricsCompat)), help="Add vLLM's names to /metrics.")
-@click.option(
-    "--cors-origin",
-    "cors_origins",
-    multiple=True,
-    help="Let web pages of this origin, such as https://chat.example.com, send requests. May be repeated.",
-)
-@click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated.")
-@click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST.")
-@click.option(
-    "--max-body", "max_body_bytes", type=SIZE, default="8MiB", show_default=True, help="Largest request body."
 )
 @click.option(
     "--max-upload",
@@ -206,15 +220,7 @@ SERVER_OPTIONS = (
 @click.option(
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
-@click.option(
-    "--inspector/--no-inspector",
-    default=None,
-    help="The page /inspector. Default: only without API keys, and on an address that only this machine can reach.",
-)
 @click.option("--allow-pull", is_flag=True, help="The route /api/pull downloads models from the hub.")
-@click.option("--both-reasoning-names", is_flag=True, help="Chats have reasoning as `reasoning`, too.")
-@click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0.")
-@click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory.")
 @click.option(
     "--pin",
     "pin_file",

@@ -406,7 +406,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             return _merged(found)
         if isinstance(control, MERGED):
             return _merged(self._from_all(control))
-        if isinstance(control, SOMEWHERE):
+        if type(control) in SOMEWHERE:
             return self._from_one(control)
         return super().ask(control, source)
 
@@ -433,7 +433,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self.check_caller()
         self._ready_engine()
         with self._changed:
-            engines = list(self._engines) if isinstance(control, ListEntries) else self._engines[:1]
+            engines = list(self._engines) if type(control) is ListEntries else self._engines[:1]
         for one in engines:
             yield from self._parts_of(control, one)
 

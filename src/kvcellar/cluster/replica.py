@@ -23,7 +23,8 @@ from functools import partial
 from typing import Any
 
 from kvcellar.cluster.address import SECRET, keep_alive
-from kvcellar.engine.load.build import build
+from kvcellar.engine.load.build import build, source_of
+from kvcellar.engine.load.open_store import identity_of
 from kvcellar.engine.load.settings import settings_of
 from kvcellar.engine.messages import VERSION, Beat, Blocks, EngineSnapshot, Hello, Leaving, ToEngine
 from kvcellar.engine.stats import EngineStats
@@ -59,6 +60,7 @@ class Replica:
             self._client.start(turned=self._turned, counted=self._counted, failed=self._failed)
             self._listener = opened.enter_context(socket.create_server((host, 0), backlog=GREETED))
             opened.pop_all()
+        self.weights = identity_of(built.memory, source_of(built.loaded, built.guest)).hex()
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         for run in (self._accept, self._beats):
             threading.Thread(target=run, name="kvcellar-replica", daemon=True).start()

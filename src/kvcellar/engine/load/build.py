@@ -226,7 +226,7 @@ def _assembled(
         in_parts=guest.no_partial_commit is None,
         shares=shares,
         events=events,
-        open_store=partial(tiers, source=_source(loaded, guest), share=1 - part, events=events),
+        open_store=partial(tiers, source=source_of(loaded, guest), share=1 - part, events=events),
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
@@ -252,7 +252,7 @@ def draws_on(device: torch.device) -> Draws:
         return BY_TORCH
 
 
-def _source(loaded: Described, guest: Guest) -> Source:
+def source_of(loaded: Described, guest: Guest) -> Source:
     """Of the bytes of the model's memory."""
     latent = any(binding.latent is not None for binding in guest.shape.bindings.values())
     return Source(loaded.directories, weights=loaded.multiplied, attends="latents" if latent else "")

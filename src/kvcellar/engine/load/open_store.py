@@ -87,7 +87,7 @@ def open_store(
     if outside and source.paths:
         report("opening the store")
         try:
-            name = _identity(memory, source)
+            name = identity_of(memory, source)
         except OSError as error:
             log.warning("running without a store: %s", error)
         else:
@@ -146,7 +146,7 @@ def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, open
     return found
 
 
-def _identity(memory: Memory, source: Source) -> bytes:
+def identity_of(memory: Memory, source: Source) -> bytes:
     directory = None
     with suppress(NoPlace):
         directory = cache(os.environ)

@@ -63,6 +63,27 @@ def hosting(engine: Engine) -> ModelManager:
     return host
 
 
+def shared_by(host: ModelManager, settings: ServeSettings, options: "ServerOptions") -> Shared:
+    """What the handlers of a server of this host share. The caller closes its threads."""
+    return Shared(
+        host,
+        settings,
+        threads=ReaderThreads(),
+        bodies=BodyBudget(settings.bodies_bytes),
+        drain=Drain(),
+        engines=EngineCounts(host),
+        keys=KeyRing(settings, options.get("read_keys")),
+        library=options.get("library"),
+        traces=options.get("traces"),
+        tools=options.get("tools"),
+    )
+
+
+def served(shared: Shared, mount: Mount = nothing) -> ASGIApp:
+    """The application of a server."""
+    return _SuppressCancelled(build_app(shared, mount))
+
+
 BACKLOG = 512  # connections that wait to be accepted
 NOTIFY_SECONDS = 1.0  # to send the error to clients whose requests were cancelled
 SHUTDOWN_SECONDS = 1.5  # NOTIFY_SECONDS, and the time until uvicorn notices a signal
@@ -125,22 +146,10 @@ class Server:
         address = f"[{settings.host}]" if ":" in settings.host else settings.host
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{address}:{self.port}"
-        self._threads, self.keys = ReaderThreads(), KeyRing(settings, options.get("read_keys"))
-        shared = Shared(
-            host,
-            settings,
-            threads=self._threads,
-            bodies=BodyBudget(settings.bodies_bytes),
-            drain=Drain(),
-            engines=EngineCounts(host),
-            keys=self.keys,
-            library=options.get("library"),
-            traces=options.get("traces"),
-            tools=options.get("tools"),
-        )
-        app = _SuppressCancelled(build_app(shared, options.get("mount", nothing)))
+        shared = shared_by(host, settings, options)
+        self._threads, self.keys = shared.threads, shared.keys
         self._uvicorn = _Uvicorn(
-            ServeConfig(app, settings),
+            ServeConfig(served(shared, options.get("mount", nothing)), settings),
             shared.drain,
             lambda: self._ready(self.url),
             options.get("signalled", lambda number: None),

@@ -1,0 +1,104 @@
+"""cluster: the subcommands of a cluster of engines on Ray Serve."""
+
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcellar.cli.options import Command, adapter_option, engine_options, given, together
+from kvcellar.cli.serve import HTTP_OPTIONS, http_options
+from kvcellar.cli.store_options import store_options, stored
+from kvcellar.errors import BadRequest
+from kvcellar.serve.http.keys import read_keys
+from kvcellar.serve.settings import ServeSettings
+
+NAME = "kvcellar"  # of the application
+ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",  # HAProxy passes streams on; Serve's own proxy takes a millisecond for each part
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+STARTED = (signal.SIGINT, signal.SIGTERM)
+READY_SECONDS = 600.0
+
+
+@click.group("cluster")
+def command() -> None:
+    """Serve models by several engines and gateways, on Ray."""
+
+
+@command.command("serve", cls=Command, epilog="Example: kvcellar cluster serve ./my-model --replicas 4 --gateways 2")
+@click.argument("models", metavar="[MODEL]...", nargs=-1)
+@click.option("--replicas", type=click.IntRange(1), default=2, show_default=True, help="Engines of each model.")
+@click.option("--gateways", type=click.IntRange(1), default=1, show_default=True, help="Front ends of all engines.")
+@click.option("--ray", "address", help="Address of a running Ray cluster, or auto. Default: Ray is started here.")
+@together(http_options, store_options, engine_options, adapter_option)
+def serve(
+    models: tuple[str, ...],
+    replicas: int,
+    gateways: int,
+    address: str | None,
+    api_key_file: Path | None,
+    admin_key_file: Path | None,
+    metrics_key_file: Path | None,
+    **options: Any,
+) -> None:
+    """Serve models until a signal: each MODEL has its engines, and requests go where memory has most of their text, or
+    will have soonest. Needs kvcellar[cluster]."""
+    stored(options)
+    keys = read_keys(api_key_file, admin_key_file, metrics_key_file, os.environ)
+    server = {name: options.pop(name) for name in HTTP_OPTIONS} | keys.fields()
+    settings = ServeSettings(**server)
+    described = {"models": list(models), "replicas": replicas, "gateways": gateways, "server": server}
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        ray, ray_serve = import_module("ray"), import_module("ray.serve")
+    except ImportError as error:
+        raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
+    application = import_module("kvcellar.cluster.application").app(described | {"engine": given(**options)})
+    own = {"include_dashboard": False} if address is None else {}
+    ray.init(address=address, log_to_driver=False, **own)
+    stop = _signalled()
+    try:
+        ray_serve.start(http_options={"host": settings.host, "port": settings.port})
+        ray_serve.run(application, name=NAME, route_prefix="/")
+        url = f"http://{settings.host}:{settings.port}"
+        if _ready(url, stop):
+            click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
+            while not stop:
+                time.sleep(0.2)
+        ray_serve.delete(NAME)
+        if address is None:
+            ray_serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def _signalled() -> list[int]:
+    """Has a signal once one has come that asks for the end."""
+    found: list[int] = []
+    for number in STARTED:
+        signal.signal(number, lambda number, frame: found.append(number))
+    return found
+
+
+def _ready(url: str, stop: list[int]) -> bool:
+    """Whether the gateways are, before a signal. Raises `BadRequest` where that takes too long."""
+    until = time.monotonic() + READY_SECONDS
+    while not stop:
+        try:
+            with urllib.request.urlopen(f"{url}/ready", timeout=5.0):
+                return True
+        except (OSError, urllib.error.URLError) as error:
+            if time.monotonic() > until:
+                raise BadRequest(
+                    f"the gateways were not ready within {READY_SECONDS:g} s: {error}", "cluster"
+                ) from None
+            time.sleep(0.2)
+    return False

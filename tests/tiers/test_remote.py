@@ -9,7 +9,7 @@ import pytest
 
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.codec import AesGcm
-from kvcellar.memory.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
+from kvcellar.memory.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed, open_objects
 from kvcellar.memory.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
 from kvcellar.memory.tiers.tier import Breaker, Entry
 from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
@@ -37,12 +37,12 @@ def objects(request, tmp_path) -> Iterator[Callable[[], Objects]]:
     if request.param == "redis":
         url = request.getfixturevalue("running").url
         yield lambda: RedisObjects(url, PREFIX)
-        RedisObjects(url, PREFIX).delete(list(RedisObjects(url, PREFIX).sizes(MOST_LISTED)))
+        RedisObjects(url, PREFIX)._redis.flushall()
     else:
         pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
         url = f"file://{tmp_path}/store" if request.param == "directory" else f"memory://{tmp_path}"
-        yield lambda: FsspecObjects(url, PREFIX)
-        store = FsspecObjects(url, PREFIX)
+        yield lambda: open_objects(url, PREFIX)
+        store = open_objects(url, PREFIX)
         store.delete(list(store.sizes(MOST_LISTED)))
 
 
@@ -108,12 +108,13 @@ def test_another_cipher_or_identity_reads_nothing_and_deletes_nothing(objects) -
     assert content(opened, one[0].key) == one
 
 
-def test_the_cap_holds_and_counts_what_others_have_stored() -> None:
+def test_the_cap_holds_and_counts_what_is_known_of_others() -> None:
     store = InMemory()
     for seed in range(4):
         assert tier(store).put(*made(seed, size=1000))
     before = sum(store.sizes(MOST_LISTED).values())
     opened = tier(store, cap=before + 100)
+    assert len(opened.entries()) == 4
     for seed in range(4, 40):
         assert opened.put(*made(seed, size=1000))
         assert sum(store.sizes(MOST_LISTED).values()) == opened.size() <= opened.cap
@@ -187,6 +188,7 @@ def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
     assert tier(store).put(*made(1), Retention(owner="a"))
     each = sum(store.sizes(MOST_LISTED).values())
     opened = tier(store, quota=each)
+    assert len(opened.entries()) == 1
     assert opened.put(*made(2), Retention(owner="b"))
     assert opened.put(*made(3), Retention(owner="a"))
     assert {entry.snapshot for entry in opened.entries()} == {made(2)[0], made(3)[0]}

@@ -143,18 +143,18 @@ class Store:
                 evict=evict,
                 wake=lambda: self._posted(self.restores.go_on),
                 missed=self._note_lost,
-                news=News(self.transfers, post=self._posted, clock=clock),
+                news=News(self.transfers, self.catalogue, post=self._posted, clock=clock),
                 clock=clock,
             )
             opened.pop_all()
 
     def load(self) -> None:
-        """Learn which snapshots there are."""
-        for tier in self.transfers.tiers:
-            tier.entries()
+        """Learn which snapshots there are on disk. What is elsewhere is looked up when a request needs it."""
+        if (disk := self.disk) is not None:
+            disk.entries()
+            for identity, snapshot in disk.others(MOST_OTHERS):
+                self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._note_lost()
-        for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
-            self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._prefixes.know_others(self._others, self.identity.hex())
         self.transfers.prepare(max((snapshot.size for snapshot in self.catalogue), default=0))
 

@@ -16,7 +16,7 @@ from tests.engine.test_store import GREEDY, acknowledged, always, cache, kept, o
 from tests.engine.tiered import store_of
 from tests.tiers.redis_server import BINARY, RedisServer
 
-KINDS = ["llama", "gemma3", "llama4", "lfm2", "qwen3.5", "mamba2"]  # full, sliding, chunked, hybrid, recurrent
+KINDS = ["llama", "gemma3", "lfm2", "mamba2"]  # full, sliding, hybrid, recurrent
 needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is installed")
 
 
@@ -69,22 +69,21 @@ def asked(engine: Engine, prompt, **how) -> tuple[tuple[int, ...], int]:
 @pytest.mark.parametrize("name", KINDS)
 def test_what_one_has_computed_another_restores_and_answers_alike(saved, url, name, monkeypatch) -> None:  # noqa: F811
     calls, draw = Calls(monkeypatch), random.Random(f"{name} {url}")
-    prompt = tokens(draw, 700)
+    prompt = tokens(draw, 560)
     with (
         opened(saved[name], None, store_remote=url) as one,
         opened(saved[name], None, store_remote=url) as two,
         opened(saved[name], None) as cold,
     ):
-        for turn in range(3):
-            engine = (one, two)[turn % 2]
+        for engine, least in ((one, 0), (two, 550)):
             found, restored = asked(engine, prompt)
             assert found == asked(cold, prompt)[0]
             acknowledged(engine)
             engine.check()
-            assert restored >= (690, 100)[turn - 1] if turn else restored == 0
+            assert restored >= least
             prompt = (*prompt, *found, *tokens(draw, 130))
         with opened(saved[name], None, store_remote=url) as third:
-            assert asked(third, prompt)[1] >= 900, "a replica that starts is warm"
+            assert asked(third, prompt)[1] >= 680, "a replica that starts is warm"
     assert "sizes" not in calls.made
 
 

@@ -1,5 +1,6 @@
 """The remote tier on a real server, on fsspec's file systems, and on stores that fail: right bytes or a miss."""
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,15 @@ import pytest
 
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.codec import AesGcm
-from kvcellar.memory.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed, open_objects
+from kvcellar.memory.tiers.objects import (
+    TIDIED,
+    Bounded,
+    FsspecObjects,
+    Objects,
+    RedisObjects,
+    RemoteFailed,
+    open_objects,
+)
 from kvcellar.memory.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
 from kvcellar.memory.tiers.tier import Breaker, Entry
 from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
@@ -218,6 +227,51 @@ def test_a_directory_is_for_its_owner_alone(tmp_path) -> None:
     pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
     FsspecObjects(f"file://{tmp_path}/store", PREFIX)
     assert (tmp_path / "store" / PREFIX).stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+    return tmp_path / "store" / PREFIX
+
+
+def aged(path: Path, seconds: float) -> None:
+    os.utime(path, (path.stat().st_mtime - seconds,) * 2)
+
+
+def test_a_directory_is_brought_below_the_cap_by_one_of_all_at_times(directory) -> None:
+    writer = tier(open_objects(f"file://{directory.parent}", PREFIX))
+    for seed in range(6):
+        assert writer.put(*made(seed))
+        aged(directory / made(seed)[0].key.hex(), 10_000 - seed)
+    size = writer.size() // 6
+    cap = 3 * size + 10  # and the part of a file
+    assert content(writer, made(0)[0].key) == made(0)  # it is read
+    (directory / f"{made(9)[0].key.hex()}.part").write_bytes(b"half")
+    aged(directory / f"{made(9)[0].key.hex()}.part", 2 * TIDIED)
+    for name in os.listdir(directory / "buckets"):
+        for member in (directory / "buckets" / name).iterdir():
+            aged(member, 2 * TIDIED)
+    one = tier(open_objects(f"file://{directory.parent}", PREFIX), cap=cap)
+    assert one.put(*made(20))
+    assert len(one._objects.sizes(MOST_LISTED)) == 8, "others were tidy just now"
+    aged(directory.parent / f"{PREFIX}.tidied", 2 * TIDIED)
+    assert one.put(*made(21))
+    left = one._objects.sizes(MOST_LISTED)
+    assert set(left) == {made(seed)[0].key.hex() for seed in (0, 5, 20, 21)}, "what was not read for the longest time"
+    assert sum(left.values()) <= cap + size
+    assert len(os.listdir(directory / "buckets")) == 4
+    assert not writer.failures | one.failures
+
+
+def test_a_reader_never_finds_a_part_of_a_file(directory, monkeypatch) -> None:
+    objects = open_objects(f"file://{directory.parent}", PREFIX)
+    objects.write("a", b"whole", None)
+    monkeypatch.setattr(os, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(RemoteFailed):
+        objects.write("a", b"another", None)
+    assert objects.read("a", 100) == b"whole"
+    assert os.listdir(directory) == ["a"]
 
 
 def put(transfers: Transfers, seed: int) -> Transfer | None:

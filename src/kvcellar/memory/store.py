@@ -37,7 +37,7 @@ from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.restore_plan import LEAST, News
 from kvcellar.memory.restores import Evict, Restores
 from kvcellar.memory.retention import DEFAULT, Retention
-from kvcellar.memory.snapshot import Snapshot, key_after
+from kvcellar.memory.snapshot import SEGMENT, Snapshot, key_after
 from kvcellar.memory.spans import Span
 from kvcellar.memory.tiers.disk import DiskTier
 from kvcellar.memory.tiers.tier import Tier
@@ -45,7 +45,6 @@ from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
-SEGMENT = 512  # tokens of one snapshot, at most
 BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests,
 SLICE = 0.01  # in so many seconds at most,
 LATE = 2.0  # but for what has waited longer

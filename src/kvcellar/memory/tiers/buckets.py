@@ -12,11 +12,11 @@ Members are data of others: what is not of this form is no member, and a key cou
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from kvcellar.memory.snapshot import KEY, Snapshot, key_after
+from kvcellar.memory.snapshot import KEY, SEGMENT, Snapshot, key_after
 
 TOKEN = 8  # bytes
 BLOCK = 32  # tokens
@@ -73,6 +73,10 @@ class Rest:
     @cached_property
     def marks(self) -> str:
         return "".join(self.key(n * BLOCK).hex()[:MARK] for n in range(1, min(self.left // BLOCK, MOST_MARKS) + 1))
+
+    def next(self) -> "Rest":
+        """The tokens after a snapshot of as many tokens as most have."""
+        return replace(self, parent=self.key(SEGMENT), at=self.at + SEGMENT)
 
     def common(self, member: Member) -> int:
         """Tokens that a member has in common, at least: those of whole blocks."""

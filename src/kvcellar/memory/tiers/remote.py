@@ -21,12 +21,13 @@ import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from heapq import nlargest
 from itertools import count
 from typing import NamedTuple, TypeVar
 
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
-from kvcellar.memory.snapshot import KEY, Snapshot, key_after
+from kvcellar.memory.snapshot import KEY, SEGMENT, Snapshot, key_after
 from kvcellar.memory.tiers.buckets import BLOCK, Member, Rest, listed, member_of
 from kvcellar.memory.tiers.codec import (
     DIGEST,
@@ -55,6 +56,7 @@ log = logging.getLogger("kvcellar.memory.tiers")
 
 FIRST = 16 << 10  # bytes of an object in which its header is looked for
 MOST_ENDS = 8  # of the known snapshots of a text, the last ones, after which a look begins, beside its beginning
+AHEAD = 16  # places in a text that are asked about at once, as if snapshots had as many tokens as most have
 MOST_FOUND = 1024  # snapshots that one look goes on from
 MOST_ALIKE = 4  # snapshots that one look reads of those that have other tokens behind the ones in common
 MOST_REMEMBERED = 1024  # buckets that were read just now
@@ -285,25 +287,24 @@ class RemoteTier(Tier):
     def _look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
         """Know what has all tokens from the beginning of the text on, or continues one of the last known snapshots of
         it, and what continues that; then a few that have most tokens in common before they differ."""
-        rest = self._rest(namespace, key)
         seen: dict[bytes | None, int] = {None: 0} | {one.key: one.span.end for one in known}
-        ends = [(None, 0), *list(seen.items())[1:][-MOST_ENDS:]]
+        begin = Rest(self._identity, self._secret, namespace, None, key)
+        rests = [begin, *(replace(begin, parent=one.key, at=one.span.end) for one in known[-MOST_ENDS:])]
         alike: list[tuple[int, Member]] = []
-        while ends and len(seen) <= len(known) + MOST_FOUND:
-            rests = [rest(parent, at) for parent, at in ends]
-            ends.clear()
-            for one, member in self._members(rests):
-                if not one.has(member):
-                    alike += [(one.at + common, member)] if (common := one.common(member)) else []
+        while rests and len(seen) <= len(known) + MOST_FOUND:
+            asked, found = {rest.parent for rest in rests}, list[Rest]()
+            for rest, member in self._members(rests):
+                if not rest.has(member):
+                    alike += [(rest.at + common, member)] if (common := rest.common(member)) else []
                 elif member.key not in seen and self._knows(member):
-                    seen[member.key] = one.at + member.tokens
-                    ends.append((member.key, seen[member.key]))
+                    seen[member.key] = at = rest.at + member.tokens
+                    found += [] if member.key in asked else [replace(begin, parent=member.key, at=at)]
+            while found and found[-1].left > SEGMENT and len(found) < AHEAD:
+                found.append(found[-1].next())
+            rests = found
         farthest = max(seen.values())
         for _, member in nlargest(MOST_ALIKE, (one for one in alike if one[0] + BLOCK > farthest)):
             self._knows(member)
-
-    def _rest(self, namespace: str, key: bytes) -> Callable[[bytes | None, int], Rest]:
-        return lambda parent, at: Rest(self._identity, self._secret, namespace, parent, key, at)
 
     def _members(self, rests: Sequence[Rest]) -> list[tuple[Rest, Member]]:
         """What begins like each of these, from their buckets. These are read at most once in `NEXT_LOOK` seconds."""

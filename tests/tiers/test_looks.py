@@ -11,7 +11,7 @@ from kvcellar.memory.retention import Retention
 from kvcellar.memory.snapshot import SEGMENT, Snapshot, key_after
 from kvcellar.memory.spans import Span
 from kvcellar.memory.tiers import remote
-from kvcellar.memory.tiers.buckets import BLOCK, LONGEST, Rest, listed, member_of
+from kvcellar.memory.tiers.buckets import BLOCK, LONGEST, Member, Rest, member_of
 from kvcellar.memory.tiers.codec import AesGcm
 from kvcellar.memory.tiers.objects import MOST_MEMBERS, Objects
 from kvcellar.memory.tiers.remote import AHEAD, MOST_ALIKE, RemoteTier
@@ -52,7 +52,13 @@ class Process:
         """What it knows of a text after a look."""
         self.tier.look(namespace, text, self.known.whole(namespace, text))
         self.known.check()
+        self.tier.check()
         return [one.key for one in self.known.whole(namespace, text)]
+
+
+def listed(one: Snapshot, secret: bytes = b"") -> Member:
+    """A snapshot as it is in its bucket."""
+    return Rest(IDENTITY, secret, one.namespace, one.parent, one.tokens).named(one.key)
 
 
 def keys(chain) -> list[bytes]:
@@ -71,7 +77,7 @@ def test_a_chain_is_found_by_its_beginning_on_every_store(objects) -> None:  # n
     assert Process(objects()).looks(key_of(range(2, 500))) == []
     writer.tier.remove(keys(stored[3:]))
     assert Process(objects()).looks(TEXT) == keys(stored[:3])
-    assert objects().members([listed(IDENTITY, b"", one).bucket for one, _ in stored[3:]]) == [[], []]
+    assert objects().members([listed(one).bucket for one, _ in stored[3:]]) == [[], []]
     assert not writer.tier.failures | reader.tier.failures
 
 
@@ -185,7 +191,7 @@ def test_one_writes_what_several_have_computed(objects) -> None:  # noqa: F811
     for process in (*processes, Process(objects())):
         assert process.looks(TEXT) == keys(stored)
         assert all(content(process.tier, one[0].key) == one for one in stored)
-    assert [len(found) for found in objects().members([listed(IDENTITY, b"", one).bucket for one, _ in stored])] == [
+    assert [len(found) for found in objects().members([listed(one).bucket for one, _ in stored])] == [
         1,
         1,
     ]
@@ -234,22 +240,22 @@ def test_members_that_are_missing_foreign_expired_or_of_other_tokens_are_removed
     whole = store.content[foreign[0].key.hex()]
     store.content[foreign[0].key.hex()] = whole[:8] + b"\xff" + whole[9:]  # another version
     store.content[name[0].key.hex()] = store.content[good[0].key.hex()]  # a copy under another name
-    store.buckets[listed(IDENTITY, b"", good[0]).bucket].append(listed(IDENTITY, b"", name[0]).text)
+    store.buckets[listed(good[0]).bucket].append(listed(name[0]).text)
     forged = replace(other[0], key=of(TEXT, 0, 95)[0].key)  # whole, but its name is that of other tokens
     assert writer.tier.put(forged, other[1])
-    store.buckets[listed(IDENTITY, b"", good[0]).bucket].append(listed(IDENTITY, b"", of(TEXT, 0, 95)[0]).text)
+    store.buckets[listed(good[0]).bucket].append(listed(of(TEXT, 0, 95)[0]).text)
     reader = Process(store)
     reader.now = 150.0
     assert reader.looks(TEXT) == [good[0].key]
     assert reader.tier.failures == {"damaged": 2, "foreign": 1}
-    assert store.buckets[listed(IDENTITY, b"", good[0]).bucket] == [listed(IDENTITY, b"", good[0]).text]
+    assert store.buckets[listed(good[0]).bucket] == [listed(good[0]).text]
     assert foreign[0].key.hex() in store.content
     assert name[0].key.hex() not in store.content
 
 
 def test_a_bucket_of_many_costs_as_many_as_its_limit(objects) -> None:  # noqa: F811
     """The newest are found where the store has an order."""
-    good, bucket = of(TEXT, 0, 100), listed(IDENTITY, b"", of(TEXT, 0, 100)[0]).bucket
+    good, bucket = of(TEXT, 0, 100), listed(of(TEXT, 0, 100)[0]).bucket
     opened = objects()
     if not hasattr(opened, "_redis"):
         pytest.skip("each name is a file")
@@ -279,6 +285,10 @@ def test_a_store_that_is_down_costs_a_look_nothing_but_a_miss() -> None:
 def test_memory_for_buckets_is_bounded(monkeypatch) -> None:
     monkeypatch.setattr(remote, "MOST_REMEMBERED", 5)
     reader = Process(InMemory())
+    for number in range(9):
+        assert reader.tier.put(*of(TEXT[: 40 * TOKEN] + key_of([number] * 10), 0, 50))
+    reader.looks(TEXT)
+    assert not any(members for _, members in reader.tier._read.values()), "a bucket of nine names"
     for number in range(20):
         reader.looks(key_of([number] * 40))
         assert len(reader.tier._read) <= 5
@@ -294,7 +304,7 @@ def test_two_with_one_secret_find_each_others_and_names_tell_others_nothing() ->
     guess = Process(store, cipher=AesGcm(bytes([1]) * 32), secret=b"guess")
     assert guess.looks(TEXT) == []
     assert store.content.keys() == {key.hex() for key in keys(stored)}
-    plain = listed(IDENTITY, b"", stored[0][0])
+    plain = listed(stored[0][0])
     assert plain.bucket not in store.buckets
     named = [member for members in store.buckets.values() for member in members]
     assert not any(plain.marks[:4] in member[72:] for member in named)
@@ -307,8 +317,8 @@ def test_a_member_says_how_much_of_a_text_it_has() -> None:
         common = min(n, m, common)
         one = key_of(range(common)) + key_of([7000] * (n - common))
         two = key_of(range(common)) + key_of([8000] * (m - common))
-        member, rest = listed(IDENTITY, b"", of(one, 0, n)[0]), Rest(IDENTITY, b"", "n", None, two)
+        member, rest = listed(of(one, 0, n)[0]), Rest(IDENTITY, b"", "n", None, two)
         assert rest.common(member) == min(common, 16 * BLOCK) // BLOCK * BLOCK
-        assert rest.has(member) == (common == n)
+        assert rest.has(member) == (common == n <= SEGMENT)
         assert (member.bucket in rest.buckets) == ((common >= BLOCK) if n >= BLOCK else common > 0)
         assert member_of(member.bucket, member.text) == member

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from kvcellar.memory.snapshot import KEY, SEGMENT, Snapshot, key_after
+from kvcellar.memory.snapshot import KEY, SEGMENT, key_after
 
 TOKEN = 8  # bytes
 BLOCK = 32  # tokens
@@ -87,12 +87,10 @@ class Rest:
 
     def has(self, member: Member) -> bool:
         """Whether a member is a snapshot of the first tokens of this, and of no others."""
-        likely = 0 < member.tokens <= self.left and self.marks.startswith(member.marks)
+        likely = 0 < member.tokens <= min(self.left, SEGMENT) and self.marks.startswith(member.marks)
         return likely and self.key(member.tokens) == member.key
 
-
-def listed(identity: bytes, secret: bytes, snapshot: Snapshot) -> Member:
-    """A snapshot as it is in its bucket."""
-    own = Rest(identity, secret, snapshot.namespace, snapshot.parent, snapshot.tokens)
-    text = f"{snapshot.key.hex()}{own.left:08x}{own.marks}"
-    return Member(own.buckets[0], text, snapshot.key, own.left, own.marks)
+    def named(self, key: bytes) -> Member:
+        """The snapshot of just these tokens, as it is in its bucket."""
+        text = f"{key.hex()}{self.left:08x}{self.marks}"
+        return Member(self.buckets[0], text, key, self.left, self.marks)

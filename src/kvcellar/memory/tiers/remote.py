@@ -7,6 +7,7 @@ Each process keeps the cap for what it knows: what it has stored, looked up, and
 store that deletes objects by itself may do so: each is a miss.
 
 Always true:
+  * each entry has a snapshot, and what is no entry has none, unless it could not be deleted yet;
   * an object is named in its bucket after it was written, and no longer when it is deleted, or found to be missing;
   * what a look finds is known only if its key is that of its tokens;
   * no more is read of an object than its description says, and one byte, and no description is longer than `codec`
@@ -23,12 +24,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import nlargest
-from itertools import count
+from itertools import accumulate, count, islice
 from typing import NamedTuple, TypeVar
 
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
-from kvcellar.memory.snapshot import KEY, SEGMENT, Snapshot, key_after
-from kvcellar.memory.tiers.buckets import BLOCK, Member, Rest, listed, member_of
+from kvcellar.memory.snapshot import KEY, SEGMENT, Snapshot
+from kvcellar.memory.tiers.buckets import BLOCK, Member, Rest, member_of
 from kvcellar.memory.tiers.codec import (
     DIGEST,
     Cipher,
@@ -59,7 +60,7 @@ MOST_ENDS = 8  # of the known snapshots of a text, the last ones, after which a 
 AHEAD = 16  # places in a text that are asked about at once, as if snapshots had as many tokens as most have
 MOST_FOUND = 1024  # snapshots that one look goes on from
 MOST_ALIKE = 4  # snapshots that one look reads of those that have other tokens behind the ones in common
-MOST_REMEMBERED = 1024  # buckets that were read just now
+MOST_REMEMBERED = 1 << 14  # buckets that were read just now, and names in them
 MOST_LISTED = 1 << 17  # objects
 MOST_DESCRIBED = 1 << 28  # bytes of all descriptions that are listed
 _NAME = re.compile("[0-9a-f]{64}")
@@ -164,14 +165,13 @@ class RemoteTier(Tier):
 
     def _name(self, snapshot: Snapshot) -> None:
         """Let others find it, where it is not in its bucket: its object may have been lost since it was named."""
-        bucket, member = self._listed(snapshot)
-        if member not in self._objects.members([bucket])[0]:
-            self._objects.add(bucket, member)
+        member = self._rest(snapshot).named(snapshot.key)
+        if member.text not in self._objects.members([member.bucket])[0]:
+            self._objects.add(member.bucket, member.text)
 
-    def _listed(self, snapshot: Snapshot) -> tuple[str, str]:
-        """The bucket of a snapshot, and its name there."""
-        found = listed(self._identity, self._secret, snapshot)
-        return found.bucket, found.text
+    def _rest(self, snapshot: Snapshot) -> Rest:
+        """The tokens of a snapshot, which continue its parent."""
+        return Rest(self._identity, self._secret, snapshot.namespace, snapshot.parent, snapshot.tokens)
 
     def _named(self, snapshot: Snapshot) -> str:
         return f"{snapshot.key.hex()}.{next(self._numbers)}"
@@ -295,16 +295,16 @@ class RemoteTier(Tier):
             asked, found = {rest.parent for rest in rests}, list[Rest]()
             for rest, member in self._members(rests):
                 if not rest.has(member):
-                    alike += [(rest.at + common, member)] if (common := rest.common(member)) else []
+                    alike.append((rest.at + rest.common(member), member))
                 elif member.key not in seen and self._knows(member):
                     seen[member.key] = at = rest.at + member.tokens
                     found += [] if member.key in asked else [replace(begin, parent=member.key, at=at)]
             while found and found[-1].left > SEGMENT and len(found) < AHEAD:
                 found.append(found[-1].next())
-            rests = found
-        farthest = max(seen.values())
-        for _, member in nlargest(MOST_ALIKE, (one for one in alike if one[0] + BLOCK > farthest)):
-            self._knows(member)
+            rests, alike = found, nlargest(MOST_ALIKE, alike)
+        for reaches, member in alike:
+            if reaches + BLOCK > max(seen.values()):
+                self._knows(member)
 
     def _members(self, rests: Sequence[Rest]) -> list[tuple[Rest, Member]]:
         """What begins like each of these, from their buckets. These are read at most once in `NEXT_LOOK` seconds."""
@@ -314,7 +314,9 @@ class RemoteTier(Tier):
         asked = [bucket for bucket in names if bucket not in read]
         for bucket, found in zip(asked, self._objects.members(asked) if asked else [], strict=True):
             read[bucket] = now, self._checked(bucket, found)
-        self._read = dict(list(read.items())[-MOST_REMEMBERED:])
+        sizes = accumulate(1 + len(members) for _, members in reversed(read.values()))
+        kept = sum(n <= MOST_REMEMBERED for n in sizes)
+        self._read = dict(islice(read.items(), len(read) - kept, None))
         return [(rest, member) for bucket, rest in names.items() for member in read[bucket][1]]
 
     def _checked(self, bucket: str, names: Iterable[str]) -> list[Member]:
@@ -331,7 +333,7 @@ class RemoteTier(Tier):
             return True
         try:
             found = self._described(member.key)
-            if found is not None and self._key(found.snapshot) != member.key:
+            if found is not None and self._rest(found.snapshot).key(len(found.snapshot.span)) != member.key:
                 raise Damaged("its name is not that of its tokens")
         except (Damaged, Foreign) as error:
             self._unusable(member.key, error)
@@ -342,16 +344,17 @@ class RemoteTier(Tier):
         self._enter(self._named(found.snapshot), found)
         return True
 
-    def _key(self, snapshot: Snapshot) -> bytes:
-        of, tokens = snapshot.namespace, snapshot.tokens
-        return key_after(snapshot.parent, identity=self._identity, namespace=of, tokens=tokens, secret=self._secret)
-
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._remove(list(keys)))
 
     def close(self) -> None:
         with suppress(RemoteFailed):
             self._objects.close()
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        names = self._index.names()
+        assert names <= self._snapshots.keys() <= names | self._undeleted
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -370,9 +373,10 @@ class RemoteTier(Tier):
 
     def _strike(self, names: Iterable[str]) -> None:
         """Snapshots are not there any longer: their buckets do not name them."""
-        gone = [snapshot for name in names if (snapshot := self._snapshots.get(name)) is not None]
-        self._objects.strike([self._listed(snapshot) for snapshot in gone])
-        for name in names:
+        gone = [(snapshot, name) for name in names if (snapshot := self._snapshots.get(name)) is not None]
+        members = [self._rest(snapshot).named(snapshot.key) for snapshot, _ in gone]
+        self._objects.strike([(member.bucket, member.text) for member in members])
+        for _, name in gone:
             self._snapshots.pop(name, None)
 
     def _missing(self, key: bytes) -> None:

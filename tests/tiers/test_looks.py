@@ -1,6 +1,7 @@
 """What any process has stored elsewhere is found by what a text begins with: by name, without a listing."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,13 @@ from kvcellar.memory.spans import Span
 from kvcellar.memory.tiers import remote
 from kvcellar.memory.tiers.buckets import BLOCK, LONGEST, Member, Rest, member_of
 from kvcellar.memory.tiers.codec import AesGcm
-from kvcellar.memory.tiers.objects import MOST_MEMBERS, Objects
+from kvcellar.memory.tiers.objects import MOST_MEMBERS, Objects, RedisObjects, open_objects
 from kvcellar.memory.tiers.remote import AHEAD, MOST_ALIKE, RemoteTier
 from kvcellar.memory.tiers.tier import NEXT_LOOK, Breaker
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content
-from tests.tiers.test_remote import objects, running  # noqa: F401  # pytest finds them by name
+from tests.tiers.test_remote import PREFIX, needs_server, objects, running  # noqa: F401  # pytest finds two by name
+from tests.tiers.test_shared import in_children
 
 TEXT = key_of(range(1, 2001))
 
@@ -257,7 +259,7 @@ def test_a_bucket_of_many_costs_as_many_as_its_limit(objects) -> None:  # noqa: 
     """The newest are found where the store has an order."""
     good, bucket = of(TEXT, 0, 100), listed(of(TEXT, 0, 100)[0]).bucket
     opened = objects()
-    if not hasattr(opened, "_redis"):
+    if not isinstance(opened, RedisObjects):
         pytest.skip("each name is a file")
     for number in range(2 * MOST_MEMBERS + 300):
         opened.add(bucket, f"{number:064x}{100:08x}" + "0" * 64)
@@ -280,6 +282,36 @@ def test_a_store_that_is_down_costs_a_look_nothing_but_a_miss() -> None:
     calls = store.calls
     assert reader.looks(TEXT) == []
     assert store.calls == calls
+
+
+@pytest.mark.parametrize("kind", ["directory", pytest.param("redis", marks=needs_server)])
+def test_processes_that_store_look_and_remove_at_once_read_no_wrong_byte(kind, request, tmp_path) -> None:
+    pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+    url = request.getfixturevalue("running").url if kind == "redis" else f"file://{tmp_path}/store"
+    stored = chain_of(TEXT, *range(100, 1100, 100))
+
+    def plays(seed: int) -> Callable[[], None]:
+        def play() -> None:
+            rng, process = random.Random(seed), Process(open_objects(url, PREFIX))
+            for _ in range(150):
+                process.now += NEXT_LOOK
+                one = rng.choice(stored)
+                act = rng.random()
+                if act < 0.4:
+                    assert process.tier.put(*one)
+                elif act < 0.9:
+                    process.looks(TEXT)
+                    assert content(process.tier, one[0].key) in (None, one)
+                else:
+                    process.tier.remove([one[0].key])
+            assert not set(process.tier.failures) - {"gone"}
+
+        return play
+
+    in_children(*(plays(seed) for seed in range(3)))
+    last = Process(open_objects(url, PREFIX))
+    assert all(last.tier.put(*one) for one in stored)
+    assert Process(open_objects(url, PREFIX)).looks(TEXT) == keys(stored)
 
 
 def test_memory_for_buckets_is_bounded(monkeypatch) -> None:

@@ -71,7 +71,7 @@ class Objects(Protocol):
 
     def tidy(self, most: int) -> None:
         """Where nothing else bounds what all processes store: delete what was read longest ago, until `most` bytes are
-        left. At most once in `TIDIED` seconds, whoever calls."""
+        left. At most once in `TIDIED` seconds, by all processes together."""
         ...
 
     def close(self) -> None: ...
@@ -110,9 +110,11 @@ class RedisObjects:
             raise RemoteFailed(f"{type(error).__name__}: {error}") from error
 
     def read(self, name: str, n: int) -> bytes | None:
-        with self._failing():
-            found = self._redis.getrange(self._prefix + name, 0, n - 1)
-            return found if found or self._redis.exists(self._prefix + name) else None
+        with self._failing(), self._redis.pipeline(transaction=True) as together:  # else it is written in between
+            together.getrange(self._prefix + name, 0, n - 1)
+            together.exists(self._prefix + name)
+            found, there = together.execute()
+            return found if there else None
 
     def size(self, name: str) -> int | None:
         with self._failing():

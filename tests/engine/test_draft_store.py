@@ -16,6 +16,7 @@ from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.load import load
 from kvcellar.engine.speculate.draft_memory import DraftMemory
 from kvcellar.engine.speculate.draft_model import ModelDrafter
+from kvcellar.memory import restore_plan
 from kvcellar.memory.attention.choose import named
 from tests.engine.drafting import always_restored, chain, until
 from tests.engine.mixes import tokens
@@ -34,11 +35,14 @@ def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 class Opened:
     """A drafter of the model in a directory, on a store in another one."""
 
-    def __init__(self, guest: Guest, path: Path, store: Path | None, *, role: str = "draft model") -> None:
+    def __init__(
+        self, guest: Guest, path: Path, store: Path | None, *, role: str = "draft model", remote: str | None = None
+    ) -> None:
         cells = {group.name: 1024 for group in guest.shape.groups}
         memory = guest.memory(cells, rows=40 if guest.shape.recurrent is not None else 0)
         self.calls = SimpleQueue[Any]()
-        settings = Settings(store=str(store) if store is not None else None, store_bytes=10**8, host_bytes=0)
+        place = str(store) if store is not None else None
+        settings = Settings(store=place, store_bytes=10**8, store_remote=remote, host_bytes=0)
         source = Source((path,), role)
         how = {"settings": settings, "post": self.calls.put, "opened": ExitStack(), "share": 0.5}
         stored = partial(open_store, source=source, **how)
@@ -93,6 +97,24 @@ def test_a_restarted_draft_model_goes_on_where_the_last_one_was(name: str, tmp_p
     cold.end(1, 2)
     other = Opened(guest, path, store, role="head")
     assert other.restored(text) == 0, "its entries are of another kind"
+    other.end()
+
+
+def test_what_one_draft_model_has_computed_another_finds_while_both_run(tmp_path: Path, monkeypatch) -> None:
+    pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+    monkeypatch.setattr(restore_plan, "PATIENCE", 240.0)
+    path, remote = tmp_path / "model", f"file://{tmp_path}/shared"
+    ARCHS["llama"].build(max_position_embeddings=2048).save_pretrained(path)
+    guest = build_guest(load(path, dtype="float32", device="cpu").model, named(None))
+    text = tokens(random.Random(0), 300)
+    one, two = (Opened(guest, path, None, remote=remote) for _ in range(2))
+    other = Opened(guest, path, None, remote=remote, role="head")
+    expected = one.drafts(text)
+    one.end(1)
+    assert two.restored(text) == 299
+    assert two.drafts(text) == expected
+    assert other.restored(text) == 0
+    two.end(1)
     other.end()
 
 

@@ -4,17 +4,21 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import pytest
 
 from kvcellar.memory import restore_plan as news_module
+from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.stored import Catalogue
-from kvcellar.memory.restore_plan import NEXT_LOOK, PATIENCE, News
+from kvcellar.memory.restore_plan import NEXT_LOOK, PATIENCE, Look, News
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.host import HostTier
+from kvcellar.memory.tiers.remote import RemoteTier
 from kvcellar.memory.tiers.tier import Entry
 from tests.engine.mixes import tokens
 from tests.engine.test_store import GREEDY, acknowledged, always, cache, opened, own_cache, saved  # noqa: F401
+from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, made, store
 from tests.tiers.test_disk import tmp_path  # noqa: F401  # pytest finds it by name
 from tests.tiers.test_transfers import SOON, transfers
@@ -52,25 +56,29 @@ def test_a_tier_reports_each_entry_of_other_processes_once(tmp_path) -> None:  #
 
 
 class Machine:
-    """News of a tier whose `news` waits until `go` is set, with the calls for the engine's thread."""
+    """News of a tier that waits in `look` until `go` is set, with the calls for the engine's thread."""
 
-    def __init__(self, opened, disk) -> None:
+    def __init__(self, opened, tier, catalogue=None) -> None:
         self.now, self.go, self.looked = 0.0, threading.Event(), 0
         self.calls: list[Callable[[], None]] = []
         self.posted = threading.Semaphore(0)
-        look = disk.news
+        look = tier.look
 
-        def waits() -> list[Entry]:
+        def waits(*text: Any) -> None:
             self.looked += 1
             assert self.go.wait(SOON)
-            return look()
+            look(*text)
 
-        disk.news = waits
+        tier.look = waits
         self.news = News(
             opened,
+            catalogue or Catalogue(anywhere=True),
             post=lambda call: (self.calls.append(call), self.posted.release()),
             clock=lambda: self.now,
         )
+
+    def ask(self, text: bytes = b"", *, misses: bool = True) -> list[Look]:
+        return self.news.ask("n", lambda: text, lambda: misses)
 
     def end(self) -> None:
         self.go.set()
@@ -86,45 +94,83 @@ def test_one_look_serves_all_requests_that_miss_and_the_next_one_is_later(tmp_pa
         closing(store(tmp_path)) as disk,
         transfers(disk, catalogue=catalogue) as opened,
     ):
-        machine = Machine(opened, disk)
-        news = machine.news
-        assert news.ask(lambda: False) is None
-        look = news.ask(lambda: True)
-        assert news.ask(lambda: True) is look
-        assert news.waits(look)
-        assert 0 < news.left() <= PATIENCE
+        machine = Machine(opened, disk, catalogue)
+        assert machine.ask(misses=False) == []
+        looks = machine.ask(b"one")
+        assert machine.ask(b"another") == looks
+        assert len(looks) == 1
+        assert machine.news.left(looks) == PATIENCE
         assert other.put(*made(1))
         machine.end()
         assert list(catalogue) == [made(1)[0]]
-        assert not news.waits(look)
-        assert news.left() == float("inf")
-        assert news.ask(lambda: True) is None, "the last one was just now"
+        assert machine.news.left(looks) == 0
+        assert machine.ask() == [], "the last one was just now"
         machine.now = NEXT_LOOK
-        again = news.ask(lambda: True)
-        assert again is not look
+        assert machine.ask() != looks
         machine.end()
         assert list(catalogue) == [made(1)[0]], "there was nothing new"
         assert machine.looked == 2
 
 
-def test_a_disk_that_hangs_delays_requests_once(tmp_path) -> None:  # noqa: F811
-    with closing(store(tmp_path)), closing(store(tmp_path)) as disk, transfers(disk) as opened:
-        machine = Machine(opened, disk)
-        look = machine.news.ask(lambda: True)
-        assert machine.news.waits(look)
-        machine.now = PATIENCE
-        assert not machine.news.waits(look)
-        later = machine.news.ask(lambda: True)
-        assert later is look
-        assert not machine.news.waits(later), "what hangs is not waited for again"
+def test_a_store_elsewhere_is_looked_into_once_for_each_text() -> None:
+    tier = RemoteTier(InMemory(), identity=IDENTITY, cap=1 << 20)
+    with transfers(tier) as opened:
+        machine = Machine(opened, tier)
+        texts = [key_of([number] * 100) for number in range(3)]
+        looks = [machine.ask(text) for text in texts]
+        assert [machine.ask(text) for text in texts] == looks
+        assert len({id(look) for (look,) in looks}) == 3
+        for _ in texts:
+            machine.end()
+        assert [machine.ask(text) for text in texts] == [[], [], []]
+        machine.now = NEXT_LOOK
+        assert len(machine.ask(texts[0])) == 1
+        assert len(machine.news._looks[0]) == 1, "what is over is forgotten"
         machine.end()
 
 
+def test_all_shared_tiers_are_looked_into_and_the_last_one_is_waited_for(tmp_path) -> None:  # noqa: F811
+    tier = RemoteTier(InMemory(), identity=IDENTITY, cap=1 << 20)
+    with closing(store(tmp_path)), closing(store(tmp_path)) as disk, transfers(disk, tier) as opened:
+        machine = Machine(opened, tier)
+        looks = machine.ask(b"")
+        assert len(looks) == 2
+        assert machine.posted.acquire(timeout=SOON)
+        machine.calls.pop()()  # the disk's
+        assert [look.ended for look in looks] == [True, False]
+        assert machine.news.left(looks) == PATIENCE
+        machine.end()
+        assert machine.news.left(looks) == 0
+
+
+def test_a_tier_that_hangs_delays_requests_once(tmp_path) -> None:  # noqa: F811
+    with closing(store(tmp_path)), closing(store(tmp_path)) as disk, transfers(disk) as opened:
+        machine = Machine(opened, disk)
+        looks = machine.ask()
+        assert machine.news.left(looks) == PATIENCE
+        machine.now = PATIENCE
+        assert machine.news.left(looks) == 0
+        assert machine.ask() == [], "what hangs is not waited for again"
+        machine.end()
+        assert len(machine.ask()) == 1
+        machine.end()
+
+
+def test_a_look_that_fails_for_an_unknown_reason_is_over() -> None:
+    tier = RemoteTier(InMemory(), identity=IDENTITY, cap=1 << 20)
+    with transfers(tier) as opened:
+        tier.look = lambda *text: 1 / 0
+        machine = Machine(opened, tier)
+        looks = machine.ask(b"")
+        machine.end()
+        assert machine.news.left(looks) == 0
+
+
 @pytest.mark.parametrize("alone", [True, False])
-def test_nothing_is_asked_where_no_disk_is_shared(tmp_path, alone) -> None:  # noqa: F811
+def test_nothing_is_asked_where_no_tier_is_shared(tmp_path, alone) -> None:  # noqa: F811
     with closing(store(tmp_path)) as disk, transfers(disk if alone else HostTier(1000)) as opened:
-        news = News(opened, post=lambda call: None, clock=lambda: 0.0)
-        assert news.ask(lambda: True) is None
+        news = News(opened, Catalogue(anywhere=True), post=lambda call: None, clock=lambda: 0.0)
+        assert news.ask("", lambda: b"", lambda: True) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])

@@ -1,9 +1,10 @@
 """Objects in memory, for the remote tier: a store that tests can make fail."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
-from kvcellar.memory.tiers.objects import RemoteFailed
+from kvcellar.memory.tiers.objects import MOST_MEMBERS, RemoteFailed
 
 
 class InMemory:
@@ -14,31 +15,58 @@ class InMemory:
         self.calls = 0
         self.most = 0  # bytes that there ever were
         self.asked = 0  # bytes, by all readings
+        self.buckets: dict[str, list[str]] = {}
+        self.by_kind: Counter[str] = Counter()  # calls
 
-    def _call(self) -> None:
+    def _call(self, kind: str) -> None:
         self.calls += 1
+        self.by_kind[kind] += 1
         if self.fails:
             raise RemoteFailed("it is gone")
 
     def read(self, name: str, n: int) -> bytes | None:
-        self._call()
+        self._call("read")
         self.asked += n
         found = self.content.get(name)
         return None if found is None else found[:n]
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        self._call()
+        self._call("write")
         self.content[name], self.seconds[name] = content, seconds
         self.most = max(self.most, sum(map(len, self.content.values())))
 
     def delete(self, names: Sequence[str]) -> None:
-        self._call()
+        self._call("delete")
         for name in names:
             self.content.pop(name, None)
 
     def sizes(self, most: int) -> dict[str, int]:
-        self._call()
+        self._call("sizes")
         return {name: len(found) for name, found in islice(self.content.items(), most)}
+
+    def size(self, name: str) -> int | None:
+        self._call("size")
+        return len(self.content.get(name, b"")) or None
+
+    def add(self, bucket: str, member: str) -> None:
+        self._call("add")
+        self.buckets.setdefault(bucket, []).append(member)
+
+    def members(self, buckets: Sequence[str]) -> list[list[str]]:
+        self._call("members")
+        return [self.buckets.get(bucket, [])[-MOST_MEMBERS:] for bucket in buckets]
+
+    def strike(self, listed: Sequence[tuple[str, str]]) -> None:
+        if listed:
+            self._call("strike")
+        for bucket, member in listed:
+            left = [one for one in self.buckets.get(bucket, []) if one != member]
+            self.buckets[bucket] = left
+            if not left:
+                del self.buckets[bucket]
+
+    def tidy(self, most: int) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -1,5 +1,6 @@
 """The remote tier on a real server, on fsspec's file systems, and on stores that fail: right bytes or a miss."""
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +10,15 @@ import pytest
 
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.codec import AesGcm
-from kvcellar.memory.tiers.objects import Bounded, FsspecObjects, Objects, RedisObjects, RemoteFailed
+from kvcellar.memory.tiers.objects import (
+    TIDIED,
+    Bounded,
+    FsspecObjects,
+    Objects,
+    RedisObjects,
+    RemoteFailed,
+    open_objects,
+)
 from kvcellar.memory.tiers.remote import MOST_LISTED, RemoteTier, prefix_of
 from kvcellar.memory.tiers.tier import Breaker, Entry
 from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
@@ -37,12 +46,12 @@ def objects(request, tmp_path) -> Iterator[Callable[[], Objects]]:
     if request.param == "redis":
         url = request.getfixturevalue("running").url
         yield lambda: RedisObjects(url, PREFIX)
-        RedisObjects(url, PREFIX).delete(list(RedisObjects(url, PREFIX).sizes(MOST_LISTED)))
+        RedisObjects(url, PREFIX)._redis.flushall()
     else:
         pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
         url = f"file://{tmp_path}/store" if request.param == "directory" else f"memory://{tmp_path}"
-        yield lambda: FsspecObjects(url, PREFIX)
-        store = FsspecObjects(url, PREFIX)
+        yield lambda: open_objects(url, PREFIX)
+        store = open_objects(url, PREFIX)
         store.delete(list(store.sizes(MOST_LISTED)))
 
 
@@ -108,12 +117,13 @@ def test_another_cipher_or_identity_reads_nothing_and_deletes_nothing(objects) -
     assert content(opened, one[0].key) == one
 
 
-def test_the_cap_holds_and_counts_what_others_have_stored() -> None:
+def test_the_cap_holds_and_counts_what_is_known_of_others() -> None:
     store = InMemory()
     for seed in range(4):
         assert tier(store).put(*made(seed, size=1000))
     before = sum(store.sizes(MOST_LISTED).values())
     opened = tier(store, cap=before + 100)
+    assert len(opened.entries()) == 4
     for seed in range(4, 40):
         assert opened.put(*made(seed, size=1000))
         assert sum(store.sizes(MOST_LISTED).values()) == opened.size() <= opened.cap
@@ -187,6 +197,7 @@ def test_an_owner_over_its_quota_evicts_its_own_entries() -> None:
     assert tier(store).put(*made(1), Retention(owner="a"))
     each = sum(store.sizes(MOST_LISTED).values())
     opened = tier(store, quota=each)
+    assert len(opened.entries()) == 1
     assert opened.put(*made(2), Retention(owner="b"))
     assert opened.put(*made(3), Retention(owner="a"))
     assert {entry.snapshot for entry in opened.entries()} == {made(2)[0], made(3)[0]}
@@ -216,6 +227,51 @@ def test_a_directory_is_for_its_owner_alone(tmp_path) -> None:
     pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
     FsspecObjects(f"file://{tmp_path}/store", PREFIX)
     assert (tmp_path / "store" / PREFIX).stat().st_mode & 0o077 == 0
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+    return tmp_path / "store" / PREFIX
+
+
+def aged(path: Path, seconds: float) -> None:
+    os.utime(path, (path.stat().st_mtime - seconds,) * 2)
+
+
+def test_a_directory_is_brought_below_the_cap_by_one_of_all_at_times(directory) -> None:
+    writer = tier(open_objects(f"file://{directory.parent}", PREFIX))
+    for seed in range(6):
+        assert writer.put(*made(seed))
+        aged(directory / made(seed)[0].key.hex(), 10_000 - seed)
+    size = writer.size() // 6
+    cap = 3 * size + 10  # and the part of a file
+    assert content(writer, made(0)[0].key) == made(0)  # it is read
+    (directory / f"{made(9)[0].key.hex()}.part").write_bytes(b"half")
+    aged(directory / f"{made(9)[0].key.hex()}.part", 2 * TIDIED)
+    for name in os.listdir(directory / "buckets"):
+        for member in (directory / "buckets" / name).iterdir():
+            aged(member, 2 * TIDIED)
+    one = tier(open_objects(f"file://{directory.parent}", PREFIX), cap=cap)
+    assert one.put(*made(20))
+    assert len(one._objects.sizes(MOST_LISTED)) == 8, "others were tidy just now"
+    aged(directory.parent / f"{PREFIX}.tidied", 2 * TIDIED)
+    assert one.put(*made(21))
+    left = one._objects.sizes(MOST_LISTED)
+    assert set(left) == {made(seed)[0].key.hex() for seed in (0, 5, 20, 21)}, "what was not read for the longest time"
+    assert sum(left.values()) <= cap + size
+    assert len(os.listdir(directory / "buckets")) == 4
+    assert not writer.failures | one.failures
+
+
+def test_a_reader_never_finds_a_part_of_a_file(directory, monkeypatch) -> None:
+    objects = open_objects(f"file://{directory.parent}", PREFIX)
+    objects.write("a", b"whole", None)
+    monkeypatch.setattr(os, "replace", lambda *paths: 1 / 0)
+    with pytest.raises(RemoteFailed):
+        objects.write("a", b"another", None)
+    assert objects.read("a", 100) == b"whole"
+    assert os.listdir(directory) == ["a"]
 
 
 def put(transfers: Transfers, seed: int) -> Transfer | None:

@@ -7,8 +7,9 @@ what other processes have stored.
 Planning costs the snapshots of one chain. It reads and changes nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -17,14 +18,13 @@ from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.admission import Piece, Rate, restored
-from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.tier import NEXT_LOOK
 from kvcellar.memory.tiers.transfers import Transfers
 
 LEAST = 64  # tokens: fewer are computed again as fast as they are read
 MEASURED = 32  # new tokens of a step, at least, from which on it measures how fast prompts are computed
 AGAIN = 16  # of so many restores that seem too slow, one is made: else what was measured once would be for ever
 SHORTEST, LONGEST = 5.0, 60.0  # seconds without progress for which a request waits, at least and at most
-NEXT_LOOK = 0.25  # seconds after a look into the index of a shared disk until the next one
 PATIENCE = 0.5  # seconds for which a request waits for a look
 SLACK = 4  # times as long as predicted: a read that takes longer is not expected to end
 
@@ -132,59 +132,70 @@ class Planner:
 
 @dataclass(eq=False, slots=True)
 class Look:
-    """One look into the index."""
+    """One look into a tier."""
 
     began: float
     ended: bool = False
 
 
 class News:
-    """What other processes have stored in a directory that this one shares with them.
+    """What other processes have stored in tiers that this one shares with them.
 
-        look = news.ask(misses)     # a request has arrived
-        news.waits(look)            # whether it should wait: what is found is known when this is False
+        looks = news.ask(namespace, key, misses)    # a request has arrived
+        news.left(looks)                            # seconds for which it should wait: what is found is known when 0
 
-    Looking costs one small read of the index where no other process has changed it, by a thread of the disk's lane, and
-    is done at most once in `NEXT_LOOK` seconds. At most one look is under way; a disk that hangs delays requests by
-    `PATIENCE` seconds in all. All but the look itself runs on the engine's thread.
+    A tier is looked into by a thread of its lane, at the same place (see `Tier.place`) at most once in `NEXT_LOOK`
+    seconds. A tier that hangs delays requests by `PATIENCE` seconds in all. All but the look itself runs on the
+    engine's thread.
     """
 
     def __init__(
         self,
         transfers: Transfers,
+        catalogue: Catalogue,
         *,
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
         """`post` runs a call on the engine's thread."""
-        self._transfers, self._post, self._clock = transfers, post, clock
-        tiers = enumerate(transfers.tiers)
-        self._number, self._disk = next(((at, tier) for at, tier in tiers if isinstance(tier, DiskTier)), (0, None))
-        self._look: Look | None = None
+        self._transfers, self._catalogue, self._post, self._clock = transfers, catalogue, post, clock
+        self._looks: list[dict[int, Look]] = [{} for _ in transfers.tiers]  # by tier and place, the oldest first
 
-    def ask(self, misses: Callable[[], bool]) -> Look | None:
-        """A look that has not ended, if a request misses tokens. None where the disk is not shared, cannot be used, or
-        was looked at just now."""
-        disk, last = self._disk, self._look
-        if disk is None or not disk.shared or self._transfers.down(self._number) or not misses():
-            return None
-        if last is not None and (not last.ended or self._clock() < last.began + NEXT_LOOK):
-            return None if last.ended else last
-        look = self._look = Look(self._clock())
-        self._transfers.run(self._number, lambda: self._found(look, disk))
+    def ask(self, namespace: str, key: Callable[[], bytes], misses: Callable[[], bool]) -> list[Look]:
+        """Looks that have not ended, if a request misses tokens: into each tier that is shared, can be used, and was
+        not looked into just now."""
+        usable = [number for number, tier in enumerate(self._transfers.tiers) if tier.shared and self._usable(number)]
+        if not usable or not misses():
+            return []
+        return [look for number in usable if not (look := self._look(number, namespace, key())).ended]
+
+    def _usable(self, number: int) -> bool:
+        """Whether a tier can be used, and no look into it has taken too long."""
+        looks, now = self._looks[number], self._clock()
+        while looks and (oldest := next(iter(looks.values()))).ended and now >= oldest.began + NEXT_LOOK:
+            del looks[next(iter(looks))]
+        return not self._transfers.down(number) and all(
+            look.ended or now < look.began + PATIENCE for look in looks.values()
+        )
+
+    def _look(self, number: int, namespace: str, key: bytes) -> Look:
+        looks, now = self._looks[number], self._clock()
+        place = self._transfers.tiers[number].place(namespace, key)
+        look = looks.get(place)
+        if look is None or (look.ended and now >= look.began + NEXT_LOOK):
+            looks.pop(place, None)
+            look = looks[place] = Look(now)
+            self._transfers.run(number, partial(self._find, look, number, namespace, key))
         return look
 
-    def waits(self, look: Look) -> bool:
-        """Whether a request should wait for it."""
-        return not look.ended and self._clock() < look.began + PATIENCE
+    def left(self, looks: Iterable[Look]) -> float:
+        """Seconds for which a request waits for these at most."""
+        until = max((look.began for look in looks if not look.ended), default=-inf) + PATIENCE
+        return max(0.0, until - self._clock())
 
-    def left(self) -> float:
-        """Seconds for which requests wait for a look at most; infinite: none does now."""
-        if self._look is None or not self.waits(self._look):
-            return inf
-        return self._look.began + PATIENCE - self._clock()
-
-    def _found(self, look: Look, disk: DiskTier) -> None:
+    def _find(self, look: Look, number: int, namespace: str, key: bytes) -> None:
         """On a thread of the lane."""
-        disk.news()
-        self._post(lambda: setattr(look, "ended", True))
+        try:
+            self._transfers.tiers[number].look(namespace, key, self._catalogue.whole(namespace, key))
+        finally:
+            self._post(lambda: setattr(look, "ended", True))

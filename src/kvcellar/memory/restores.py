@@ -91,7 +91,7 @@ class Fetch:
     tokens: Counter[str] = field(default_factory=Counter[str])  # that were brought back, by tier
     skipped: str = ""
     unavailable: str = ""
-    look: Look | None = None  # for what others have stored
+    looks: list[Look] = field(default_factory=list[Look])  # for what others have stored, until they are waited for
     short: float | None = None  # since when its next snapshot finds too little staging memory
     began: float = 0.0
     seconds: float = 0.0  # from its turn until it was done
@@ -156,7 +156,7 @@ class Restores:
         """A request waits: begin to read what it needs, as far as there is staging memory."""
         fetch = Fetch(namespace, deque())
         self._fetches.add(fetch)
-        fetch.look = self._news.ask(lambda: self.planner.misses(namespace, key()))
+        fetch.looks = self._news.ask(namespace, key, lambda: self.planner.misses(namespace, key()))
         if len(self._catalogue):
             self._plan(fetch, key())
         self._read(fetch)
@@ -164,10 +164,10 @@ class Restores:
 
     def advance(self, fetch: Fetch, key: Callable[[], bytes], *, enters: bool) -> bool:
         """Go on with a restore; False when it is done. Its turn comes with the first call with `enters`."""
-        if fetch.look is not None and not fetch.done:
-            if self._news.waits(fetch.look):
+        if fetch.looks and not fetch.done:
+            if self._news.left(fetch.looks):
                 return True
-            fetch.look = None
+            fetch.looks = []
         if not fetch.done and fetch.node is None and enters:
             self._begin(fetch, key)
         if not fetch.done:
@@ -185,13 +185,13 @@ class Restores:
     def awaited(self) -> bool:
         """Whether something is under way, or a time runs, after which `advance` makes progress."""
         reads = any(staged.transfer.outcome is None for staged in self._staged.values())
-        return reads or any(fetch.look is not None or fetch.short is not None for fetch in self._fetches)
+        return reads or any(fetch.looks or fetch.short is not None for fetch in self._fetches)
 
     def look_again(self) -> float | None:
         """Seconds after which `advance` may end a restore that makes no progress; None: there is none."""
         waiting = (fetch for fetch in self._fetches if fetch.node is not None)
         left = min((self._patience(fetch, self._waited(fetch)) for fetch in waiting), default=inf)
-        left = min(left, self._news.left())
+        left = min((left, *(self._news.left(fetch.looks) for fetch in self._fetches if fetch.looks)))
         return max(left, SOON) if left < inf else None
 
     def cancel(self, fetch: Fetch) -> None:

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from kvcellar.memory.spans import Span
 
 KEY = 32  # bytes of a key
+SEGMENT = 512  # tokens of one snapshot, at most
 ADAPTED = "\0adapter:"  # how a namespace begins of what was computed with an adapter; those of requests do not
 MOST_AHEAD = 8  # tokens behind its own that an entry may depend on
 

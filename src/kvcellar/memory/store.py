@@ -37,7 +37,7 @@ from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.restore_plan import LEAST, News
 from kvcellar.memory.restores import Evict, Restores
 from kvcellar.memory.retention import DEFAULT, Retention
-from kvcellar.memory.snapshot import Snapshot, key_after
+from kvcellar.memory.snapshot import SEGMENT, Snapshot, key_after
 from kvcellar.memory.spans import Span
 from kvcellar.memory.tiers.disk import DiskTier
 from kvcellar.memory.tiers.tier import Tier
@@ -45,7 +45,6 @@ from kvcellar.memory.tiers.transfers import Outcome, Transfer, Transfers
 
 log = logging.getLogger("kvcellar.engine")
 
-SEGMENT = 512  # tokens of one snapshot, at most
 BUSY = 4 << 20  # bytes that are read out of memory between two steps of running requests,
 SLICE = 0.01  # in so many seconds at most,
 LATE = 2.0  # but for what has waited longer
@@ -143,18 +142,18 @@ class Store:
                 evict=evict,
                 wake=lambda: self._posted(self.restores.go_on),
                 missed=self._note_lost,
-                news=News(self.transfers, post=self._posted, clock=clock),
+                news=News(self.transfers, self.catalogue, post=self._posted, clock=clock),
                 clock=clock,
             )
             opened.pop_all()
 
     def load(self) -> None:
-        """Learn which snapshots there are."""
-        for tier in self.transfers.tiers:
-            tier.entries()
+        """Learn which snapshots there are on disk. What is elsewhere is looked up when a request needs it."""
+        if (disk := self.disk) is not None:
+            disk.entries()
+            for identity, snapshot in disk.others(MOST_OTHERS):
+                self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._note_lost()
-        for identity, snapshot in self.disk.others(MOST_OTHERS) if self.disk is not None else ():
-            self._others.note(snapshot.namespace, identity.hex(), snapshot.tokens)
         self._prefixes.know_others(self._others, self.identity.hex())
         self.transfers.prepare(max((snapshot.size for snapshot in self.catalogue), default=0))
 

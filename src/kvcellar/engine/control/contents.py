@@ -152,8 +152,11 @@ class Contents:
         return [one for one in upkeep.entries(disk) if one.row.identity == store.identity] if disk is not None else []
 
     def _stored(self, store: Store, namespace: str | None, entry: str | None, key: bytes) -> set[bytes]:
-        """The entries of a store that are to be removed: those on disk, where others may have stored more, and those
-        that it knows of, in any tier."""
+        """The entries of a store that are to be removed: those in shared tiers, where others may have stored more, and
+        those that it knows of, in any tier."""
+        for tier in store.transfers.tiers:
+            if tier.shared:
+                tier.entries()
         found = set(upkeep.selected(self._on_disk(store), namespace=namespace, entry=entry, prefix=key))
         for begins in upkeep.beginnings_of(key) if entry is None else ():
             found.update(store.catalogue.beginning(namespace, begins))

@@ -141,8 +141,8 @@ def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, open
         except ValueError as error:
             raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
         else:
-            tier = RemoteTier(objects, identity=name, cap=cap, quota=int(quota * cap), cipher=cipher)
-            found.append(opened.enter_context(closing(tier)))
+            remote = partial(RemoteTier, objects, cap=cap, quota=int(quota * cap), cipher=cipher)
+            found.append(opened.enter_context(closing(remote(identity=name, secret=secret_of(settings)))))
     return found
 
 

@@ -1,4 +1,5 @@
-"""objects: named byte strings in a store elsewhere, by the clients of Valkey and Redis, and by fsspec.
+"""objects: named byte strings in a store elsewhere, by the clients of Valkey and Redis, and by fsspec; and buckets of
+names beside them, by which they are found (see `buckets`). Only `sizes` and `tidy` cost more where there are more.
 
 Every call ends within a time, and raises `RemoteFailed` for whatever the store or its client does.
 """
@@ -6,18 +7,27 @@ Every call ends within a time, and raises `RemoteFailed` for whatever the store 
 # pyright: standard
 # (fsspec has no types, and those of redis are partial)
 
+import os
+import secrets
 import threading
+import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from kvcellar.memory.snapshot import KEY
 from kvcellar.places import make_private
 
 T = TypeVar("T")
 SCANNED = 500  # names for each call of a listing
+MOST_MEMBERS = 1024  # of a bucket that are read
+MOST_LISTED = MOST_MEMBERS * 160  # bytes of a bucket that are read, where it is a string
+UNLISTED = 30 * 86400  # seconds after a name was added to a bucket of Valkey or Redis until that is deleted
+TIDIED = 3600.0  # seconds between two times that one of the processes that share a directory deletes files
 
 
 class RemoteFailed(Exception):
@@ -31,8 +41,12 @@ class Objects(Protocol):
         """The first `n` bytes, fewer at the end; None if there is no such object."""
         ...
 
+    def size(self, name: str) -> int | None:
+        """The bytes of an object; None if there is no such object, or it is empty."""
+        ...
+
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        """Replace an object; the store may delete it after so many seconds."""
+        """Replace an object; the store may delete it after so many seconds. Readers find all of one content."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
@@ -41,6 +55,23 @@ class Objects(Protocol):
 
     def sizes(self, most: int) -> dict[str, int]:
         """The bytes of all objects, or of `most` of them."""
+        ...
+
+    def add(self, bucket: str, member: str) -> None:
+        """Add a name to a bucket."""
+        ...
+
+    def members(self, buckets: Sequence[str]) -> list[list[str]]:
+        """The names in each bucket, up to `MOST_MEMBERS` of them, the newest where the store has an order."""
+        ...
+
+    def strike(self, listed: Sequence[tuple[str, str]]) -> None:
+        """Remove names from their buckets. One that another process adds at this moment may be lost."""
+        ...
+
+    def tidy(self, most: int) -> None:
+        """Where nothing else bounds what all processes store: delete what was read longest ago, until `most` bytes are
+        left. At most once in `TIDIED` seconds, by all processes together."""
         ...
 
     def close(self) -> None: ...
@@ -52,7 +83,7 @@ def open_objects(url: str, prefix: str) -> Objects:
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme)
     if scheme in ("redis", "rediss", "unix"):
         return RedisObjects(f"{scheme}://{rest}", prefix)
-    return FsspecObjects(url, prefix)
+    return DirectoryObjects(url, prefix) if scheme in ("file", "local") else FsspecObjects(url, prefix)
 
 
 class RedisObjects:
@@ -79,9 +110,15 @@ class RedisObjects:
             raise RemoteFailed(f"{type(error).__name__}: {error}") from error
 
     def read(self, name: str, n: int) -> bytes | None:
+        with self._failing(), self._redis.pipeline(transaction=True) as together:  # else it is written in between
+            together.getrange(self._prefix + name, 0, n - 1)
+            together.exists(self._prefix + name)
+            found, there = together.execute()
+            return found if there else None
+
+    def size(self, name: str) -> int | None:
         with self._failing():
-            found = self._redis.getrange(self._prefix + name, 0, n - 1)
-            return found if found or self._redis.exists(self._prefix + name) else None
+            return self._redis.strlen(self._prefix + name) or None
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
         milliseconds = None if seconds is None else max(1, int(1000 * seconds))
@@ -104,6 +141,39 @@ class RedisObjects:
                 names = (name.decode(errors="replace").removeprefix(self._prefix) for name in some)
                 found |= {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int)}
         return found
+
+    def _bucket(self, name: str) -> str:
+        """A string of lines: unlike of a set, no more bytes of it are read than are asked for."""
+        return f"bucket-{self._prefix}{name}"
+
+    def add(self, bucket: str, member: str) -> None:
+        name = self._bucket(bucket)
+        with self._failing(), self._redis.pipeline(transaction=False) as together:
+            together.append(name, f"{member}\n")
+            together.expire(name, UNLISTED)
+            if together.execute()[0] > 2 * MOST_LISTED:
+                self._redis.set(name, _joined(_lines(self._redis.getrange(name, -MOST_LISTED, -1))), ex=UNLISTED)
+
+    def members(self, buckets: Sequence[str]) -> list[list[str]]:
+        with self._failing(), self._redis.pipeline(transaction=False) as together:
+            for bucket in buckets:
+                together.getrange(self._bucket(bucket), -MOST_LISTED, -1)
+            return [_lines(found) for found in together.execute(raise_on_error=False)]
+
+    def strike(self, listed: Sequence[tuple[str, str]]) -> None:
+        struck: defaultdict[str, set[str]] = defaultdict(set)
+        for bucket, member in listed:
+            struck[bucket].add(member)
+        for some in _batches(struck):
+            there = zip(some, self.members(some), strict=True)
+            with self._failing(), self._redis.pipeline(transaction=False) as together:
+                for bucket, members in there:
+                    name, lines = self._bucket(bucket), [one for one in members if one not in struck[bucket]]
+                    together.set(name, _joined(lines), keepttl=True) if lines else together.unlink(name)
+                together.execute()
+
+    def tidy(self, most: int) -> None:
+        """The server has a bound and an order of its own: `maxmemory` and its policy."""
 
     def close(self) -> None:
         with self._failing():
@@ -140,18 +210,29 @@ class FsspecObjects:
         except FileNotFoundError:
             return None
 
+    def size(self, name: str) -> int | None:
+        return self._bounded(lambda: self._size(name)) or None
+
+    def _size(self, name: str) -> int | None:
+        self._files.invalidate_cache(self._root)
+        try:
+            return self._files.size(self._path(name))
+        except FileNotFoundError:
+            return None
+
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        self._bounded(lambda: self._files.pipe_file(self._path(name), content))
+        self._bounded(lambda: self._write(self._path(name), content))
+
+    def _write(self, path: str, content: bytes) -> None:
+        self._files.pipe_file(path, content)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            self._bounded(lambda name=name: self._delete(name))
+            self._bounded(lambda name=name: self._delete(self._path(name)))
 
-    def _delete(self, name: str) -> None:
-        try:
-            self._files.rm_file(self._path(name))
-        except FileNotFoundError:
-            return
+    def _delete(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._files.rm_file(path)
 
     def sizes(self, most: int) -> dict[str, int]:
         return self._bounded(lambda: self._sizes(most))
@@ -165,8 +246,95 @@ class FsspecObjects:
         files = (one for one in found if one["type"] == "file")
         return {one["name"].rpartition("/")[2]: int(one["size"]) for one in islice(files, most)}
 
+    def _bucket(self, name: str) -> str:
+        """A directory with an empty file for each name."""
+        return self._path(f"buckets/{name}")
+
+    def add(self, bucket: str, member: str) -> None:
+        self._bounded(lambda: self._add(self._bucket(bucket), member))
+
+    def _add(self, directory: str, member: str) -> None:
+        self._files.makedirs(directory, exist_ok=True)
+        self._files.pipe_file(f"{directory}/{member}", b"")
+
+    def members(self, buckets: Sequence[str]) -> list[list[str]]:
+        return self._bounded(lambda: [self._members(self._bucket(bucket)) for bucket in buckets])
+
+    def _members(self, directory: str) -> list[str]:
+        self._files.invalidate_cache(directory)
+        with suppress(FileNotFoundError):
+            return [path.rpartition("/")[2] for path in self._files.ls(directory, detail=False)[:MOST_MEMBERS]]
+        return []
+
+    def strike(self, listed: Sequence[tuple[str, str]]) -> None:
+        for bucket, member in listed:
+            path = f"{self._bucket(bucket)}/{member}"
+            self._bounded(lambda path=path: self._delete(path))
+
+    def tidy(self, most: int) -> None:
+        """Object stores delete what is old by rules of their own."""
+
     def close(self) -> None:
         """Its file system is shared with all others of the same options, by fsspec: it stays."""
+
+
+class DirectoryObjects(FsspecObjects):
+    """Files of a directory, which other processes and machines may share. When a file was read last is its time."""
+
+    def _read(self, name: str, n: int) -> bytes | None:
+        with suppress(FileNotFoundError, PermissionError):  # what another user has stored is read all the same
+            os.utime(self._path(name))
+        return super()._read(name, n)
+
+    def _write(self, path: str, content: bytes) -> None:
+        part = f"{path}.{secrets.token_hex(4)}"
+        try:
+            super()._write(part, content)
+            os.replace(part, path)
+        except BaseException:
+            self._delete(part)
+            raise
+
+    def _members(self, directory: str) -> list[str]:
+        with suppress(FileNotFoundError), os.scandir(directory) as found:
+            return [one.name for one in islice(found, MOST_MEMBERS)]
+        return []
+
+    def tidy(self, most: int) -> None:
+        """It may take as long as listing all files does."""
+        try:
+            self._tidy(most, Path(f"{self._root}.tidied"))
+        except OSError as error:
+            raise RemoteFailed(f"{type(error).__name__}: {error}") from error
+
+    def _tidy(self, most: int, mark: Path) -> None:
+        """The time of the file `mark` is when a process has begun this last."""
+        old = time.time() - TIDIED
+        if mark.exists() and mark.stat().st_mtime > old:
+            return
+        mark.touch()
+        files = sorted(_files(Path(self._root)))
+        left, kept = sum(size for _, size, _ in files), set[str]()
+        for read, size, name in files:
+            if left > most or ("." in name and read < old):  # or what was not written to its end
+                self._delete(self._path(name))
+                left -= size
+            else:
+                kept.add(name)
+        for bucket in Path(self._path("buckets")).glob("*"):
+            for made, _, name in _files(bucket):
+                if name[: 2 * KEY] not in kept and made < old:  # nor of what is new
+                    self._delete(str(bucket / name))
+            with suppress(OSError):  # it has others
+                bucket.rmdir()
+
+
+def _files(directory: Path) -> Iterator[tuple[float, int, str]]:
+    """The time, size and name of all files in a directory."""
+    for one in directory.iterdir():
+        with suppress(FileNotFoundError):
+            if one.is_file():
+                yield one.stat().st_mtime, one.stat().st_size, one.name
 
 
 class Bounded:
@@ -198,6 +366,18 @@ class Bounded:
         else:
             self._free.release()
             result.set_result(found)
+
+
+def _lines(content: object) -> list[str]:
+    """Those of the end of a bucket; none of what is no string."""
+    if not isinstance(content, bytes):
+        return []
+    lines = content.decode(errors="replace").split("\n")[:-1]
+    return lines[len(content) >= MOST_LISTED :][-MOST_MEMBERS:]
+
+
+def _joined(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _batches(names: Iterable[T]) -> Iterator[tuple[T, ...]]:

@@ -1,9 +1,15 @@
 """remote: snapshots in a store elsewhere, which other servers may share. Objects have the format of `codec`.
 
-Each process keeps the cap for what it has stored, and what others had stored with the same cipher when `entries` was
-called last. A store that deletes objects by itself may do so: each is a miss.
+What others have stored is looked up by name, by what a text begins with (see `buckets`): the calls for it do not depend
+on how many objects there are. What is stored already is not written again.
+
+Each process keeps the cap for what it knows: what it has stored, looked up, and found when `entries` was called. A
+store that deletes objects by itself may do so: each is a miss.
 
 Always true:
+  * each entry has a snapshot, and what is no entry has none, unless it could not be deleted yet;
+  * an object is named in its bucket after it was written, and no longer when it is deleted, or found to be missing;
+  * what a look finds is known only if its key is that of its tokens;
   * no more is read of an object than its description says, and one byte, and no description is longer than `codec`
     allows;
   * without a cipher, what this process has stored is read only as it was stored. What others have stored is checked for
@@ -14,13 +20,16 @@ Always true:
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import count
+from dataclasses import replace
+from heapq import nlargest
+from itertools import accumulate, count, islice
 from typing import NamedTuple, TypeVar
 
-from kvcellar.memory.retention import DEFAULT, Retention
-from kvcellar.memory.snapshot import KEY, Snapshot
+from kvcellar.memory.retention import DEFAULT, Retention, stronger
+from kvcellar.memory.snapshot import KEY, SEGMENT, Snapshot
+from kvcellar.memory.tiers.buckets import BLOCK, Member, Rest, member_of
 from kvcellar.memory.tiers.codec import (
     DIGEST,
     Cipher,
@@ -41,12 +50,17 @@ from kvcellar.memory.tiers.codec import (
 )
 from kvcellar.memory.tiers.index import Index, Row, Why
 from kvcellar.memory.tiers.objects import Objects, RemoteFailed
-from kvcellar.memory.tiers.tier import Breaker, Chunk, Entry, Loaded, Take, Tier, fresh
+from kvcellar.memory.tiers.tier import NEXT_LOOK, Breaker, Chunk, Entry, Loaded, Take, Tier, fresh
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.memory.tiers")
 
-FIRST = 64 << 10  # bytes of an object in which its header is looked for
+FIRST = 16 << 10  # bytes of an object in which its header is looked for
+MOST_ENDS = 8  # of the known snapshots of a text, the last ones, after which a look begins, beside its beginning
+AHEAD = 16  # places in a text that are asked about at once, as if snapshots had as many tokens as most have
+MOST_FOUND = 1024  # snapshots that one look goes on from
+MOST_ALIKE = 4  # snapshots that one look reads of those that have other tokens behind the ones in common
+MOST_REMEMBERED = 1 << 14  # buckets that were read just now, and names in them
 MOST_LISTED = 1 << 17  # objects
 MOST_DESCRIBED = 1 << 28  # bytes of all descriptions that are listed
 _NAME = re.compile("[0-9a-f]{64}")
@@ -71,6 +85,7 @@ class RemoteTier(Tier):
 
     name = "remote"
     copies = 1
+    shared = True
 
     def __init__(
         self,
@@ -80,16 +95,18 @@ class RemoteTier(Tier):
         cap: int,
         quota: int | None = None,
         cipher: Cipher | None = None,
+        secret: bytes = b"",
         clock: Callable[[], float] = time.time,
         breaker: Breaker | None = None,
     ) -> None:
-        """`quota`: bytes for the entries of one owner; None: as many as for all. Calls nothing yet."""
+        """`quota`: bytes for the entries of one owner; None: as many as for all. `secret`: that of the keys. Calls
+        nothing yet."""
         super().__init__(breaker or Breaker())
         self._objects, self._identity, self._cipher, self._clock = objects, identity, cipher or Plain(), clock
         self._index = Index(None, cap, self, quota=quota, clock=clock)
         self._snapshots: dict[str, Snapshot] = {}  # by name: that of the object, and a number
-        self._numbers = count()
-        self._listed = False
+        self._numbers, self._secret = count(), secret
+        self._read: dict[str, tuple[float, list[Member]]] = {}  # buckets, and when they were read
         self._undeleted: set[str] = set()  # what could not be deleted yet: its bytes are counted
 
     # -- entries ------------------------------------------------------------------------------------------------
@@ -98,8 +115,6 @@ class RemoteTier(Tier):
         return bool(self._try("storing a snapshot", lambda: self._put(snapshot, chunks, retention)))
 
     def _put(self, snapshot: Snapshot, chunks: Iterable[Chunk], retention: Retention) -> bool:
-        if not self._listed:
-            self._list()
         if self._index.renew([snapshot.key], retention):
             return True
         try:
@@ -110,6 +125,9 @@ class RemoteTier(Tier):
         size = file_size(head, snapshot, self._cipher)
         self._index.erase(list(self._undeleted))
         self._index.expire()
+        if self._stored(snapshot, retention):
+            return True
+        self._objects.tidy(self.cap)
         name = self._named(snapshot)
         if not self._index.reserve(name, size, retention.owner, snapshot.parent):
             self.failures["too large"] += 1
@@ -118,6 +136,7 @@ class RemoteTier(Tier):
         try:
             content = b"".join(encoded(head, snapshot, chunks, self._cipher))
             self._objects.write(snapshot.key.hex(), content, lasts)
+            self._name(snapshot)
         except RemoteFailed:
             self._undeleted.add(name)  # it may be there all the same
             raise
@@ -126,6 +145,33 @@ class RemoteTier(Tier):
             raise
         self._enter(name, _Object(snapshot, retention, size, content[-DIGEST:]))
         return True
+
+    def _stored(self, snapshot: Snapshot, retention: Retention) -> bool:
+        """Whether others have stored a snapshot, to be kept as long: then it is known, and can be looked up. Two that
+        store it at once both write it, and the last one is read."""
+        size = self._objects.size(snapshot.key.hex())
+        if size is None:
+            return False
+        try:
+            found = self._described(snapshot.key, size)
+        except (Damaged, Foreign):  # it is replaced
+            return False
+        kept = found.retention if found is not None else retention
+        if found is None or kept.expired(self._clock()) or stronger(kept, retention) != kept:
+            return False
+        self._name(snapshot)
+        self._enter(self._named(snapshot), found)
+        return True
+
+    def _name(self, snapshot: Snapshot) -> None:
+        """Let others find it, where it is not in its bucket: its object may have been lost since it was named."""
+        member = self._rest(snapshot).named(snapshot.key)
+        if member.text not in self._objects.members([member.bucket])[0]:
+            self._objects.add(member.bucket, member.text)
+
+    def _rest(self, snapshot: Snapshot) -> Rest:
+        """The tokens of a snapshot, which continue its parent."""
+        return Rest(self._identity, self._secret, snapshot.namespace, snapshot.parent, snapshot.tokens)
 
     def _named(self, snapshot: Snapshot) -> str:
         return f"{snapshot.key.hex()}.{next(self._numbers)}"
@@ -173,7 +219,8 @@ class RemoteTier(Tier):
         if content is None:
             return None
         if len(content) != kept.size:
-            raise Replaced(f"it has not the {kept.size} bytes that it had")
+            error = Damaged if head_sizes(content)[1] == kept.size else Replaced
+            raise error(f"it has not the {kept.size} bytes that it had")
         reader = Reader(Content(content))
         if self._snapshot(key, reader.header) != kept.snapshot:
             raise Replaced("it has another description")
@@ -203,14 +250,15 @@ class RemoteTier(Tier):
 
     def _list(self) -> None:
         """Bring the index up to date with the store: forget what is gone, and read the headers of what is new."""
-        before = {bytes.fromhex(name[: 2 * KEY]) for name in self._index.names()}
         sizes = self._objects.sizes(MOST_LISTED)
         there = {bytes.fromhex(name): size for name, size in sizes.items() if _NAME.fullmatch(name)}
+        before = {bytes.fromhex(name[: 2 * KEY]): name for name in self._index.names()}
         if len(sizes) < MOST_LISTED:  # else what is not listed may be there
-            for key in before - there.keys():
-                self._forget(key)
+            gone = [before[key] for key in before.keys() - there.keys()]
+            self._strike(gone)
+            self._index.forget(gone)
         left = MOST_DESCRIBED
-        for key in there.keys() - before:
+        for key in there.keys() - before.keys():
             try:
                 left -= self._admit(key, there[key])
             except (Damaged, Foreign) as error:
@@ -219,7 +267,6 @@ class RemoteTier(Tier):
                 break
         if left < 0 or len(sizes) >= MOST_LISTED:
             log.warning("the remote store has more snapshots than this process lists: others are computed again")
-        self._listed = True
 
     def _admit(self, key: bytes, size: int) -> int:
         """Know an object by its header; returns about how many bytes that takes."""
@@ -229,12 +276,85 @@ class RemoteTier(Tier):
         self._enter(self._named(kept.snapshot), kept._replace(size=size))
         return len(kept.snapshot.tokens) + len(kept.snapshot.record) + 8 * len(kept.snapshot.sizes)
 
+    # -- what others have stored --------------------------------------------------------------------------------
+
+    def place(self, namespace: str, key: bytes) -> int:
+        return hash((namespace, key))
+
+    def look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
+        self._try("looking for a text", lambda: self._look(namespace, key, known))
+
+    def _look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
+        """Know what has all tokens from the beginning of the text on, or continues one of the last known snapshots of
+        it, and what continues that; then a few that have most tokens in common before they differ."""
+        seen: dict[bytes | None, int] = {None: 0} | {one.key: one.span.end for one in known}
+        begin = Rest(self._identity, self._secret, namespace, None, key)
+        rests = [begin, *(replace(begin, parent=one.key, at=one.span.end) for one in known[-MOST_ENDS:])]
+        alike: list[tuple[int, Member]] = []
+        while rests and len(seen) <= len(known) + MOST_FOUND:
+            asked, found = {rest.parent for rest in rests}, list[Rest]()
+            for rest, member in self._members(rests):
+                if not rest.has(member):
+                    alike.append((rest.at + rest.common(member), member))
+                elif member.key not in seen and self._knows(member):
+                    seen[member.key] = at = rest.at + member.tokens
+                    found += [] if member.key in asked else [replace(begin, parent=member.key, at=at)]
+            while found and found[-1].left > SEGMENT and len(found) < AHEAD:
+                found.append(found[-1].next())
+            rests, alike = found, nlargest(MOST_ALIKE, alike)
+        for reaches, member in alike:
+            if reaches + BLOCK > max(seen.values()):
+                self._knows(member)
+
+    def _members(self, rests: Sequence[Rest]) -> list[tuple[Rest, Member]]:
+        """What begins like each of these, from their buckets. These are read at most once in `NEXT_LOOK` seconds."""
+        names = {bucket: rest for rest in rests for bucket in rest.buckets}
+        now = self._clock()
+        read = {bucket: one for bucket, one in dict(self._read).items() if 0 <= now - one[0] < NEXT_LOOK}
+        asked = [bucket for bucket in names if bucket not in read]
+        for bucket, found in zip(asked, self._objects.members(asked) if asked else [], strict=True):
+            read[bucket] = now, self._checked(bucket, found)
+        sizes = accumulate(1 + len(members) for _, members in reversed(read.values()))
+        kept = sum(n <= MOST_REMEMBERED for n in sizes)
+        self._read = dict(islice(read.items(), len(read) - kept, None))
+        return [(rest, member) for bucket, rest in names.items() for member in read[bucket][1]]
+
+    def _checked(self, bucket: str, names: Iterable[str]) -> list[Member]:
+        """Those of the names in a bucket that are of its form. The others are removed."""
+        found = {name: member_of(bucket, name) for name in names}
+        if wrong := [(bucket, name) for name, member in found.items() if member is None]:
+            self.failures["damaged"] += len(wrong)
+            self._objects.strike(wrong)
+        return [member for member in found.values() if member is not None]
+
+    def _knows(self, member: Member) -> bool:
+        """Whether a member of a bucket is known, after reading its header; else it is removed from the bucket."""
+        if self.contains(member.key):
+            return True
+        try:
+            found = self._described(member.key)
+            if found is not None and self._rest(found.snapshot).key(len(found.snapshot.span)) != member.key:
+                raise Damaged("its name is not that of its tokens")
+        except (Damaged, Foreign) as error:
+            self._unusable(member.key, error)
+            found = None
+        if found is None or found.retention.expired(self._clock()):
+            self._objects.strike([(member.bucket, member.text)])
+            return False
+        self._enter(self._named(found.snapshot), found)
+        return True
+
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._remove(list(keys)))
 
     def close(self) -> None:
         with suppress(RemoteFailed):
             self._objects.close()
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        names = self._index.names()
+        assert names <= self._snapshots.keys() <= names | self._undeleted
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -245,24 +365,25 @@ class RemoteTier(Tier):
         self._objects.delete([key.hex() for key in keys if key not in known])
 
     def delete(self, names: list[str]) -> list[str]:
-        for name in names:
-            self._snapshots.pop(name, None)
         self._undeleted.update(names)
         self._objects.delete([name[: 2 * KEY] for name in names])
+        self._strike(names)
         self._undeleted.difference_update(names)
         return names
 
+    def _strike(self, names: Iterable[str]) -> None:
+        """Snapshots are not there any longer: their buckets do not name them."""
+        gone = [(snapshot, name) for name in names if (snapshot := self._snapshots.get(name)) is not None]
+        members = [self._rest(snapshot).named(snapshot.key) for snapshot, _ in gone]
+        self._objects.strike([(member.bucket, member.text) for member in members])
+        for _, name in gone:
+            self._snapshots.pop(name, None)
+
     def _missing(self, key: bytes) -> None:
         """An object is not there. It counts as a failure if it was known: the store has lost or evicted it."""
-        if self._forget(key):
-            self.failures["gone"] += 1
-
-    def _forget(self, key: bytes) -> bool:
-        row = self._index.find(key)
-        if row is None:
-            return False
-        self._snapshots.pop(row.name, None)
-        return self._index.forget([row.name]) > 0
+        if (row := self._index.find(key)) is not None:
+            self._strike([row.name])
+            self.failures["gone"] += self._index.forget([row.name])
 
     def _unusable(self, key: bytes, error: Exception) -> None:
         """Count an object that could not be read. What is damaged is removed."""
@@ -271,7 +392,9 @@ class RemoteTier(Tier):
             return
         if isinstance(error, Replaced):
             self.failures["replaced"] += 1
-            self._forget(key)
+            if (row := self._index.find(key)) is not None:
+                self._snapshots.pop(row.name, None)
+                self._index.forget([row.name])
             return
         self.failures["damaged"] += 1
         log.warning("reading the remote snapshot %s failed: %s", key.hex()[:16], error)

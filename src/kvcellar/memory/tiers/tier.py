@@ -8,13 +8,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.index import Index, Why
 
+NEXT_LOOK = 0.25  # seconds after a look at what others have stored until the next one at the same place
 Chunk = bytes | memoryview
 Take = Callable[[int], memoryview]  # returns memory of so many bytes, to be written; raises `Replaced` for too many
 
@@ -97,6 +98,7 @@ class Tier(ABC):
 
     name: str  # "host", "disk" or "remote"
     copies = 0  # how often the bytes of an entry are in memory during `put` or `get`, beside its chunks
+    shared = False  # whether other processes may have stored what this one does not know: `look` finds it
     _index: Index
 
     def __init__(self, breaker: Breaker) -> None:
@@ -141,6 +143,15 @@ class Tier(ABC):
     def entries(self) -> list[Entry]:
         """All that this identity and cipher can read, in any order. They are reported, too."""
         ...
+
+    def place(self, namespace: str, key: bytes) -> int:
+        """Of looks for texts with the same place, one finds what all would find."""
+        return 0
+
+    def look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
+        """Report what others have stored that this process does not know, as far as a text of these tokens can use it.
+        `known`: the longest chain of snapshots that begin it. Of tiers that are `shared`."""
+        raise NotImplementedError
 
     def used(self, keys: Iterable[bytes]) -> None:
         """These entries were restored: their values rise."""

@@ -160,7 +160,8 @@ http_options = together(
     click.option(
         "--admin-key-file",
         type=FILE,
-        help="The same for keys of the routes below /admin/, which exist only with such a key. $KVCELLAR_ADMIN_KEY, too.",
+        help="The same for keys of the routes below /admin/, which exist only with such a key. "
+        "$KVCELLAR_ADMIN_KEY, too.",
     ),
     click.option(
         "--metrics-key-file",

@@ -431,11 +431,13 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def parts(self, control: ControlInParts[R]) -> Generator[R]:
         """Of a list, those of all replicas; an archive is that of one, as they share what they store."""
         self.check_caller()
+        for one in self._holders(control):
+            yield from self._parts_of(control, one)
+
+    def _holders(self, control: object) -> list[ReplicaLink]:
         self._ready_engine()
         with self._changed:
-            engines = list(self._engines) if type(control) is ListEntries else self._engines[:1]
-        for one in engines:
-            yield from self._parts_of(control, one)
+            return list(self._engines) if isinstance(control, ListEntries) else self._engines[:1]
 
     # -- the end ------------------------------------------------------------------------------------------------
 

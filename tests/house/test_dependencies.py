@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 RUN = [Requirement(r) for r in PROJECT["dependencies"]]
 EXTRA = [
     Requirement(r)
-    for extra in ("encryption", "remote", "events", "otel")
+    for extra in ("cluster", "encryption", "remote", "events", "otel")
     for r in PROJECT["optional-dependencies"][extra]
 ]
 DEV = [Requirement(r) for r in PROJECT["optional-dependencies"]["dev"] if not r.startswith("kvcellar")]

@@ -21,6 +21,7 @@ from kvcellar.serve.settings import ServeSettings
 NAME = "kvcellar"  # of the application
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # HAProxy passes streams on; Serve's own proxy takes a millisecond for each part
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # for HAProxy to leave out a gateway that ends
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 STARTED = (signal.SIGINT, signal.SIGTERM)

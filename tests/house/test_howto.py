@@ -35,6 +35,7 @@ NEEDS = {
     "systemd": "systemd",
     "a container runtime": "docker",
     "a CUDA device": "cuda",
+    "a cluster": "kvcellar cluster",
     "minutes": "make",
 }
 LONG = (  # pages whose models are loaded several times; the commands of the others are much the same

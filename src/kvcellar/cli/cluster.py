@@ -15,8 +15,6 @@ from kvcellar.cli.options import Command, adapter_option, engine_options, given,
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
 from kvcellar.cli.store_options import store_options, stored
 from kvcellar.errors import BadRequest
-from kvcellar.serve.http.keys import read_keys
-from kvcellar.serve.settings import ServeSettings
 
 NAME = "kvcellar"  # of the application
 ENVIRONMENT = {
@@ -52,10 +50,10 @@ def serve(
     """Serve models until a signal: each MODEL has its engines, and requests go where memory has most of their text, or
     will have soonest. Needs kvcellar[cluster]."""
     stored(options)
-    keys = read_keys(api_key_file, admin_key_file, metrics_key_file, os.environ)
-    server = {name: options.pop(name) for name in HTTP_OPTIONS} | keys.fields()
-    settings = ServeSettings(**server)
+    server = {name: options.pop(name) for name in HTTP_OPTIONS}
+    files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
     described = {"models": list(models), "replicas": replicas, "gateways": gateways, "server": server}
+    described |= {name: str(file) for name, file in files.items() if file is not None}
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
@@ -67,9 +65,9 @@ def serve(
     ray.init(address=address, log_to_driver=False, **own)
     stop = _signalled()
     try:
-        ray_serve.start(http_options={"host": settings.host, "port": settings.port})
+        ray_serve.start(http_options={"host": server["host"], "port": server["port"]})
         ray_serve.run(application, name=NAME, route_prefix="/")
-        url = f"http://{settings.host}:{settings.port}"
+        url = f"http://{server['host']}:{server['port']}"
         if _ready(url, stop):
             click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
             while not stop:

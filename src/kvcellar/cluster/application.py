@@ -3,6 +3,7 @@
 app({"models": ["./my-model"], "replicas": 2, "gateways": 2, "engine": {"store_remote": "valkey://host"}})
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from kvcellar.cluster.engine_replica import LEAVE_SECONDS, EngineReplica
 from kvcellar.cluster.gateway import Gateway
 from kvcellar.engine.load.settings import settings_of
 from kvcellar.errors import BadRequest
+from kvcellar.serve.http.keys import read_keys
 from kvcellar.serve.settings import ServeSettings
 
 END_SECONDS = 30.0  # for a replica to write what it has, behind `LEAVE_SECONDS`
@@ -30,6 +32,9 @@ class Cluster(Struct, forbid_unknown_fields=True, kw_only=True):
     gateways: _Count = 1
     engine: dict[str, Any] = {}  # settings of all engines (`EngineOptions`)
     server: dict[str, Any] = {}  # settings of all gateways (`ServeSettings`)
+    api_key_file: str | None = None  # files of keys: read once, where this is called
+    admin_key_file: str | None = None
+    metrics_key_file: str | None = None
     engine_resources: dict[str, Any] = {}  # of one replica, for Ray: num_cpus, num_gpus, resources
     gateway_resources: dict[str, Any] = {}
 
@@ -40,8 +45,8 @@ def app(given: Mapping[str, Any]) -> serve.Application:
         cluster = msgspec.convert(dict(given), Cluster)
     except msgspec.ValidationError as error:
         raise BadRequest(f"this is no description of a cluster: {error}", "cluster") from error
-    settings = settings_of(cluster.engine)
-    ServeSettings(**cluster.server)
+    settings, server = settings_of(cluster.engine), cluster.server | _keys(cluster)
+    ServeSettings(**server)
     models = cluster.models or [""]
     names = [Path(one).name if one else "embedded" for one in models]
     if len(set(names)) < len(names):
@@ -60,7 +65,16 @@ def app(given: Mapping[str, Any]) -> serve.Application:
         ray_actor_options={"num_cpus": 0} | cluster.gateway_resources,
         graceful_shutdown_timeout_s=END_SECONDS,
     )
-    return deployed(serve.ingress()(Gateway)).bind(engines, cluster.server)
+    return deployed(serve.ingress()(Gateway)).bind(engines, server)
+
+
+def _keys(cluster: Cluster) -> dict[str, Any]:
+    """As fields of `ServeSettings`, with those in the environment."""
+    api, admin, metrics = (
+        None if file is None else Path(file)
+        for file in (cluster.api_key_file, cluster.admin_key_file, cluster.metrics_key_file)
+    )
+    return read_keys(api, admin, metrics, os.environ).fields()
 
 
 def _engine(name: str, model: str | None, cluster: Cluster, resources: Mapping[str, Any]) -> Any:

@@ -76,7 +76,7 @@ def commands_of(text: str) -> Iterator[tuple[str, str, list[str]]]:
     """Program, verb and options of each call of make or kvcellar."""
     for line in text.splitlines():
         command = line.partition(" #")[0]
-        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +((?:cache )?[a-z][a-z-]*)([^|]*)", command):
+        for found in re.finditer(r"(?:^|[\s/|])(make|kvcellar) +((?:(?:cache|cluster) )?[a-z][a-z-]*)([^|]*)", command):
             yield found[1], found[2], re.findall(r"(?<=\s)--[a-z][a-z-]*", found[3])
 
 

@@ -36,13 +36,17 @@ from kvcellar.engine.core.scheduler import Scheduler
 from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.errors import CacheFull, EngineClosed, EngineFailed, KvcellarError, WrongStage
 from kvcellar.events import FinishReason
-from kvcellar.memory.tiers.admission import Rate
 
 T = TypeVar("T")
 MEASURED = 32  # tokens of prompts in a step, at least, from which on it measures how fast they are computed
 LOOK = 1.0  # seconds, at most, until completions that wait while none runs are looked at again
 DESCRIBED = 8  # of them are described in the log where they wait for nothing
 log = logging.getLogger("kvcellar.engine")
+
+
+def _lately(mean: float, measured: float) -> float:
+    """About the last ten are in the mean; 0.0: there was none."""
+    return mean + 0.1 * (measured - mean) if mean else measured
 
 
 def nothing() -> None:
@@ -78,7 +82,7 @@ class Loop:
         self.silences = 0  # how often they waited for nothing
         self.ending, self.ended = Ending(manager), False
         self.steps, self.started = 0, time.time()
-        self.prefill, self.decoding = Rate(), Rate()  # of tokens of prompts; of steps without
+        self.token_seconds = self.decode_seconds = 0.0  # of a token of a prompt; of a step without: lately
         self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
     def start(
@@ -379,9 +383,9 @@ class Loop:
         seconds = self._clock() - began
         self.steps += 1
         if prompts >= MEASURED:
-            self.prefill.record(prompts, seconds)
+            self.token_seconds = _lately(self.token_seconds, seconds / prompts)
         elif not prompts:
-            self.decoding.record(1, seconds)
+            self.decode_seconds = _lately(self.decode_seconds, seconds)
         self.scheduler.stepped(scheduled, prompts, seconds)
         if self.manager.store is not None:
             self.manager.store.stepped(sum(one.tokens for one in scheduled), seconds)

@@ -9,8 +9,7 @@ Mooncake's and Azure's. Everything but the microseconds of a rank is the same on
 
 import heapq
 import random
-from bisect import insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import count
@@ -21,7 +20,6 @@ from typing import NamedTuple
 import msgspec
 
 from benchmarks.replay import TRACES, Writer
-from benchmarks.row import Given, Lines
 from kvcellar.cluster.routing import Load, Router
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import key_of
@@ -49,7 +47,7 @@ class Costs(NamedTuple):
 
 
 # docs/howto/cuda.md: Llama 3.2 1B on an H200; cells and speed of the store (10 GB/s at 32 KiB a token) are assumed
-GPU = Costs("H200, 1B", 0.003, 0.000_125, 1 / 95_711, 32_768 / 10e9, 4096, 128, 8_000_000, 512)
+GPU = Costs("H200, 1B", 0.003, 0.000_125, 1 / 95_711, 32_768 / 10e9, 4096, 64, 8_000_000, 512)
 # docs/performance.md: 125M on one Zen 5 core: decode-512, ragged-32, prefill-512; 1 GB of cells, 1 GB/s of the store
 CPU = Costs("CPU, 125M", 0.0076, 0.001, 0.310 / 512, 6_144 / 1e9, 512, 32, 170_000, 64)
 
@@ -127,7 +125,9 @@ class Engine:
         free = (self._most - len(self._used) - self._reserved) * self.costs.block
         read = 1 / self.costs.read if self._store is not None else None
         speed = tokens / seconds if seconds else None
-        return Load(waiting, len(self._decode), self._took, speed, read, max(0, free), self.costs.cells)
+        queue = len(self._waiting) + len(self._prefill)
+        cells = max(0, free), self.costs.cells
+        return Load(waiting, len(self._decode), self._took, speed, read, *cells, queue, self.costs.sequences)
 
     def take(self, ask: Ask) -> None:
         if (tokens := self._stored(ask)) == 0:
@@ -217,7 +217,7 @@ class Engine:
             self._step = None
             return
         seconds = self.costs.base + self.costs.row * rows + self.costs.each * tokens
-        if tokens:
+        if tokens or self._waiting:
             self._speed = [FADING * self._speed[0] + tokens, FADING * self._speed[1] + seconds]
         if rows:
             self._took = self.costs.base + self.costs.row * rows
@@ -568,7 +568,8 @@ def published(mix: Published, requests: int, block: int, draw: random.Random) ->
                 break
             answer = _length(draw, mix.answer, 4000)
             blocks = [*head, *(_block(own + 1000, at) for at in range(first, (tokens + answer) // block))]
-            session.append(Turn(blocks, tokens, answer, draw.lognormvariate(0, mix.think[1]) * mix.think[0] if turn else 0.0))
+            think = draw.lognormvariate(0, mix.think[1]) * mix.think[0] if turn else 0.0
+            session.append(Turn(blocks, tokens, answer, think))
             tokens += answer + _length(draw, mix.more, mix.longest)
         found.append(session)
         made += len(session)

@@ -118,7 +118,6 @@ class Engine:
         self._step: tuple[float, float, int] | None = None  # began; seconds of one, how many
         self._epoch = 0
         self._speed = [0.0, 0.0]  # tokens of prompts and seconds of steps that had some
-        self._took: float | None = None
         self.computed, self.busy = 0, 0.0
 
     def load(self) -> Load:
@@ -130,7 +129,7 @@ class Engine:
         speed = tokens / seconds if seconds else None
         queue = len(self._waiting) + len(self._prefill)
         cells = max(0, free), self.costs.cells
-        return Load(waiting, len(self._decode), self._took, speed, read, *cells, queue, self.costs.sequences)
+        return Load(waiting, len(self._decode), speed, read, *cells, queue, self.costs.sequences)
 
     def take(self, ask: Ask) -> None:
         if (tokens := self._stored(ask)) == 0:
@@ -222,8 +221,6 @@ class Engine:
         seconds = self.costs.base + self.costs.row * rows + self.costs.each * tokens
         if tokens or self._waiting:
             self._speed = [FADING * self._speed[0] + tokens, FADING * self._speed[1] + seconds]
-        if rows:
-            self._took = self.costs.base + self.costs.row * rows
         steps = 1
         if not self._prefill and not self._waiting:
             steps = min(one.turn.answer - one.produced for one in self._decode)
@@ -643,11 +640,8 @@ SCENES = (
     Scene("conversation", 4, 600, 7, store=True),
     *(Scene("tool and agent", replicas, 600, rate) for replicas in (2, 4) for rate in (15, 25)),
     *(Scene(name, 4, 600, rate) for name, rate in (("Azure conversation", 40), ("Azure code", 80))),
-    *(
-        Scene("tool and agent", replicas, amount, 15)
-        for replicas, amount in ((16, 200), (64, 100), (256, 40), (1024, 20))
-    ),
-    *(Scene("conversation", replicas, amount, 8) for replicas, amount in ((16, 200), (64, 100))),
+    *(Scene("tool and agent", at, amount, 15) for at, amount in ((16, 200), (64, 80), (256, 30), (1024, 10))),
+    *(Scene("conversation", replicas, amount, 8) for replicas, amount in ((16, 200), (64, 60))),
 )
 QUICK = (Scene("chats", 2, 1, 1), Scene("tool and agent", 2, 40, 20, store=True))
 

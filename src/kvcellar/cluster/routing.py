@@ -1,12 +1,11 @@
-"""routing: which replica of an engine a request goes to: the one where it costs all users the fewest seconds.
+"""routing: which replica of an engine a request goes to: the one where its first token costs least, in seconds.
 
     router.events(replica, events)        # what it has published (`kv_events`)
     router.load(replica, load)            # how it is doing
     best = router.rank(hashes, tokens)    # best first; empty: no opinion
     router.sent(best[0].replica, number, hashes, tokens)
 
-What is added up is what differs between replicas of the seconds that this request and others take to their last token,
-`max(wait, restore) + compute + others + crowding`, all of it measured:
+What a replica costs is `max(wait, restore) + compute + others`, all of it measured:
 
   * wait: until the prompt tokens are computed that were there before, and until there are a sequence and cells, which
     those in decode leave one after the other. The speed of prompts is that of all time in which some wait, so what
@@ -14,14 +13,12 @@ What is added up is what differs between replicas of the seconds that this reque
   * restore: of tokens that a tier has and the device has not, where reading is faster than computing. Waiting requests
     are read ahead, so this passes while the request waits;
   * compute: of the tokens that are left;
-  * others: a second of prompts makes each stream beside it a second longer, and each request wait a second longer that
-    comes before the queue is empty again, which is `max(wait, restore) + compute` later. As many come in a second as
-    there are streams over the seconds that one takes (Little's law). Streams are those of the mean replica: later
-    requests avoid one that is busy, so that all pay for it;
-  * crowding: a row more makes a step longer, by the slope of measured steps over their rows. So much longer take each
-    step of this request for each stream that is there, and as much each of those for it.
+  * others: a second of prompts makes each request wait a second longer that comes before the queue is empty again,
+    which is `max(wait, restore) + compute` later. As many come in a second to the mean replica as it has streams over
+    the seconds that one takes (Little's law). In an idle fleet that is next to nothing, so a request goes where its
+    first token comes soonest; in a busy one it goes where it has to compute least.
 
-So an idle fleet gives the first token as soon as it can, and a busy one computes little and spreads its streams.
+Streams are no part of it: the scheduler gives them their tokens in time, whatever prompts wait.
 
 What was sent and is not there yet counts as waiting and as being there. So requests that begin alike go together until
 waiting for each other costs more than computing their beginning a second time, and then a second replica has it.
@@ -54,7 +51,7 @@ from kvcellar.errors import BadRequest
 DEVICE, REMOTE = 0, 3
 MEDIA = ("GPU", "CPU", "DISK", "REMOTE")  # those between device and remote are read by their own replica only
 MOST = 8  # replicas of a ranking
-FADING, STEPS_FADING = 0.99, 0.999  # means are of about the last hundred requests, and thousand reports of steps
+FADING = 0.99  # of the seconds of a request: about the last hundred count
 _COUNT = Annotated[int, Meta(ge=0)]
 _RATE = Annotated[float, Meta(gt=0)]
 _Floats: TypeAlias = NDArray[np.float64]
@@ -66,7 +63,6 @@ class Load(Struct, frozen=True):
 
     waiting_tokens: _COUNT  # of prompts that it has taken in: not computed, and not in its memory
     running: _COUNT  # completions in decode
-    decode_seconds: _RATE | None  # of a step with those
     prefill_speed: _RATE | None  # prompt tokens per second, of all time in which some wait
     read_speed: _RATE | None  # tokens per second that are restored from the shared store
     cells_free: _COUNT  # that no running sequence uses
@@ -84,7 +80,6 @@ class Score(Struct, frozen=True):
     restore: float
     compute: float
     others: float
-    crowding: float
     have: int  # tokens of the prompt on its device, or about to be there
     restored: int  # tokens that it would read
 
@@ -172,6 +167,10 @@ class _Blocks:
     def has(self, at: int, block: int) -> bool:
         """On its device."""
         return block in self._bits and bool(self._bits[block][DEVICE] & self._bit[at])
+
+    def count(self, at: int) -> int:
+        """Of a replica, in all media."""
+        return len(self._held[at])
 
     def touch(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -268,7 +267,6 @@ class Router:
         self._requests: dict[int, _Request] = {}
         self._coming: dict[tuple[int, int], int] = {}  # the last request that brings a block to a place
         self._decoding, self._decoded = 0.0, 0.0  # seconds of requests in decode, and how many: decayed
-        self._steps = np.zeros(5)  # decayed sums of 1, rows and seconds of steps, rows squared, rows times seconds
 
     def join(self, replica: str) -> None:
         if replica in self._place:
@@ -328,9 +326,6 @@ class Router:
             expected = max(0.0, seat["waiting"] - done) + seat["sent"]
             seat["surprise"] = max(0.0, load.waiting_tokens - expected)
         seat["reports"] += 1
-        if load.decode_seconds is not None:
-            rows, seconds = load.running, load.decode_seconds
-            self._steps = STEPS_FADING * self._steps + (1, rows, seconds, rows * rows, rows * seconds)
         seat["reported"], seat["waiting"], seat["sent"] = now, load.waiting_tokens, 0
         seat["requests"], seat["running"] = load.running + load.waiting, load.running
         seat["sequences"], seat["free"], seat["used"] = load.sequences, load.cells_free, load.cells - load.cells_free
@@ -382,7 +377,8 @@ class Router:
 
     def rank(self, hashes: Sequence[int], tokens: int, exclude: frozenset[str] = frozenset()) -> Ranking:
         """The best replicas for a prompt of so many tokens, best first, with the hashes of its blocks (`blocks_of`).
-        Empty where no replica has published events, or none is left."""
+        Empty where no replica has published events, or none is left. Of equal ones those come first that have fewer
+        requests, then those that have fewer blocks, by powers of two, and then those that the hash draws."""
         seats = self._seats
         candidates = seats["there"].copy()
         candidates[[self._place[one] for one in exclude if one in self._place]] = False
@@ -391,21 +387,22 @@ class Router:
         each, read = self._measured("each"), self._measured("read")
         have, restored = self._found(hashes, tokens, each, read)
         waiting, uncomputed = self._waiting(each), tokens - have - restored
-        seconds_known = each is not None
+        room = 0.0 if each is None else self._room(waiting + uncomputed + restored)
+        rate = 0.0 if each is None else self._rate()
         each = np.ones(len(seats)) if each is None else each
-        room = self._room(waiting + uncomputed + restored) if seconds_known else 0.0
         wait, compute = np.maximum(waiting * each, room), uncomputed * each
         restore = restored * (each if read is None else read)
         start = np.maximum(wait, restore)
-        streams = float(seats["running"][seats["there"]].mean()) if seconds_known else 0.0
-        rate = streams * self._decoded / self._decoding if self._decoding else 0.0
-        others = compute * (streams + rate * (start + compute))
-        crowding = 2 * self._row() * seats["requests"] * seconds_known
-        seconds = start + compute + others + crowding
+        others = compute * rate * (start + compute)
+        seconds = start + compute + others
         doubt, tie = self._doubt(have // self._size, hashes, candidates)
         key = np.where(candidates, seconds + doubt * each, np.inf)
-        best = _least(key, seats["requests"] + tie, min(MOST, int(candidates.sum())))
-        columns = (seconds, wait, restore, compute, others, crowding, have, restored)
+        most = min(MOST, int(candidates.sum()))
+        among = np.flatnonzero(key <= np.partition(key, most - 1)[most - 1])
+        fill = np.array([self._blocks.count(at).bit_length() for at in among.tolist()], np.int64)
+        order = np.lexsort((tie[among], fill, seats["requests"][among], key[among]))
+        best: list[int] = among[order][:most].tolist()
+        columns = (seconds, wait, restore, compute, others, have, restored)
         return tuple(
             Score(name, *(column[at].item() for column in columns))
             for at in best
@@ -440,15 +437,10 @@ class Router:
         sequence = np.maximum(0.0, seats["requests"] + 1 - seats["sequences"]) / np.maximum(1.0, seats["running"])
         return mean * np.maximum(sequence, np.maximum(0.0, cells - seats["free"]) / np.maximum(1.0, seats["used"]))
 
-    def _row(self) -> float:
-        """Seconds by which a row more makes the steps longer in which the mean request decodes: the slope of least
-        squares of steps over their rows, for each of its steps."""
-        count, rows, seconds, squares, products = self._steps.tolist()
-        spread = count * squares - rows * rows
-        if spread <= 1e-9 * count * squares or not self._decoded:
-            return 0.0  # all have had as many rows
-        slope = max(0.0, (count * products - rows * seconds) / spread)
-        return slope * count / seconds * self._decoding / self._decoded
+    def _rate(self) -> float:
+        """Requests that come to the mean replica in a second."""
+        running = float(self._seats["running"][self._seats["there"]].mean())
+        return running * self._decoded / self._decoding if self._decoding else 0.0
 
     def _doubt(self, missing: _Counts, hashes: Sequence[int], among: NDArray[np.bool_]) -> tuple[_Floats, _Floats]:
         """Tokens by which the wait of each replica is uncertain, 0 for one of those that miss the same block first; and
@@ -473,12 +465,6 @@ class Router:
         assert {one.at for one in self._requests.values()} <= set(self._place.values())
         for (at, block), number in self._coming.items():
             assert block in self._requests[number].brought and self._requests[number].at == at
-
-
-def _least(first: _Floats, then: _Floats, most: int) -> list[int]:
-    """The indices of the least numbers, in order; of equal ones by another key."""
-    among = np.flatnonzero(first <= np.partition(first, most - 1)[most - 1])
-    return among[np.lexsort((then[among], first[among]))][:most].tolist()
 
 
 def _mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

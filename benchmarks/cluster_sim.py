@@ -9,8 +9,7 @@ Mooncake's and Azure's. Everything but the microseconds of a rank is the same on
 
 import heapq
 import random
-from bisect import insort
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import count
@@ -49,9 +48,11 @@ class Costs(NamedTuple):
 
 
 # docs/howto/cuda.md: Llama 3.2 1B on an H200; cells and speed of the store (10 GB/s at 32 KiB a token) are assumed
-GPU = Costs("H200, 1B", 0.003, 0.000_125, 1 / 95_711, 32_768 / 10e9, 4096, 128, 8_000_000, 512)
+GPU = Costs("H200, 1B", 0.003, 0.000_125, 1 / 95_711, 32_768 / 10e9, 4096, 64, 8_000_000, 512)
 # docs/performance.md: 125M on one Zen 5 core: decode-512, ragged-32, prefill-512; 1 GB of cells, 1 GB/s of the store
 CPU = Costs("CPU, 125M", 0.0076, 0.001, 0.310 / 512, 6_144 / 1e9, 512, 32, 170_000, 64)
+
+FINE = GPU._replace(cells=1_000_000, block=64)  # for short prompts
 
 
 class Turn(NamedTuple):
@@ -117,7 +118,6 @@ class Engine:
         self._step: tuple[float, float, int] | None = None  # began; seconds of one, how many
         self._epoch = 0
         self._speed = [0.0, 0.0]  # tokens of prompts and seconds of steps that had some
-        self._took: float | None = None
         self.computed, self.busy = 0, 0.0
 
     def load(self) -> Load:
@@ -127,7 +127,9 @@ class Engine:
         free = (self._most - len(self._used) - self._reserved) * self.costs.block
         read = 1 / self.costs.read if self._store is not None else None
         speed = tokens / seconds if seconds else None
-        return Load(waiting, len(self._decode), self._took, speed, read, max(0, free), self.costs.cells)
+        queue = len(self._waiting) + len(self._prefill)
+        cells = max(0, free), self.costs.cells
+        return Load(waiting, len(self._decode), speed, read, *cells, queue, self.costs.sequences)
 
     def take(self, ask: Ask) -> None:
         if (tokens := self._stored(ask)) == 0:
@@ -217,10 +219,8 @@ class Engine:
             self._step = None
             return
         seconds = self.costs.base + self.costs.row * rows + self.costs.each * tokens
-        if tokens:
+        if tokens or self._waiting:
             self._speed = [FADING * self._speed[0] + tokens, FADING * self._speed[1] + seconds]
-        if rows:
-            self._took = self.costs.base + self.costs.row * rows
         steps = 1
         if not self._prefill and not self._waiting:
             steps = min(one.turn.answer - one.produced for one in self._decode)
@@ -415,7 +415,7 @@ class Found(NamedTuple):
     whole: float  # seconds of a request, on the mean
     imbalance: float  # of the busiest replica over the mean
     messages: float  # per second, to a gateway
-    bytes: float
+    bytes: float  # without token ids, which events of engines have
     ranks: float  # microseconds
 
 
@@ -437,11 +437,13 @@ class Fleet:
         self._waits: list[float] = []
         self._wholes: list[float] = []
         self._asked = self._messages = self._bytes = self._open = 0
+        self._until = 0.0
         self._sessions: dict[int, Iterator[Turn]] = {}
         self._numbers, self._random = count(), random.Random(7)
 
     def serve(self, sessions: Sequence[tuple[float, Session]]) -> Found:
         self._open = sum(len(session) for _, session in sessions)
+        self._until = max(start for start, _ in sessions)
         for number, (start, session) in enumerate(sessions):
             self._sessions[number] = iter(session)
             self.world.after(start, lambda number=number: self._next(number))
@@ -450,15 +452,15 @@ class Fleet:
                 self.world.after(REPORT * at / len(self.engines), lambda at=at: self._report(at))
         self.world.run(lambda: not self._open)
         busy = [engine.busy for engine in self.engines]
-        waits, seconds, gateways = sorted(self._waits), self.world.now, len(self.rules)
+        waits = sorted(self._waits)
         return Found(
             asked=self._asked,
             computed=sum(engine.computed for engine in self.engines),
             first=(waits[len(waits) // 2], waits[int(0.99 * len(waits))]),
             whole=sum(self._wholes) / len(self._wholes),
             imbalance=max(busy) * len(busy) / sum(busy),
-            messages=self._messages / gateways / seconds,
-            bytes=self._bytes / gateways / seconds,
+            messages=self._messages / self._until,
+            bytes=self._bytes / self._until,
             ranks=1e6 * sum(self.ranked) / max(1, len(self.ranked)),
         )
 
@@ -487,18 +489,20 @@ class Fleet:
 
     def _tell(self, at: int, events: list[list[object]]) -> None:
         if events and self._observed:
-            self._count(events)
-            self.world.after(LATE, lambda: [rule.events(at, events) for rule in self.rules] and None)
+            self._publish(LATE, events, lambda rule: rule.events(at, events))
 
     def _report(self, at: int) -> None:
         load = self.engines[at].load()
-        self._count(load)
-        self.world.after(WIRE, lambda: [rule.load(at, load) for rule in self.rules] and None)
+        self._publish(WIRE, load, lambda rule: rule.load(at, load))
         self.world.after(REPORT, lambda: self._report(at))
 
-    def _count(self, message: object) -> None:
-        self._messages += len(self.rules)
-        self._bytes += len(self.rules) * len(msgspec.msgpack.encode(message))
+    def _publish(self, late: float, message: object, deliver: Callable[[Rule], None]) -> None:
+        """To all gateways. It is counted while sessions begin."""
+        if self.world.now <= self._until:
+            self._messages += 1
+            self._bytes += len(msgspec.msgpack.encode(message))
+        for rule in self.rules:
+            self.world.after(late, lambda rule=rule: deliver(rule))
 
 
 def ideal(costs: Costs, replicas: int, sessions: Sequence[tuple[float, Session]]) -> Found:
@@ -568,7 +572,8 @@ def published(mix: Published, requests: int, block: int, draw: random.Random) ->
                 break
             answer = _length(draw, mix.answer, 4000)
             blocks = [*head, *(_block(own + 1000, at) for at in range(first, (tokens + answer) // block))]
-            session.append(Turn(blocks, tokens, answer, draw.lognormvariate(0, mix.think[1]) * mix.think[0] if turn else 0.0))
+            think = draw.lognormvariate(0, mix.think[1]) * mix.think[0] if turn else 0.0
+            session.append(Turn(blocks, tokens, answer, think))
             tokens += answer + _length(draw, mix.more, mix.longest)
         found.append(session)
         made += len(session)
@@ -596,4 +601,69 @@ def copies(name: str, number: int, block: int, draw: random.Random, scale: float
             apart.setdefault(key, []).append(Turn(blocks.hashes, tokens, len(turn.answer), pause))
         found += apart.values()
     draw.shuffle(found)
+    return found
+
+
+# -- the row -----------------------------------------------------------------------------------------------------------
+
+
+class Scene(NamedTuple):
+    """`amount`: copies of a trace, or requests, for each replica; `rate`: requests a second, likewise."""
+
+    name: str
+    replicas: int
+    amount: int
+    rate: float
+    store: bool = False
+
+    @property
+    def costs(self) -> Costs:
+        return CPU if self.name in TRACES else FINE if self.name.startswith("Azure") else GPU
+
+    def sessions(self, *, scale: float = 1.0) -> list[tuple[float, Session]]:
+        draw = random.Random(5)
+        if self.name in TRACES:
+            made = copies(self.name, self.amount * self.replicas, self.costs.block, draw, scale)
+        else:
+            made = published(MIXES[self.name], int(self.amount * self.replicas * scale), self.costs.block, draw)
+        return spread(draw, made, self.rate * self.replicas * len(made) / sum(map(len, made)))
+
+    @property
+    def gateways(self) -> int:
+        return min(8, max(2, self.replicas // 2))
+
+
+SCENES = (
+    *(Scene(name, replicas, 1, 0.7) for name in ("agent", "users") for replicas in (2, 4)),
+    *(Scene(name, replicas, 3, 0.6) for name in ("edits", "chats") for replicas in (2, 4)),
+    *(Scene("conversation", replicas, 600, rate) for replicas in (2, 4) for rate in (7, 11)),
+    Scene("conversation", 4, 600, 7, store=True),
+    *(Scene("tool and agent", replicas, 600, rate) for replicas in (2, 4) for rate in (15, 25)),
+    *(Scene(name, 4, 600, rate) for name, rate in (("Azure conversation", 40), ("Azure code", 80))),
+    *(Scene("tool and agent", at, amount, 15) for at, amount in ((16, 200), (64, 80), (256, 30), (1024, 10))),
+    *(Scene("conversation", replicas, amount, 8) for replicas, amount in ((16, 200), (64, 60))),
+)
+QUICK = (Scene("chats", 2, 1, 1), Scene("tool and agent", 2, 40, 20, store=True))
+
+
+def row(given: Given) -> Lines:
+    """Every rule on every scene. `computed`: prompt tokens, over those of one engine with all memory."""
+    names = ("computed", "first", "p99 s", "mean s", "busiest", "msg/s", "kB/s", "µs")
+    found = dict[str, dict[str, object]]()
+    for scene in QUICK if given.quick else SCENES:
+        costs, sessions = scene.costs, scene.sessions(scale=0.1 if given.quick and scene.name in TRACES else 1.0)
+        best = ideal(costs, scene.replicas, sessions)
+        label = f"{scene.name}, {scene.replicas} x {costs.name}, {scene.rate:g} requests a second each"
+        label += ", a shared store" if scene.store else ""
+        yield f"\n{label}: {best.asked} tokens, ideal {best.computed / best.asked:.3f}, {scene.gateways} gateways"
+        yield "{:20} {:>8} {:>7} {:>7} {:>7} {:>7} {:>7} {:>7} {:>5}".format("", *names)
+        found[label] = {"ideal": best._asdict()}
+        for name, rule in RULES.items():
+            one = Fleet(costs, scene.replicas, rule, gateways=scene.gateways, store=scene.store).serve(sessions)
+            found[label][name] = one._asdict()
+            yield (
+                f"{name:20} {one.computed / best.computed:8.3f} {one.first[0]:7.3f} {one.first[1]:7.2f} "
+                f"{one.whole:7.2f} "
+                f"{one.imbalance:7.2f} {one.messages:7.0f} {one.bytes / 1e3:7.1f} {one.ranks:5.0f}"
+            )
     return found

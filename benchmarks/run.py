@@ -13,6 +13,7 @@ from benchmarks import (
     against,
     attention,
     bookkeeping,
+    cluster_sim,
     conversation,
     drafts,
     fragmented,
@@ -40,6 +41,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
     {
         "attention": attention.row,
         "bookkeeping": bookkeeping.row,
+        "cluster-sim": cluster_sim.row,
         "drafts": drafts.row,
         "fragmented": fragmented.row,
         "gaps": gaps.row,

@@ -1,28 +1,30 @@
-"""routing: which replica of an engine a request goes to: the one where its first token comes soonest, in seconds.
+"""routing: which replica of an engine a request goes to: the one where its first token costs least, in seconds.
 
     router.events(replica, events)        # what it has published (`kv_events`)
     router.load(replica, load)            # how it is doing
     best = router.rank(hashes, tokens)    # best first; empty: no opinion
     router.sent(best[0].replica, number, hashes, tokens)
 
-The seconds of a replica are `max(wait, restore) + compute + others`:
+What a replica costs is `max(wait, restore) + compute + others`, all of it measured:
 
-  * wait: prompt tokens that were there before, by the speed of its prompts. That speed is measured in steps in which
-    others decode, as the scheduler mixes them, so what these take is in it;
-  * restore: tokens that a tier has and the device has not, where reading them is faster than computing them. Waiting
-    requests are read ahead, so it passes while the request waits;
-  * compute: the tokens that are left;
-  * others: what those pay who wait behind. A second of the device that another replica would not have to spend is one
-    that each request waits longer which comes before the queue is empty. As many as wait now, on the mean of all
-    replicas, will have waited for it: by Little's law the seconds of prompts that wait, by those of one request. So an
-    idle fleet prefers the first token that comes soonest, and a busy one the least work.
+  * wait: until the prompt tokens are computed that were there before, and until there are a sequence and cells, which
+    those in decode leave one after the other. The speed of prompts is that of all time in which some wait, so what
+    streams take of it is in it;
+  * restore: of tokens that a tier has and the device has not, where reading is faster than computing. Waiting requests
+    are read ahead, so this passes while the request waits;
+  * compute: of the tokens that are left;
+  * others: a second of prompts makes each request wait a second longer that comes before the queue is empty again,
+    which is `max(wait, restore) + compute` later. As many come in a second to the mean replica as it has streams over
+    the seconds that one takes (Little's law). In an idle fleet that is next to nothing, so a request goes where its
+    first token comes soonest; in a busy one it goes where it has to compute least.
+
+Streams are no part of it: the scheduler gives them their tokens in time, whatever prompts wait.
 
 What was sent and is not there yet counts as waiting and as being there. So requests that begin alike go together until
-waiting for each other takes longer than computing their beginning a second time, and then there is a second replica
-that has it.
+waiting for each other costs more than computing their beginning a second time, and then a second replica has it.
 
-Several gateways have each a router, which learns of the requests of the others by the next report only. How much more
-waits than was expected is measured at every report. Among replicas that have as much of a prompt as each other, waiting
+Several gateways have each a router, which learns of the requests of others by the next report only. How much more
+waits than was expected is measured at each report. Of replicas that have as much of a prompt as each other, the wait
 is uncertain by that much, and a part of it is added that the hash of the first missing block draws: so gateways send
 different prompts to different replicas, and the same one to the same.
 
@@ -49,6 +51,7 @@ from kvcellar.errors import BadRequest
 DEVICE, REMOTE = 0, 3
 MEDIA = ("GPU", "CPU", "DISK", "REMOTE")  # those between device and remote are read by their own replica only
 MOST = 8  # replicas of a ranking
+FADING = 0.99  # of the seconds of a request: about the last hundred count
 _COUNT = Annotated[int, Meta(ge=0)]
 _RATE = Annotated[float, Meta(gt=0)]
 _Floats: TypeAlias = NDArray[np.float64]
@@ -58,13 +61,14 @@ _Counts: TypeAlias = NDArray[np.int64]
 class Load(Struct, frozen=True):
     """How a replica is doing. Speeds are None before anything was measured."""
 
-    waiting_tokens: _COUNT  # prompt tokens not computed yet of requests that it has taken in
+    waiting_tokens: _COUNT  # of prompts that it has taken in: not computed, and not in its memory
     running: _COUNT  # completions in decode
-    decode_seconds: _RATE | None  # of a step with those
-    prefill_speed: _RATE | None  # prompt tokens per second, in steps that have some
+    prefill_speed: _RATE | None  # prompt tokens per second, of all time in which some wait
     read_speed: _RATE | None  # tokens per second that are restored from the shared store
     cells_free: _COUNT  # that no running sequence uses
     cells: _COUNT
+    waiting: _COUNT  # completions that are not in decode yet
+    sequences: _COUNT  # the most completions that run at once
 
 
 class Score(Struct, frozen=True):
@@ -78,7 +82,6 @@ class Score(Struct, frozen=True):
     others: float
     have: int  # tokens of the prompt on its device, or about to be there
     restored: int  # tokens that it would read
-    room: bool  # whether it has cells for the rest
 
 
 Ranking: TypeAlias = tuple[Score, ...]
@@ -112,8 +115,9 @@ class _Request(Struct):
 
     at: int  # the place of its replica
     reports: int  # how many loads of the replica had come before
-    tokens: int  # to be computed; 0: they are
+    tokens: int  # to be computed
     brought: list[int]  # blocks that were not there
+    began: float | None = None  # when its prompt was computed
 
 
 class _Blocks:
@@ -163,6 +167,10 @@ class _Blocks:
     def has(self, at: int, block: int) -> bool:
         """On its device."""
         return block in self._bits and bool(self._bits[block][DEVICE] & self._bit[at])
+
+    def count(self, at: int) -> int:
+        """Of a replica, in all media."""
+        return len(self._held[at])
 
     def touch(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -227,55 +235,23 @@ def _set(counts: _Counts, bits: int, value: int) -> None:
         counts[np.unpackbits(packed, count=len(counts), bitorder="little").view(bool)] = value
 
 
-class _Seats:
-    """Numbers of replicas by place, in arrays: a rank looks at all of them at once."""
-
-    def __init__(self) -> None:
-        self.names: list[str | None] = []
-        self.there = np.zeros(0, bool)
-        self.heard = np.zeros(0, bool)  # its events
-        self.salt = np.zeros(0, np.uint64)
-        self.reports = np.zeros(0, np.int64)
-        self.reported = np.zeros(0)  # when the last one came,
-        self.waiting = np.zeros(0)  # the tokens that waited then,
-        self.sent = np.zeros(0)  # and those that were sent since
-        self.each = np.zeros(0)  # seconds of a prompt token; nan: not measured
-        self.read = np.zeros(0)  # and of a restored one
-        self.requests = np.zeros(0)  # in decode, or sent since the last report
-        self.free = np.zeros(0)  # cells
-        self.surprise = np.zeros(0)  # tokens that waited at the last report and were not expected
-
-    def join(self, name: str) -> int:
-        if None not in self.names:
-            self._grow()
-        at = self.names.index(None)
-        self.names[at], self.there[at], self.heard[at] = name, True, False
-        self.salt[at] = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
-        self.each[at] = self.read[at] = np.nan
-        self.free[at] = np.inf
-        for column in (self.reports, self.reported, self.waiting, self.sent, self.requests, self.surprise):
-            column[at] = 0
-        return at
-
-    def leave(self, at: int) -> None:
-        self.names[at], self.there[at] = None, False
-
-    def _grow(self) -> None:
-        more = max(8, len(self.names))
-        self.names += [None] * more
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray):
-                setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
-
-    def measured(self, column: _Floats) -> _Floats | None:
-        """Seconds of a token. What a replica has not measured is as in the mean of those that have; None: none has."""
-        known = self.there & ~np.isnan(column)
-        return np.where(known, column, column[known].mean()) if known.any() else None
-
-    def expected(self, now: float, each: _Floats | None) -> _Floats:
-        """Tokens that wait."""
-        done = 0.0 if each is None else (now - self.reported) / each
-        return np.maximum(0.0, self.waiting - done) + self.sent
+_COLUMNS = {  # of each place
+    "there": bool,
+    "heard": bool,  # its events
+    "salt": np.uint64,
+    "reports": np.int64,
+    "reported": np.float64,  # when the last one came,
+    "waiting": np.float64,  # the prompt tokens that waited then,
+    "sent": np.float64,  # and those that were sent since
+    "requests": np.float64,  # in decode and before it, with those that were sent since
+    "running": np.float64,
+    "sequences": np.float64,
+    "free": np.float64,  # cells
+    "used": np.float64,
+    "each": np.float64,  # seconds of a prompt token; nan: not measured
+    "read": np.float64,  # and of a restored one
+    "surprise": np.float64,  # tokens that waited at the last report and were not expected
+}
 
 
 class Router:
@@ -285,29 +261,40 @@ class Router:
     def __init__(self, block: int, *, most_blocks: int, clock: Callable[[], float], seed: int = 0) -> None:
         """`block`: tokens of a block."""
         self._size, self._clock, self._random = block, clock, Random(seed)
-        self._blocks, self._seats = _Blocks(most_blocks), _Seats()
-        self._place: dict[str, int] = {}
+        self._blocks, self._place = _Blocks(most_blocks), dict[str, int]()
+        self._names: list[str | None] = []  # by place
+        self._seats: NDArray[Any] = np.zeros(0, [*_COLUMNS.items()])
         self._requests: dict[int, _Request] = {}
         self._coming: dict[tuple[int, int], int] = {}  # the last request that brings a block to a place
-        self._work, self._sends = 0.0, 0  # tokens that requests had computed
+        self._decoding, self._decoded = 0.0, 0.0  # seconds of requests in decode, and how many: decayed
 
     def join(self, replica: str) -> None:
         if replica in self._place:
             raise BadRequest(f"{replica} has joined already")
-        self._place[replica] = at = self._seats.join(replica)
+        if None not in self._names:
+            more = max(8, len(self._names))
+            self._names += [None] * more
+            self._seats = np.concatenate([self._seats, np.zeros(more, self._seats.dtype)])
+        self._place[replica] = at = self._names.index(None)
+        self._names[at], self._seats[at] = replica, 0
         self._blocks.join(at)
+        salt = blake2b(replica.encode(), digest_size=8).digest()
+        seat = {"there": True, "salt": int.from_bytes(salt, "little"), "sequences": np.inf, "free": np.inf}
+        for name, value in {**seat, "each": np.nan, "read": np.nan}.items():
+            self._seats[name][at] = value
 
     def leave(self, replica: str) -> None:
-        at = self._place.pop(replica)
+        at = self._place[replica]
         for number in [number for number, one in self._requests.items() if one.at == at]:
             self.ended(number)
+        del self._place[replica]
         self._blocks.leave(at)
-        self._seats.leave(at)
+        self._names[at], self._seats[at] = None, 0
 
     def events(self, replica: str, events: Sequence[Any]) -> None:
         """Raises `BadRequest`, and changes nothing, where one of them is malformed."""
         at, read = self._place[replica], self._read(events)
-        self._seats.heard[at] = True
+        self._seats["heard"][at] = True
         for event in read:
             if isinstance(event, _Cleared):
                 self._blocks.clear(at)
@@ -332,49 +319,55 @@ class Router:
         return read
 
     def load(self, replica: str, load: Load) -> None:
-        at, seats, now = self._place[replica], self._seats, self._clock()
-        if seats.reports[at]:
-            done = 0.0 if np.isnan(seats.each[at]) else (now - seats.reported[at]) / seats.each[at]
-            expected = max(0.0, seats.waiting[at] - done) + seats.sent[at]
-            seats.surprise[at] = max(0.0, load.waiting_tokens - expected)
-        seats.reports[at] += 1
-        seats.reported[at], seats.waiting[at], seats.sent[at] = now, load.waiting_tokens, 0
-        seats.each[at] = np.nan if load.prefill_speed is None else 1 / load.prefill_speed
-        seats.read[at] = np.nan if load.read_speed is None else 1 / load.read_speed
-        seats.requests[at], seats.free[at] = load.running, load.cells_free
+        at, now = self._place[replica], self._clock()
+        seat = self._seats[at]
+        if seat["reports"]:
+            done = 0.0 if np.isnan(seat["each"]) else (now - seat["reported"]) / seat["each"]
+            expected = max(0.0, seat["waiting"] - done) + seat["sent"]
+            seat["surprise"] = max(0.0, load.waiting_tokens - expected)
+        seat["reports"] += 1
+        seat["reported"], seat["waiting"], seat["sent"] = now, load.waiting_tokens, 0
+        seat["requests"], seat["running"] = load.running + load.waiting, load.running
+        seat["sequences"], seat["free"], seat["used"] = load.sequences, load.cells_free, load.cells - load.cells_free
+        seat["each"] = np.nan if load.prefill_speed is None else 1 / load.prefill_speed
+        seat["read"] = np.nan if load.read_speed is None else 1 / load.read_speed
 
     # -- requests -----------------------------------------------------------------------------------------------
 
     def sent(self, replica: str, number: int, hashes: Sequence[int], tokens: int) -> None:
-        at, seats = self._place[replica], self._seats
+        if number in self._requests:
+            raise BadRequest(f"request {number} was sent already, and has not ended")
+        at = self._place[replica]
+        have, restored = self._found(hashes, tokens, self._measured("each"), self._measured("read"))
+        computed = tokens - int(have[at] + restored[at])
         missing = [block for block in hashes if not self._blocks.has(at, block) or (at, block) in self._coming]
-        have, readable = self._match(hashes, tokens)
-        computed = tokens - int(max(have[at], readable[at]))
-        request = _Request(at, int(seats.reports[at]), computed, missing)
-        self._requests[number] = request
+        self._requests[number] = _Request(at, int(self._seats["reports"][at]), computed, missing)
         self._blocks.touch(hashes)
         for block in missing:
             self._blocks.add(at, DEVICE, block)
             self._coming[at, block] = number
-        seats.sent[at] += computed
-        seats.requests[at] += 1
-        self._work, self._sends = self._work + computed, self._sends + 1
+        self._seats["sent"][at] += computed
+        self._seats["requests"][at] += 1
 
     def first(self, number: int) -> None:
         """Its prompt is computed."""
-        if (request := self._requests.get(number)) is not None:
-            if request.reports == self._seats.reports[request.at]:
-                self._seats.sent[request.at] -= request.tokens
-            request.tokens = 0
+        request = self._requests.get(number)
+        if request is not None and request.began is None:
+            request.began = self._clock()
+            if request.reports == self._seats["reports"][request.at]:
+                self._seats["sent"][request.at] -= request.tokens
 
     def ended(self, number: int) -> None:
         """It is over, at any point; one that is not known is, too."""
         if (request := self._requests.get(number)) is None:
             return
+        if request.began is not None:
+            self._decoding = FADING * self._decoding + self._clock() - request.began
+            self._decoded = FADING * self._decoded + 1
         self.first(number)
         del self._requests[number]
-        if request.reports == self._seats.reports[request.at]:
-            self._seats.requests[request.at] -= 1
+        if request.reports == self._seats["reports"][request.at]:
+            self._seats["requests"][request.at] -= 1
         for block in request.brought:
             if self._coming.get((request.at, block)) == number:
                 del self._coming[request.at, block]
@@ -384,74 +377,94 @@ class Router:
 
     def rank(self, hashes: Sequence[int], tokens: int, exclude: frozenset[str] = frozenset()) -> Ranking:
         """The best replicas for a prompt of so many tokens, best first, with the hashes of its blocks (`blocks_of`).
-        Empty where no replica has published events, or none is left."""
+        Empty where no replica has published events, or none is left. Of equal ones those come first that have fewer
+        requests, then those that have fewer blocks, by powers of two, and then those that the hash draws."""
         seats = self._seats
-        candidates = seats.there.copy()
+        candidates = seats["there"].copy()
         candidates[[self._place[one] for one in exclude if one in self._place]] = False
-        if not (candidates & seats.heard).any():
+        if not (candidates & seats["heard"]).any():
             return ()
-        have, readable = self._match(hashes, tokens)
-        each = seats.measured(seats.each)
-        waiting = seats.expected(self._clock(), each)
-        each = np.ones(len(waiting)) if each is None else each
-        read = seats.measured(seats.read)
-        restored = readable - have if read is None else np.where(read < each, readable - have, 0)
-        read = each if read is None else read
-        uncomputed = tokens - have - restored
-        doubt, tie = self._doubt(have, hashes)
-        wait, restore, compute = waiting * each, restored * read, uncomputed * each
-        others = compute * self._price(waiting[seats.there].mean())
-        seconds = np.maximum(wait, restore) + compute + others
-        room = uncomputed + restored <= seats.free
-        key = seconds + doubt * each
-        key += np.where(room, 0.0, 1.0 + key.max())  # those without room come last
-        best = _least(np.where(candidates, key, np.inf), seats.requests + tie, min(MOST, int(candidates.sum())))
-        columns = (seconds, wait, restore, compute, others, have, restored, room)
+        each, read = self._measured("each"), self._measured("read")
+        have, restored = self._found(hashes, tokens, each, read)
+        waiting, uncomputed = self._waiting(each), tokens - have - restored
+        room = 0.0 if each is None else self._room(waiting + uncomputed + restored)
+        rate = 0.0 if each is None else self._rate()
+        each = np.ones(len(seats)) if each is None else each
+        wait, compute = np.maximum(waiting * each, room), uncomputed * each
+        restore = restored * (each if read is None else read)
+        start = np.maximum(wait, restore)
+        others = compute * rate * (start + compute)
+        seconds = start + compute + others
+        doubt, tie = self._doubt(have // self._size, hashes, candidates)
+        key = np.where(candidates, seconds + doubt * each, np.inf)
+        most = min(MOST, int(candidates.sum()))
+        among = np.flatnonzero(key <= np.partition(key, most - 1)[most - 1])
+        fill = np.array([self._blocks.count(at).bit_length() for at in among.tolist()], np.int64)
+        order = np.lexsort((tie[among], fill, seats["requests"][among], key[among]))
+        best: list[int] = among[order][:most].tolist()
+        columns = (seconds, wait, restore, compute, others, have, restored)
         return tuple(
             Score(name, *(column[at].item() for column in columns))
             for at in best
-            if (name := seats.names[at]) is not None
+            if (name := self._names[at]) is not None
         )
 
-    def _match(self, hashes: Sequence[int], tokens: int) -> tuple[_Counts, _Counts]:
-        """Tokens of the prompt that each replica has on its device, and those with what it can read. The last one is
-        always computed."""
-        device, readable = self._blocks.match(hashes, len(self._seats.names))
-        return np.minimum(device * self._size, tokens - 1), np.minimum(readable * self._size, tokens - 1)
+    def _found(
+        self, hashes: Sequence[int], tokens: int, each: _Floats | None, read: _Floats | None
+    ) -> tuple[_Counts, _Counts]:
+        """Tokens of the prompt that each replica has, and those that it would read. The last one is computed."""
+        device, readable = self._blocks.match(hashes, len(self._seats))
+        have, end = (np.minimum(count * self._size, max(0, tokens - 1)) for count in (device, readable))
+        return have, end - have if each is None or read is None else np.where(read < each, end - have, 0)
 
-    def _price(self, waiting: float) -> float:
-        """Seconds that others wait for one second of prompts on the mean replica."""
-        return waiting * self._sends / self._work if self._work else 0.0
+    def _measured(self, column: str) -> _Floats | None:
+        """Seconds of a token. A replica that has not measured is taken for the mean one; None: none has measured."""
+        seconds = self._seats[column]
+        known = self._seats["there"] & ~np.isnan(seconds)
+        return np.where(known, seconds, seconds[known].mean()) if known.any() else None
 
-    def _doubt(self, have: _Counts, hashes: Sequence[int]) -> tuple[_Floats, _Floats]:
-        """Tokens by which the waiting of each replica is uncertain, 0 for one of those that have as much of the prompt;
-        and numbers below 1 for the order of equal ones."""
+    def _waiting(self, each: _Floats | None) -> _Floats:
+        """Prompt tokens that wait."""
         seats = self._seats
-        missing = have // self._size
+        done = 0.0 if each is None else (self._clock() - seats["reported"]) / each
+        return np.maximum(0.0, seats["waiting"] - done) + seats["sent"]
+
+    def _room(self, cells: _Floats) -> _Floats:
+        """Seconds until there are a sequence and so many cells: those in decode end one after the other, after the
+        seconds that one takes."""
+        seats = self._seats
+        mean = self._decoding / max(1.0, self._decoded)
+        sequence = np.maximum(0.0, seats["requests"] + 1 - seats["sequences"]) / np.maximum(1.0, seats["running"])
+        return mean * np.maximum(sequence, np.maximum(0.0, cells - seats["free"]) / np.maximum(1.0, seats["used"]))
+
+    def _rate(self) -> float:
+        """Requests that come to the mean replica in a second."""
+        running = float(self._seats["running"][self._seats["there"]].mean())
+        return running * self._decoded / self._decoding if self._decoding else 0.0
+
+    def _doubt(self, missing: _Counts, hashes: Sequence[int], among: NDArray[np.bool_]) -> tuple[_Floats, _Floats]:
+        """Tokens by which the wait of each replica is uncertain, 0 for one of those that miss the same block first; and
+        numbers below 1 for the order of equal ones."""
+        seats = self._seats
         keys = np.array([*hashes, self._random.getrandbits(64)], np.uint64)[missing]
-        drawn = (_mixed(keys ^ seats.salt) >> np.uint64(11)) / 2.0**53
-        doubt = -np.log1p(-drawn) * seats.surprise[seats.there].mean()
+        drawn = (_mixed(keys ^ seats["salt"]) >> np.uint64(11)) / 2.0**53
+        doubt = -np.log1p(-drawn) * seats["surprise"][seats["there"]].mean()
         least = np.full(len(hashes) + 1, np.inf)
-        np.minimum.at(least, missing, np.where(seats.there, doubt, np.inf))
-        return doubt - least[missing], drawn
+        np.minimum.at(least, missing[among], doubt[among])
+        return np.where(among, doubt - least[missing], 0.0), drawn
 
     def check(self) -> None:
         self._blocks.check()
-        for replica, at in self._place.items():
-            assert self._seats.names[at] == replica and self._seats.there[at]
-            mine = [one for one in self._requests.values() if one.at == at]
-            now = [one for one in mine if one.reports == self._seats.reports[at]]
-            assert self._seats.sent[at] == sum(one.tokens for one in now), "tokens that were sent are miscounted"
-        assert int(self._seats.there.sum()) == len(self._place)
-        assert all(self._seats.names[one.at] is not None for one in self._requests.values())
+        places = {name: at for at, name in enumerate(self._names) if name is not None}
+        assert places == self._place and set(self._place.values()) == set(np.flatnonzero(self._seats["there"]).tolist())
+        for at in self._place.values():
+            late = [one for one in self._requests.values() if (one.at, one.reports) == (at, self._seats["reports"][at])]
+            assert self._seats["sent"][at] == sum(one.tokens for one in late if one.began is None), (
+                "tokens are miscounted"
+            )
+        assert {one.at for one in self._requests.values()} <= set(self._place.values())
         for (at, block), number in self._coming.items():
             assert block in self._requests[number].brought and self._requests[number].at == at
-
-
-def _least(first: _Floats, then: _Floats, most: int) -> list[int]:
-    """The indices of the least numbers, in order; of equal ones by another key."""
-    among = np.flatnonzero(first <= np.partition(first, most - 1)[most - 1])
-    return among[np.lexsort((then[among], first[among]))][:most].tolist()
 
 
 def _mixed(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:

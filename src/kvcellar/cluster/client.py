@@ -9,17 +9,21 @@ others (`remote_client.py`).
 
 Always true:
   * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds;
-  * replicas that are used have one model and the same weights, and run this version: others are refused by name;
+  * replicas that are used, or whose requests go on, have one model and the same weights, and run this version: others
+    are refused by name;
   * the router knows the replicas that get requests, and no others;
+  * a replica that gets requests has been told of all adapters;
   * the death of a replica counts against a request that went on alone there, and else `SUSPECT` of it: a replica can be
     killed for many reasons, and that is not told.
 """
 
 import logging
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace as with_fields
 from random import Random
 from typing import Any, TypeVar
@@ -34,6 +38,7 @@ from kvcellar.engine.control_replies import AdapterInfo, NamespaceContents, Remo
 from kvcellar.engine.messages import (
     VERSION,
     AddAdapter,
+    Admitted,
     Ask,
     Beat,
     Blocks,
@@ -44,7 +49,6 @@ from kvcellar.engine.messages import (
     ClearCacheAndStore,
     ControlInParts,
     ControlWithReply,
-    Drawn,
     EngineEvent,
     EngineSnapshot,
     FromEngine,
@@ -65,7 +69,7 @@ from kvcellar.engine.messages import (
     reply_type,
 )
 from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import BadRequest, EngineClosed, EngineFailed, KvcellarError, ModelRefused
+from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, KvcellarError, ModelRefused
 from kvcellar.frontend.remote_client import RemoteClient, Request
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
@@ -80,6 +84,7 @@ CONNECT_SECONDS = 5.0
 AGAIN = 1.0  # seconds until a replica that could not be reached is tried again
 SILENT = 15.0  # seconds without a beat, after which a replica is given up
 SUSPECT = 0.125
+STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 LAST_WORDS = 5.0
 TICK = 0.25
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
@@ -88,7 +93,8 @@ MERGED = (ListNamespaces, ListMostValuable, ReadStats)
 
 
 class ReplicaLink:
-    """A replica that is connected. `leaving`: it gets no more requests."""
+    """A replica that is connected. `leaving`: it gets no more requests. `early`: KV events that came before it has got
+    one."""
 
     def __init__(self, address: Address, unsent: Callable[[object, ValueError], None]) -> None:
         """Connects. Raises `OSError`."""
@@ -106,13 +112,15 @@ class ReplicaLink:
         self.beat, self.beaten = Beat(0.0), time.monotonic()
         self.stats: Raw | None = None
         self.leaving = False
+        self.early: list[list[Any]] = []
 
     def send(self, message: object) -> None:
         self.outbox.put(message)
 
     def close(self) -> None:
-        self.outbox.close(LAST_WORDS)
+        """What was not sent yet is dropped: the end of the connection is that of all that was asked for."""
         self.link.close()
+        self.outbox.close(LAST_WORDS)
 
 
 class ClusterClient(RemoteClient[ReplicaLink]):
@@ -127,7 +135,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._addresses: dict[str, Address] = {}
         self._tried: dict[str, float] = {}  # when it was tried last, of those that are not connected
         self._refused: dict[str, str] = {}  # why, by replica
-        self._links: dict[str, ReplicaLink] = {}  # connected, or being connected
+        self._weights = ""  # of the replica that joined last
+        self._used: set[str] = set()  # those that have a thread: they are connected, or being connected
+        self._links: dict[str, ReplicaLink] = {}  # connected
         self._hashes: dict[int, list[int]] = {}  # of the blocks of requests that are not done
         self._digests: dict[str | None, str] = {}  # of adapters, by name
         self._counts: dict[str, int] = {}  # requests by replica
@@ -175,16 +185,14 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             missing = [
                 one
                 for name, one in self._addresses.items()
-                if name not in self._links and name not in self._refused and self._tried.get(name, 0.0) + AGAIN <= now
+                if name not in self._used and name not in self._refused and self._tried.get(name, 0.0) + AGAIN <= now
             ]
             self._tried = {name: at for name, at in self._tried.items() if name in self._addresses}
             self._tried |= {one.replica: now for one in missing}
             self._refused = {name: why for name, why in self._refused.items() if name in self._addresses}
+            self._used |= {one.replica for one in missing}
         for address in missing:
-            thread = threading.Thread(target=self._use, args=(address,), name="kvcellar-engine", daemon=True)
-            with self._changed:
-                self._readers.add(thread)
-            thread.start()
+            threading.Thread(target=self._use, args=(address,), name="kvcellar-engine", daemon=True).start()
 
     def _use(self, address: Address) -> None:
         """On a thread of its own: connect, and read until the end."""
@@ -193,9 +201,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._check_address(address)
             link = ReplicaLink(address, self._unsent)
             with self._changed:
-                if self._closing or address.replica in self._links:
+                if self._closing:
                     return
-                self._links[address.replica] = link
+                self._links[link.name] = link
+                self._readers.add(threading.current_thread())
             self._greet(link)
             while True:
                 self._take(link, link.link.receive())
@@ -207,9 +216,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             log.exception("what replica %s has sent cannot be read", address.replica)
         finally:
             if link is not None:
-                link.link.close()
+                link.close()
                 self._gone(link)
             with self._changed:
+                self._used.discard(address.replica)
                 self._readers.discard(threading.current_thread())
 
     def _check_address(self, address: Address) -> None:
@@ -217,9 +227,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if address.version != VERSION:
             raise ModelRefused(f"it runs kvcellar {address.version}, and this gateway {VERSION}")
         with self._changed:
-            others = {one.address.weights for one in self._engines}
-        if others and others != {address.weights}:
-            raise ModelRefused("its weights, or what else decides its answers, are not those of the other replicas")
+            if (self._engines or self._running) and address.weights != self._weights:
+                raise ModelRefused("its weights, or what else decides its answers, are not those of the other replicas")
 
     def _refuse_replica(self, name: str, why: str) -> None:
         log.error("replica %s is not used: %s", name, why)
@@ -230,21 +239,38 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         while not isinstance(message := link.link.receive(), Hello):
             self._take(link, message)
         card: EngineCard = decode(message.card, EngineCard)
+        self._agree(link, ())
+        told: dict[str, AddAdapter | RemoveAdapter] = {}
+        while not self._joins(link, card, told):
+            with self._changed:
+                news = {name: one for name, one in self._adapters.items() if told.get(name) != one}
+            self._agree(link, list(news.values()))
+            told |= news
+
+    def _joins(self, link: ReplicaLink, card: EngineCard, told: Mapping[str, AddAdapter | RemoveAdapter]) -> bool:
+        """Let a replica get requests, unless it is about to leave. False: it was not `told` of all adapters."""
         with self._changed:
             if self._router is None:
                 self.card, self._block = card, link.address.block
                 self._router = self._make_router(self._block)
             elif card.model != self.card.model or link.address.block != self._block:
                 raise ModelRefused(f"it has the model {card.model.name} in another form than the other replicas")
-            adapters = list(self._adapters.values())
-        self._agree(link, adapters)
-        with self._changed:
+            self._check_address(link.address)
+            if told != self._adapters:
+                return False
+            if link.leaving or self._closing:
+                return True
+            self._weights = link.address.weights
             self._router.join(link.name)
             self._counts[link.name] = 0
+            for events in link.early:
+                self._router.events(link.name, events)
+            link.early.clear()
             if link.stats is not None:
                 self._router.load(link.name, load_of(decode(link.stats, EngineStats)))
+            self._joined(link)
         self._first.set()
-        self._joined(link)
+        return True
 
     def _agree(self, link: ReplicaLink, adapters: Sequence[AddAdapter | RemoveAdapter]) -> None:
         """Let a replica have the adapters that others were told of, and find out which it has."""
@@ -257,9 +283,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 self._take(link, message)
                 continue
             control = asks.pop(message.number)
-            if isinstance(message, Refusal):
+            if isinstance(message, Refusal) and not isinstance(control, RemoveAdapter):  # which it may never have had
                 log.error("replica %s: %s", link.name, message.error)
-            elif isinstance(control, ListAdapters):
+            elif isinstance(control, ListAdapters) and isinstance(message, Reply):
                 self._know(decode(message.value, list[AdapterInfo]))
 
     def _know(self, adapters: Sequence[AdapterInfo]) -> None:
@@ -269,9 +295,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _gone(self, link: ReplicaLink) -> None:
         with self._changed:
-            if self._links.get(link.name) is not link:
-                return
-            del self._links[link.name]
+            self._links.pop(link.name, None)
             died = link in self._engines and not self._closing
         if died:
             log.warning("replica %s has gone; its requests go on at others", link.name)
@@ -286,23 +310,26 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _move(
         self, link: ReplicaLink, how: str, blame: Callable[[Request[ReplicaLink]], float] | None
     ) -> Sequence[int]:
-        with self._changed:
-            if link not in self._engines:
-                return ()
-            if link.stats is not None:
-                self._last = decode(link.stats, EngineStats)
-            moved = self._left(link, how, blame=blame)
-            self.moved += len(moved)
-            assert self._router is not None
-            self._router.leave(link.name)
-            del self._counts[link.name]
-            self._pin_again([link])
+        if link not in self._engines:
+            return ()
+        moved = self._left(link, how, blame=blame)
         self._go_on()
+        with self._changed:
+            self.moved += len(moved)
         return moved
+
+    def _forgotten(self, engine: ReplicaLink) -> None:
+        assert self._router is not None, "it has joined"
+        if engine.stats is not None:
+            self._last = decode(engine.stats, EngineStats)
+        self._router.leave(engine.name)
+        del self._counts[engine.name]
+        self._pin_again([engine])
 
     # -- which replica ------------------------------------------------------------------------------------------
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        self._check_owner()
         hashes = self._blocks(submission)
         with self._changed:
             self._hashes[submission.number] = hashes
@@ -351,7 +378,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
         assert self._router is not None, "it is told by a replica"
-        if isinstance(event, Drawn) and request.first_token is None:
+        if not isinstance(event, Admitted) and not request.proven:
             self._router.first(request.submission.number)
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
@@ -367,15 +394,20 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _take(self, engine: ReplicaLink, message: FromEngine) -> None:
         match message:
             case Blocks(events):
-                with self._changed:
-                    if self._router is not None and engine in self._engines:
-                        self._router.events(engine.name, decode(events, list[Any]))
+                self._cached(engine, decode(events, list[Any]))
             case Leaving():
                 self._leaves(engine)
             case _:
                 super()._take(engine, message)
         if isinstance(message, EngineSnapshot):
             self._loaded(engine)
+
+    def _cached(self, engine: ReplicaLink, events: list[Any]) -> None:
+        with self._changed:
+            if self._router is not None and engine in self._engines:
+                self._router.events(engine.name, events)
+            elif not engine.leaving:
+                engine.early.append(events)
 
     def _loaded(self, engine: ReplicaLink) -> None:
         assert engine.stats is not None
@@ -400,7 +432,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self.check_caller()
         if isinstance(control, EVERYWHERE):
             found = self._from_all(control)
-            self._noted(control)
             if isinstance(control, AddAdapter):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
             return _merged(found)
@@ -411,10 +442,25 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         return super().ask(control, source)
 
     def _from_all(self, control: ControlWithReply[R]) -> list[R]:
+        """Also of those that join meanwhile, but not of those that leave."""
         self._ready_engine()
+        found: list[R] = []
+        asked: list[ReplicaLink] = []
+        while missing := self._not_asked(control, asked):
+            for one in missing:
+                with suppress(EngineDied):
+                    found.append(decode(self._asked(control, engine=one), reply_type(control)))
+            asked += missing
+        if not found:
+            raise EngineDied("all replicas have gone. Send this again")
+        return found
+
+    def _not_asked(self, control: ControlWithReply[Any], asked: Sequence[ReplicaLink]) -> list[ReplicaLink]:
+        """Where it is none: replicas that join later are told, too."""
         with self._changed:
-            engines = list(self._engines)
-        return [decode(self._asked(control, engine=one), reply_type(control)) for one in engines]
+            if not (missing := [one for one in self._engines if one not in asked]):
+                self._noted(control)
+            return missing
 
     def _from_one(self, control: ControlWithReply[R]) -> R:
         self._ready_engine()
@@ -424,7 +470,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         for one in engines:
             try:
                 return decode(self._asked(control, engine=one), reply_type(control))
-            except BadRequest as error:
+            except (BadRequest, EngineDied) as error:
                 refusal = error
         raise refusal
 
@@ -442,18 +488,29 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        last = time.monotonic()
         while not self._end.wait(TICK):
             self._look()
             self._connect_missing()
             now = time.monotonic()
-            with self._changed:
-                silent = [one for one in self._links.values() if now - one.beaten > SILENT]
-            for one in silent:
+            self._give_up_silent(now, stopped=now - last > TICK + STALLED)
+            last = now
+
+    def _give_up_silent(self, now: float, *, stopped: bool) -> None:
+        """`stopped`: this process was, and what replicas have sent meanwhile was not read."""
+        with self._changed:
+            links = list(self._links.values())
+        for one in links:
+            if stopped:
+                one.beaten = now
+            elif now - one.beaten > SILENT:
                 log.warning("replica %s was silent for %g s and is given up", one.name, SILENT)
                 one.link.close()
 
     def close(self) -> bool:
-        """Replicas stay: they end with their requests."""
+        """Replicas stay: there, its requests end with the connection."""
+        if self._owner != os.getpid():
+            return False
         with self._changed:
             if self._closing:
                 return True
@@ -461,12 +518,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._changed.notify_all()
             links, readers = list(self._links.values()), list(self._readers)
         self._end.set()
-        self._over(EngineClosed("the engine was closed before the answer was complete"))
         for link in links:
             link.close()
         for reader in readers:
             if reader is not threading.current_thread():
                 reader.join(LAST_WORDS)
+        self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
 
 
@@ -491,10 +548,9 @@ def _merged(found: Sequence[Any]) -> Any:
         return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
     if isinstance(first, EngineStats):
         return summed(found)
-    if isinstance(first, list) and first and isinstance(first[0], NamespaceContents):
-        return _namespaces([one for some in found for one in some])
     if isinstance(first, list):
-        return [one for some in found for one in some]
+        every = [one for some in found for one in some]
+        return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every
     return first
 
 

@@ -7,7 +7,7 @@ Always true:
   * of a connection, `SECRET` bytes are read, within `GREETING` seconds, before it is known to be of a gateway; others
     are closed;
   * what a gateway has asked for ends with its connection; the others and the engine go on;
-  * after `leave`, no request is taken in.
+  * after `leave`, each gateway is told that its requests are to go on elsewhere, and ends them here.
 """
 
 import hmac
@@ -37,6 +37,7 @@ log = logging.getLogger("kvcellar.cluster")
 GREETING = 5.0  # seconds
 GREETED = 64  # connections that may be unknown at once
 BEAT = 1.0  # seconds
+PAUSE = 0.1  # seconds, where a connection could not be accepted
 FAILED = 70  # exit status: an error has ended the engine
 
 
@@ -108,8 +109,11 @@ class Replica:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # it was closed
-                return
+            except OSError as error:
+                if self._ended.wait(PAUSE):
+                    return
+                log.error("a connection of a gateway could not be accepted: %s", error)  # too many files are open
+                continue
             if not self._unknown.acquire(blocking=False):
                 connection.close()
                 continue
@@ -131,10 +135,12 @@ class Replica:
             self._forget(front)
 
     def _knows_secret(self, connection: socket.socket) -> bool:
-        given = b""
+        given, until = b"", time.monotonic() + GREETING
         try:
-            connection.settimeout(GREETING)
-            while len(given) < SECRET and (part := connection.recv(SECRET - len(given))):
+            while len(given) < SECRET and (left := until - time.monotonic()) > 0:
+                connection.settimeout(left)
+                if not (part := connection.recv(SECRET - len(given))):
+                    break
                 given += part
             connection.settimeout(None)
             keep_alive(connection)
@@ -147,6 +153,8 @@ class Replica:
         front.outbox.put(EngineSnapshot(packed(self._client.last_stats)))
         front.outbox.put(Hello(VERSION, packed(self._client.card)))
         with self._lock:
+            if self._ended.is_set():
+                return
             self._fronts = (*self._fronts, front)
             if self._leaving:
                 front.outbox.put(Leaving())
@@ -187,7 +195,8 @@ class Replica:
 
     def close(self) -> None:
         """At once: requests are not done, and gateways let others go on with them."""
-        self._ended.set()
+        with self._lock:
+            self._ended.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`
         self._listener.close()

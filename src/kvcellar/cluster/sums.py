@@ -7,12 +7,13 @@ from typing import Any
 from kvcellar.engine.stats import EngineStats
 
 _NAMES = [one.name for one in fields(EngineStats)]
+LARGEST = ("layers", "deepest")
 MEANS = ("token_seconds", "decode_seconds", "restore_seconds")  # of those that have measured them
 
 
 def summed(every: Sequence[EngineStats]) -> EngineStats:
-    """Numbers are added, records of one name too; of other fields the first is taken. It was so when the one that has
-    told nothing for the longest time was; it was started when the last one was."""
+    """Numbers are added, records of one name too; of the `LARGEST` the largest, and of other fields the first is taken.
+    It was so when the one that has told nothing for the longest time was; it was started when the last one was."""
     found: dict[str, Any] = {name: _sum([getattr(stats, name) for stats in every]) for name in _NAMES}
     for name in MEANS:
         known = [value for stats in every if (value := getattr(stats, name))]
@@ -21,19 +22,20 @@ def summed(every: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**found)
 
 
-def _sum(values: Sequence[Any]) -> Any:
-    first = next((value for value in values if value is not None), None)
+def _sum(values: Sequence[Any], name: str = "") -> Any:
+    there = [value for value in values if value is not None]
+    first = there[0] if there else None
     if isinstance(first, bool):
-        return any(values)
+        return any(there)
     if isinstance(first, int | float):
-        return sum(value for value in values if value is not None)
+        return max(there) if name in LARGEST else sum(there)
     if isinstance(first, Mapping):
-        return {key: sum(value.get(key, 0) for value in values) for key in dict.fromkeys(k for v in values for k in v)}
-    if isinstance(first, tuple) and first and is_dataclass(first[0]):
-        named = [{one.name: one for one in value} for value in values]
-        names = dict.fromkeys(name for one in named for name in one)
-        return tuple(_sum([one[name] for one in named if name in one]) for name in names)
+        return {key: sum(value.get(key, 0) for value in there) for key in dict.fromkeys(k for v in there for k in v)}
     if is_dataclass(first):
-        there = [value for value in values if value is not None]
-        return type(first)(**{one.name: _sum([getattr(value, one.name) for value in there]) for one in fields(first)})
+        return type(first)(**{one.name: _sum([getattr(v, one.name) for v in there], one.name) for one in fields(first)})
+    if isinstance(first, tuple) and (records := [one for value in there for one in value if is_dataclass(one)]):
+        named: dict[str, list[Any]] = {}
+        for one in records:
+            named.setdefault(one.name, []).append(one)
+        return tuple(map(_sum, named.values()))
     return first

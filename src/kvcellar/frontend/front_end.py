@@ -96,6 +96,7 @@ class FrontEnd:
         self._submitting: dict[int, list[Cancel | Fail]] = {}  # by request that waits for a grammar: what ends it
         self._parts: dict[int, Iterator[Any]] = {}  # by the number of the ask
         self._sources: dict[int, SentSource] = {}
+        self._gone = False
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
@@ -223,6 +224,8 @@ class FrontEnd:
         source = SentSource(number, self.outbox)
         with self._lock:
             self._sources[number] = source
+            if self._gone:
+                source.given.put(b"")
         try:
             return client.ask(control, source)
         finally:
@@ -233,6 +236,9 @@ class FrontEnd:
         parts = client.parts(control)
         with self._lock:
             self._parts[number] = parts
+            gone = self._gone
+        if gone:
+            self._end_parts(number)
 
     def _next(self, of: int) -> list[Any]:
         """The next part in a list; an empty one at the end."""
@@ -263,9 +269,10 @@ class FrontEnd:
         self._link.close()
         self.outbox.close(0.0)
         with self._lock:
+            self._gone = True
             numbers, parts, sources = list(self._numbers.values()), list(self._parts), list(self._sources.values())
-            for ends in self._submitting.values():
-                ends.append(Cancel(0))
+            for number, ends in self._submitting.items():
+                ends.append(Cancel(number))
         for source in sources:
             source.given.put(b"")
         if self.client is not None:

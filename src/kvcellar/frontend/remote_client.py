@@ -8,6 +8,7 @@ Always true:
   * `_running` are the requests that are not done, by number, with all that was told of each: what another engine needs
     to go on with it;
   * a request is at one of `_engines`, or at none, and then it waits for one; what another one tells of it is dropped;
+  * what engines are sent of requests is sent while `_changed` is held: so it arrives in the order of what was decided;
   * events of a request are delivered in order, by the thread that reads what its engine sends, and none after `Done` or
     `Failed`;
   * after a death, its requests go on one after the other: the next one when the one before was told something, or after
@@ -199,7 +200,7 @@ def logged(line: Logged) -> None:
 
 class RemoteClient(ABC, Generic[E]):
     """An `EngineClient` of engines in other processes. Subclasses find engines (`_joined`), read what they send
-    (`_take`) on threads of their own (`_readers`), and say when they have died (`_lost`)."""
+    (`_take`) on threads of their own (`_readers`), and say when they are not used any more (`_left`)."""
 
     card: EngineCard
 
@@ -313,9 +314,8 @@ class RemoteClient(ABC, Generic[E]):
             if (request := self._running.get(number)) is None:
                 return
             note(request)
-            engine = request.engine
-        if engine is not None:
-            engine.send(message)
+            if request.engine is not None:
+                request.engine.send(message)
 
     def _noted(self, control: Control) -> None:
         """An engine has done it: later ones have to know."""
@@ -385,10 +385,9 @@ class RemoteClient(ABC, Generic[E]):
     ) -> Raw:
         """The reply to a message. One that takes in a `request` is sent to each engine once: by this method to the one
         that it begins at, and by `_go_on` to those that replace it before it has replied."""
-        call = self._called(number, request, engine)
-        engine = call.engine
         try:
-            engine.send(message)
+            call = self._called(number, message, request, engine)
+            engine = call.engine
             while True:
                 match call.answers.get():
                     case Reply(_, value):
@@ -399,7 +398,7 @@ class RemoteClient(ABC, Generic[E]):
                         assert source is not None, "only what has a source reads one"
                         engine.send(Given(number, source.read(size)))
         except BaseException:
-            if source is not None:
+            if source is not None and engine is not None:
                 engine.send(Given(number, b""))  # it must not wait for more
             raise
         finally:
@@ -408,18 +407,19 @@ class RemoteClient(ABC, Generic[E]):
                 if request is not None:
                     request.ask = None
 
-    def _called(self, number: int, request: Request[E] | None, engine: E | None) -> _Call[E]:
-        """What is sent next to an engine, or to the one that is chosen, has a caller that waits."""
+    def _called(self, number: int, message: Ask | NextPart, request: Request[E] | None, engine: E | None) -> _Call[E]:
+        """Send a message, whose caller waits, to an engine, or to the one that is chosen."""
         self._check_owner()
         with self._changed:
             if engine is None:
                 engine = self._ready_engine(request)
             elif engine not in self._engines:
-                raise EngineDied("these parts belong to an engine that has died; ask again")
+                raise EngineDied("this was asked of an engine that has died; ask again")
             call = self._waiting[number] = _Call(request, engine)
             if request is not None:
                 self._running[request.submission.number], request.ask, request.engine = request, number, engine
                 self._sent(request, engine)
+            engine.send(message)
             return call
 
     # -- on the threads that read -------------------------------------------------------------------------------
@@ -475,6 +475,9 @@ class RemoteClient(ABC, Generic[E]):
 
     def _ended(self, request: Request[E]) -> None:
         """While `_changed` is held."""
+
+    def _forgotten(self, engine: E) -> None:
+        """An engine is not used any more. While `_changed` is held."""
 
     def _proved(self, number: int) -> bool:
         """More than that it was taken in is told of a request. Whether that lets others go on. While `_changed` is
@@ -550,14 +553,16 @@ class RemoteClient(ABC, Generic[E]):
                 had_begun = one.here or one.ask is not None or number in begun or unknown
                 if blame is not None and had_begun and not one.proven:
                     one.deaths += blame(one)
-                one.alone = blame is not None
+                one.alone = blame is not None or (one.alone and not one.proven)
                 one.engine, one.here, one.proven, one.went_on = None, False, False, True
                 if one.deaths >= DEATHS:
                     guilty.append(number)
-            self._to_go_on.extend(mine)
+            moved = [number for number in mine if number not in guilty]
+            self._to_go_on.extend(moved)
+            self._forgotten(engine)
         for number in guilty:
             self._refuse(number, how)
-        return list(mine)
+        return moved
 
     def _refuse(self, number: int, how: str) -> None:
         """Fail a request that may be the reason why engines die."""
@@ -604,12 +609,12 @@ class RemoteClient(ABC, Generic[E]):
             if request.alone:
                 self._unproven = number, engine, time.monotonic()
             self._sent(request, engine)
-        engine.send(Ask(ask, packed(request.rest())))
-        if request.cancelled:
-            engine.send(Cancel(number))
-        if request.failed is not None:
-            engine.send(Fail(number, request.failed))
-        return not request.alone
+            engine.send(Ask(ask, packed(request.rest())))
+            if request.cancelled:
+                engine.send(Cancel(number))
+            if request.failed is not None:
+                engine.send(Fail(number, request.failed))
+            return not request.alone
 
     def _pin_again(self, lost: Iterable[E] | None = None) -> None:
         """What was pinned at engines that are lost, or, None, at any."""
@@ -639,9 +644,11 @@ class RemoteClient(ABC, Generic[E]):
             self._tell(None, number, Failed(error))
 
     def _look(self) -> None:
-        """On a thread that watches: go on with the next request where one takes long."""
+        """On a thread that watches: go on with the next request where one takes long, or was refused."""
         with self._changed:
-            late = self._unproven is not None and time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
+            late = self._unproven is not None and (
+                self._unproven[0] not in self._running or time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
+            )
             if late:
                 self._unproven = None
         if late:

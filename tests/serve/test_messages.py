@@ -278,7 +278,7 @@ TOOL_CHOICES: list[tuple[object, str]] = [
 ]
 
 RESPONSES = "/v1/responses"
-GONE = "there is no such response: it was not stored, or was deleted, or the server was started again since"
+GONE = "there is no such response: it was not stored, or was deleted or dropped since"
 NO_CONVERSATION = "send previous_response_id, or use /v1/chat/completions"
 OUTPUT = {"type": "function_call_output", "call_id": "c1"}
 INPUTS: list[tuple[dict[str, object], str]] = [

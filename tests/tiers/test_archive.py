@@ -4,10 +4,7 @@ import errno
 import os
 import stat
 import struct
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +16,10 @@ from kvcellar.files import Files
 from kvcellar.memory.tiers import archive as module
 from kvcellar.memory.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, TooLarge, file_of
 from kvcellar.memory.tiers.codec import AesGcm, Damaged, Foreign
-from kvcellar.memory.tiers.remote_archive import RedisArchive
 from kvcellar.places import NoPlace
-from tests.tiers.redis_server import BINARY, RedisServer
+from tests.tiers.places import Make
 
 CAP = 4096
-
-
-needs_server = pytest.mark.skipif(BINARY is None, reason="neither valkey-server nor redis-server is installed")
-PLACES = ["memory", "disk", pytest.param("redis", marks=needs_server)]
-Make = Callable[..., Archive]  # another archive in the same place, with these options
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RedisServer]:
-    pytest.importorskip("redis", reason="the extra `remote` is not installed")
-    with tempfile.TemporaryDirectory() as directory:  # paths of sockets are short
-        server = RedisServer(Path(directory))
-        server.start()
-        yield server
-        server.kill()
-
-
-@pytest.fixture(params=PLACES)
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    match request.param:
-        case "memory":
-            return Archive
-        case "disk":
-            return partial(DiskArchive, tmp_path / "documents")
-        case _:
-            return partial(RedisArchive, request.getfixturevalue("running").url, f"{tmp_path}-")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
 
-Named conversations are kept in the directory of the store, or, without one, in memory.
+Named conversations are kept in the store (see `documents`), or, without one, in memory.
 """
 
 import logging
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
 from kvcellar.engine.card import ModelCard
-from kvcellar.engine.load.settings import EngineOptions, Settings, cipher_of, conversation_bytes, secret_of, settings_of
+from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.engine.request_options import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.stats import EngineStats
@@ -29,6 +29,7 @@ from kvcellar.events import Event, Usage
 from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.control_clients import AdaptersClient, CacheClient
 from kvcellar.frontend.conversations import Conversations, TokenSource
+from kvcellar.frontend.documents import Documents, documents_of
 from kvcellar.frontend.embeddings import Embeddings
 from kvcellar.frontend.process_client import ProcessClient, plain_settings
 from kvcellar.frontend.reply_formats import Replies
@@ -39,7 +40,6 @@ from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
 from kvcellar.memory.prefix.node import EVERYONE
 from kvcellar.memory.retention import RetentionOptions
-from kvcellar.memory.tiers.archive import Archive, DiskArchive
 from kvcellar.memory.tiers.identity import FileDigests
 from kvcellar.places import NoPlace, cache
 from kvcellar.progress import Progress, listening, report
@@ -59,24 +59,16 @@ log = logging.getLogger("kvcellar.engine")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def open_conversations(settings: Settings, model: ModelCard) -> Conversations:
-    """Nothing is read or written yet."""
-    tokenizer = None
-    if settings.store is not None and model.path is not None:
-        tokenizer = _tokenizer(model.path)
-    if settings.store is None or tokenizer is None:
-        return Conversations(Archive(share=settings.tenant_share), TokenSource(model.name, "", model.vocab_size))
-    archive = DiskArchive(
-        Path(settings.store) / "conversations",
-        conversation_bytes(settings),
-        share=settings.tenant_share,
-        cipher=cipher_of(settings),
-        secret=secret_of(settings),
-    )
-    return Conversations(archive, TokenSource(model.name, tokenizer, model.vocab_size))
+def open_conversations(documents: Documents, model: ModelCard, tokenizer: str | None) -> Conversations:
+    """`tokenizer`: the digest of its files; None: there is none, and conversations end with this process. Nothing is
+    read or written yet."""
+    place = documents if tokenizer is not None else Documents(share=documents.share)
+    return Conversations(place.archive("conversations"), TokenSource(model.name, tokenizer or "", model.vocab_size))
 
 
-def _tokenizer(path: Path) -> str | None:
+def _tokenizer(documents: Documents, path: Path | None) -> str | None:
+    if not documents.durable or path is None:
+        return None
     directory = None
     with suppress(NoPlace):
         directory = cache(os.environ)
@@ -130,7 +122,10 @@ class Engine:
             self._requests = RequestBuilder(client, self._codec)
             self.model = card.model
             # what sessions were saved as, by name; it outlives the engine where that has a store
-            self.conversations: Conversations = open_conversations(checked, self.model)
+            self.documents = documents_of(checked)  # where conversations and responses are kept
+            self.conversations: Conversations = open_conversations(
+                self.documents, self.model, _tokenizer(self.documents, self.model.path)
+            )
             self.cache = CacheClient(client)  # what the prefix cache and the store have
             self.adapters = AdaptersClient(client)  # those that requests can name
             self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts

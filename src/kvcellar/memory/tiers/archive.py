@@ -47,8 +47,9 @@ from kvcellar.memory.tiers.codec import (
     write,
 )
 from kvcellar.places import make_private
+from kvcellar.values import UNBOUNDED
 
-MOST, UNBOUNDED = 1024, 1 << 52  # documents of one owner
+MOST = 1024  # documents of one owner
 HEAD_LIMIT = 64 << 10
 BODY_LIMIT = 8 << 20  # bytes of one document
 MEMORY_BYTES = 64 << 20

@@ -239,11 +239,11 @@ def test_no_more_is_read_of_a_value_than_a_document_may_have(
 def test_keys_of_another_kind_are_an_error_of_the_store(
     redis: RedisArchive, server_url: str, tmp_path: Path, name: str
 ) -> None:
-    redis.put("a", "x", b"head", b"x")
+    first = redis.put("a", "x", b"head", b"x")
     client(server_url).delete(f"{tmp_path}-{name}")
     client(server_url).rpush(f"{tmp_path}-{name}", "no document")
     with pytest.raises(OSError, match="the store elsewhere has failed"):
-        redis.put("a", "x", b"head", b"y", after=b"")
+        redis.put("a", "x", b"head", b"y", after=first)
 
 
 @needs_server

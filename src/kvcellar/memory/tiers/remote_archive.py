@@ -45,11 +45,14 @@ local size = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or 0)
 local count = size > 0 and 1 or 0
 """
 # content, whether it replaces a certain document, the seal of that, stamp, milliseconds until it is deleted or 0, most
-# files of an owner, most of all, most bytes of an owner, most of all
+# files of an owner, most of all, most bytes of an owner, most of all, lowest stamp of what is not forgotten
 _REPLACE = (
     _ADDS
     + """
-if ARGV[4] == '1' and redis.call('GETRANGE', KEYS[1], -16, -1) ~= ARGV[5] then return false end
+if ARGV[4] == '1' then
+  local forgotten = tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or 0) < tonumber(ARGV[12])
+  if (forgotten and '' or redis.call('GETRANGE', KEYS[1], -16, -1)) ~= ARGV[5] then return false end
+end
 local new = #ARGV[3]
 local own, bytes, others = total(ARGV[2] .. '#') - count, total(ARGV[2]) - size, total('all#') - count
 if own >= tonumber(ARGV[8]) or others >= tonumber(ARGV[9]) or bytes + new > tonumber(ARGV[10])
@@ -130,7 +133,7 @@ class RedisArchive(Archive):
         return 0 if self._forgets is None else max(1, int(1000 * self._forgets.seconds))
 
     def _replace(self, file: str, content: bytes, after: bytes | None, used: int) -> None:
-        limits = (*self._most_files, self._own(self._cap), self._cap)
+        limits = (*self._most_files, self._own(self._cap), self._cap, self._oldest)
         replaced = (0, b"") if after is None else (1, after)
         with self._failing():
             found = self._replacing(

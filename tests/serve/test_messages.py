@@ -700,6 +700,7 @@ RAISED |= {"invalid": 1, "unsupported": 1}  # of serve/http/api_errors.py
 HANDED_ON = {"message", "why"}  # parameter names for messages that a function forwards
 
 ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
+    "the response {}: the store of the server has failed; try again later": "test_archived_responses.py",
     "tier must be {}": "for an operator: test_admin_cache.py",
     "the body must be an archive; send it with Content-Type: {}": "likewise",
     "the stream was not read in time: {} events were waiting": "for a client that does not read: test_connection.py",

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -188,9 +188,9 @@ class ArchivedResponses:
         stamps = self._archive.stamps(owner)
         kept, turns = set[str](), dict[str, str | None]()
         for content in self._archive.heads(owner):
-            if isinstance(content, OSError):
-                raise content
-            if isinstance(content, bytes):  # others are read by nobody
+            with suppress(Damaged, Foreign):  # what cannot be read is not continued
+                if isinstance(content, Exception):
+                    raise content
                 head = _head_of(content)
                 if head.response is None:
                     turns[head.id] = head.parent

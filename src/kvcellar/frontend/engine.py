@@ -36,6 +36,7 @@ from kvcellar.frontend.reply_formats import Replies
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.frontend.result import Result, Stream, Ticket
 from kvcellar.frontend.session import Session
+from kvcellar.frontend.shared_replies import open_replies
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
 from kvcellar.memory.prefix.node import EVERYONE
@@ -118,14 +119,13 @@ class Engine:
                 else:
                     client = _on_a_thread(model, checked, opened, thread)
             self._client, card = client, client.card
-            self._codec, self._sessions = TextCodec(card.text), count(1)
-            self._requests = RequestBuilder(client, self._codec)
             self.model = card.model
+            self.documents = documents_of(checked)  # where conversations, responses and replies are kept
+            tokenizer = _tokenizer(self.documents, self.model.path)
+            self._codec, self._sessions = TextCodec(card.text, open_replies(self.documents, tokenizer)), count(1)
+            self._requests = RequestBuilder(client, self._codec)
             # what sessions were saved as, by name; it outlives the engine where that has a store
-            self.documents = documents_of(checked)  # where conversations and responses are kept
-            self.conversations: Conversations = open_conversations(
-                self.documents, self.model, _tokenizer(self.documents, self.model.path)
-            )
+            self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
             self.cache = CacheClient(client)  # what the prefix cache and the store have
             self.adapters = AdaptersClient(client)  # those that requests can name
             self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts

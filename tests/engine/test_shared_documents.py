@@ -1,4 +1,4 @@
-"""Engines that have the same remote store have the same conversations, and go on with each other's chats token by token."""
+"""Engines of one remote store have the same conversations, and go on with each other's chats token by token."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def test_a_url_that_is_none_is_refused_without_it() -> None:
     with pytest.raises(BadRequest, match="store_remote cannot be opened") as raised:
         documents.archive("conversations")
     assert "secret" not in str(raised.value)
-    assert documents_of(Settings(store_remote="file:///x", store_remote_bytes=1 << 20)).bytes == document_bytes(1 << 20)
+    assert documents_of(Settings(store_remote="file:///x", store_remote_bytes=1 << 20)).cap == document_bytes(1 << 20)
 
 
 def test_an_engine_continues_the_chat_that_another_one_began(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ DIRECTORY = "file"
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The place: a server, a directory, or, without either, memory. `bytes` are those of each kind, of which one owner
-    may have a `share`. `shared`: by front ends of other machines."""
+    """The place: a server, a directory, or, without either, memory. `cap` is on the bytes of each kind, of which one
+    owner may have a `share`. `shared`: by front ends of other machines."""
 
     server: str | None = None
     directory: Path | None = None
     shared: bool = False
-    bytes: int = MEMORY_BYTES
+    cap: int = MEMORY_BYTES
     share: float = 1.0
     cipher: Cipher = field(default_factory=Plain)
     secret: bytes = b""
@@ -39,14 +39,14 @@ class Documents:
 
     def archive(self, kind: Kind, *, timeout: float = 2.0, **options: Unpack[ArchiveOptions]) -> Archive:
         """Reads and writes nothing yet. `timeout` in seconds of the calls of a server. Raises `BadRequest`."""
-        options = ArchiveOptions(share=self.share, cipher=self.cipher, secret=self.secret, **options)
+        made: ArchiveOptions = {"share": self.share, "cipher": self.cipher, "secret": self.secret, **options}
         if self.directory is not None:
-            return DiskArchive(self.directory / kind, self.bytes, **options)
+            return DiskArchive(self.directory / kind, self.cap, **made)
         if self.server is None:
-            return Archive(self.bytes, **options)
-        make = partial(RedisArchive, self.server, f"kvcellar-{kind}-", self.bytes, timeout=timeout)
+            return Archive(self.cap, **made)
+        make = partial(RedisArchive, self.server, f"kvcellar-{kind}-", self.cap, timeout=timeout)
         try:
-            return make(**options)
+            return make(**made)
         except ImportError as error:
             needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
             raise BadRequest(needs, "store_remote") from error
@@ -60,9 +60,9 @@ def documents_of(settings: Settings) -> Documents:
     scheme, _, rest = (settings.store_remote or "").partition("://")
     if scheme in SCHEMES:
         url = f"{SCHEMES[scheme]}://{rest}"
-        return about(server=url, shared=True, bytes=document_bytes(settings.store_remote_bytes))
+        return about(server=url, shared=True, cap=document_bytes(settings.store_remote_bytes))
     if scheme == DIRECTORY:
-        return about(directory=Path(rest), shared=True, bytes=document_bytes(settings.store_remote_bytes))
+        return about(directory=Path(rest), shared=True, cap=document_bytes(settings.store_remote_bytes))
     if settings.store is not None:
-        return about(directory=Path(settings.store), bytes=document_bytes(settings.store_bytes))
+        return about(directory=Path(settings.store), cap=document_bytes(settings.store_bytes))
     return about()

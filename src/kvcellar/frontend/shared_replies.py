@@ -35,7 +35,7 @@ def open_replies(documents: Documents, tokenizer: str | None) -> "ArchivedReplie
     """For models whose tokenizer files have this digest. None where front ends of other machines share nothing."""
     if not documents.shared or tokenizer is None:
         return None
-    own = int(documents.share * documents.bytes)
+    own = int(documents.share * documents.cap)
     return ArchivedReplies(documents.archive("replies", timeout=SECONDS, forgets=Forgets(LASTS, own)), tokenizer)
 
 

@@ -383,26 +383,26 @@ def to_drop(files: Mapping[str, Stored], file: str, size: int, space: Space, old
     """Which `files` are dropped for another `file` of this size: those with stamps below `oldest`, and where there is
     no space, those with the lowest ones: of its owner, then of the owner that has the most bytes."""
     queues: dict[str, deque[str]] = {_owner(file): deque()}  # by owner, the lowest stamp first
-    bytes, gone, count = {_owner(file): 0}, list[str](), len(files)
+    sizes, gone, count = {_owner(file): 0}, list[str](), len(files)
 
     def drop(owner: str) -> None:
         gone.append(name := queues[owner].popleft())
-        bytes[owner] -= files[name].size
+        sizes[owner] -= files[name].size
 
     for name in sorted(files, key=lambda name: files[name].used):
         queues.setdefault(_owner(name), deque()).append(name)
-        bytes[_owner(name)] = bytes.get(_owner(name), 0) + files[name].size
+        sizes[_owner(name)] = sizes.get(_owner(name), 0) + files[name].size
     for owner, queue in queues.items():
         while queue and files[queue[0]].used < oldest:
             drop(owner)
     mine = _owner(file)
-    if bytes[mine] + size > space.own:
-        while queues[mine] and bytes[mine] + size > space.own - space.own // SLACK:
+    if sizes[mine] + size > space.own:
+        while queues[mine] and sizes[mine] + size > space.own - space.own // SLACK:
             drop(mine)
-    if sum(bytes.values()) + size > space.all or count - len(gone) >= space.files:
+    if sum(sizes.values()) + size > space.all or count - len(gone) >= space.files:
         most, fewer = space.all - space.all // SLACK, space.files - space.files // SLACK
-        while any(queues.values()) and (sum(bytes.values()) + size > most or count - len(gone) >= fewer):
-            drop(max((owner for owner, queue in queues.items() if queue), key=lambda owner: bytes[owner]))
+        while any(queues.values()) and (sum(sizes.values()) + size > most or count - len(gone) >= fewer):
+            drop(max((owner for owner, queue in queues.items() if queue), key=lambda owner: sizes[owner]))
     return gone
 
 

@@ -64,7 +64,7 @@ def open_responses(documents: Documents, *, bytes_of_key: int, seconds: float) -
     """In the store, if there is one, else in memory."""
     if not documents.durable:
         return ResponseStore(most_bytes_of_key=bytes_of_key, seconds=seconds)
-    own = min(bytes_of_key, int(documents.share * documents.bytes))
+    own = min(bytes_of_key, int(documents.share * documents.cap))
     return ArchivedResponses(documents.archive("responses", forgets=Forgets(seconds, own)), own - own // SLACK)
 
 

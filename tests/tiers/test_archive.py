@@ -196,7 +196,7 @@ def test_what_a_killed_process_was_writing_is_deleted_and_never_read(disk: DiskA
     left = folder / f"{file_of('a', 'x')}-0000{PART}"
     left.write_bytes(bytes(CAP))
     assert list(disk.heads("a")) == [b"head"]
-    seals(disk, "y")
+    seals(DiskArchive(folder, CAP), "y")
     assert not left.exists()
 
 

@@ -2,7 +2,7 @@
 
     conversations/<digest of owner>-<digest of name>    a file for each document
     conversations/*.part                                files that are being written
-    conversations.lock                                  locked by whoever changes a document
+    conversations.lock                                  locked while a document is changed, and the number of changes
 
 A file is a start (magic, version, and the sizes of both parts), the head, a digest of these, the body, and a digest of
 the first digest and the body: the seal. Heads are small, so that documents can be listed without reading bodies. With a
@@ -24,8 +24,8 @@ import os
 import secrets
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +107,34 @@ class Counts(NamedTuple):
     bytes: int
 
 
+class Sizes:
+    """Bytes of files, and by owner the sums of bytes and files; those of all have the owner ""."""
+
+    def __init__(self, files: Iterable[tuple[str, int]] = ()) -> None:
+        self.files, self.bytes, self.counts = dict[str, int](), Counter[str](), Counter[str]()
+        for file, size in files:
+            self.set(file, size)
+
+    def set(self, file: str, size: int) -> None:
+        """0: it is not there."""
+        before = self.files.pop(file, 0)
+        if size:
+            self.files[file] = size
+        for owner in ("", _owner(file)):
+            self.bytes[owner] += size - before
+            self.counts[owner] += (size > 0) - (before > 0)
+            if not self.counts[owner]:
+                del self.bytes[owner], self.counts[owner]
+
+    def beside(self, file: str) -> Counts:
+        own, mine = self.files.get(file, 0), _owner(file)
+        count = own > 0
+        return Counts(self.counts[mine] - count, self.bytes[mine] - own, self.counts[""] - count, self.bytes[""])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sizes) and vars(self) == vars(other)
+
+
 class ArchiveOptions(TypedDict, total=False):
     share: float  # of the cap: what one owner may have
     forgets: Forgets | None  # None: nothing is dropped
@@ -185,7 +213,8 @@ class Archive:
         """`share` of the `cap` on bytes: what one owner may have."""
         self._cap, self._share, self._forgets = cap, share, forgets
         self._cipher, self._secret, self._clock = cipher or Plain(), secret, clock
-        self._contents, self._used, self._lock = dict[str, bytes](), dict[str, int](), Lock()
+        self._contents, self._used = dict[str, bytes](), dict[str, int]()
+        self._sizes, self._lock = Sizes(), Lock()
 
     @property
     def stamp(self) -> int:
@@ -228,23 +257,32 @@ class Archive:
 
     def heads(self, owner: str) -> Iterator[bytes | Exception]:
         """The heads of all documents of an owner in any order, or the error of one that cannot be read."""
-        for file in self._entries(_hex(owner, self._secret)):
+        for file in self._entries(self._prefix_of(owner)):
             try:
                 with self._opened(file, whole=False) as found:
                     if found is not None:
-                        head = head_of(found, self._longest)[0]
-                        yield bytes(self._cipher.unseal(head, _place(file, "head")))
-            except (OSError, Damaged, Foreign) as error:
+                        yield self._head(file, found)
+            except OSError as error:
                 yield error
+
+    def _head(self, file: str, source: Source) -> bytes | Exception:
+        try:
+            return bytes(self._cipher.unseal(head_of(source, self._longest)[0], _place(file, "head")))
+        except (OSError, Damaged, Foreign) as error:
+            return error
 
     def stamps(self, owner: str) -> Mapping[str, int]:
         """Of all documents of an owner, for `delete`."""
-        return {file: found.used for file, found in self._entries(_hex(owner, self._secret)).items()}
+        return {file: found.used for file, found in self._entries(self._prefix_of(owner)).items()}
 
     def delete(self, owner: str, name: str, *, unused_since: Mapping[str, int] | None = None) -> bool:
         """Also where it cannot be read. False if there is none, or if it was used since these `stamps`."""
         file = file_of(owner, name, self._secret)
         return self._remove(file, None if unused_since is None else unused_since.get(file, -1))
+
+    def _prefix_of(self, owner: str) -> str:
+        """What the files of an owner begin with."""
+        return _hex(owner, self._secret)
 
     # -- limits -------------------------------------------------------------------------------------------------
 
@@ -294,11 +332,21 @@ class Archive:
             self._remove(name, found[name].used)
         return bool(gone)
 
+    def check(self) -> None:
+        """Assert what is always true, while nothing is changed."""
+        sizes, (own, every) = self._counted(), self._most_files
+        assert sizes == Sizes((file, one.size) for file, one in self._entries().items())
+        assert sizes.bytes[""] <= self._cap
+        assert sizes.counts[""] <= every
+        assert all(sizes.bytes[owner] <= self._own(self._cap) for owner in sizes.bytes if owner)
+        assert all(sizes.counts[owner] <= own for owner in sizes.counts if owner)
+
     # -- where they are -----------------------------------------------------------------------------------------
 
     @contextmanager
-    def _locked(self, *, writes: bool = False) -> Generator[None]:
-        """One thread of one process at a time. Raises `TimeoutError`."""
+    def _locked(self, *, sizes: bool = True) -> Generator[None]:
+        """One thread of one process at a time; `_sizes` are those of what is there, and may change, unless that is not
+        asked for. Raises `TimeoutError`."""
         if not self._lock.acquire(timeout=WAIT):
             raise TimeoutError(BUSY.format(WAIT))
         try:
@@ -308,17 +356,16 @@ class Archive:
 
     def _replace(self, file: str, content: bytes, after: bytes | None, used: int) -> None:
         """In one step. Raises what `put` raises."""
-        with self._locked(writes=True):
+        self._make()
+        with self._locked():
             with self._opened(file) as found:
                 seal = b"" if found is None else found.read(DIGEST, max(0, found.size - DIGEST))
             if after not in (None, seal):
                 raise Changed
-            sizes = {name: one.size for name, one in self._entries().items()}
-            others = [(name.startswith(_owner(file)), size) for name, size in sizes.items() if name != file]
-            own, used_bytes = [size for mine, size in others if mine], sum(sizes.values())
-            beside = Counts(len(own), sum(own), len(others), used_bytes)
-            self._check_size(len(content), beside, self._most(used_bytes))
+            beside = self._sizes.beside(file)
+            self._check_size(len(content), beside, self._most(beside.bytes))
             self._write(file, content, used)
+            self._sizes.set(file, len(content))
 
     def _remove(self, file: str, used: int | None) -> bool:
         """In one step, if it has this stamp; None: whatever it has. False if it is not there, or has another one."""
@@ -327,13 +374,15 @@ class Archive:
                 if used not in (None, self._stamp(file)):
                     return False
                 self._unlink(file)
+                self._sizes.set(file, 0)
         except FileNotFoundError:
             return False
         return True
 
     def _touch(self, files: Sequence[str], used: int) -> list[bool]:
         found: list[bool] = []
-        with self._locked(writes=True):
+        self._make()
+        with self._locked(sizes=False):
             for at, file in enumerate(files):
                 if there := (before := self._stamp(file)) is not None:
                     self._mark(file, max(used + at, before + 1))
@@ -350,6 +399,13 @@ class Archive:
         """All, or those of the owner with this digest."""
         found = [(file, content) for file, content in [*self._contents.items()] if file.startswith(owner)]
         return {file: Stored(len(content), self._used[file]) for file, content in found}
+
+    def _counted(self) -> Sizes:
+        with self._locked():
+            return self._sizes
+
+    def _make(self) -> None:
+        """Something is going to be stored."""
 
     def _most(self, used: int) -> int:
         """The most bytes of all documents, which take `used` of them."""
@@ -416,25 +472,38 @@ class DiskArchive(Archive):
         """`cap`: most bytes, and no more than a tenth of what is free on the disk and of the files themselves."""
         super().__init__(cap, **options)
         self._directory, self._files = directory, files or Files()
+        self._changes: int | None = None  # of all processes, when `_sizes` were those of the files
+
+    def _make(self) -> None:
+        make_private(self._directory)
 
     @contextmanager
-    def _locked(self, *, writes: bool = False) -> Generator[None]:
-        """With `writes`, the directory is there, without what processes that have ended were writing."""
+    def _locked(self, *, sizes: bool = True) -> Generator[None]:
         with super()._locked():
-            if writes:
-                make_private(self._directory)
             # a file, opened for writing: NFS locks neither directories nor what is opened for reading
             lock = self._directory.with_name(self._directory.name + LOCK)
             opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 lock_within(WAIT, opened, BUSY.format(WAIT))
-                if writes:
-                    for name in list(self._files.names(self._directory)):
-                        if name.endswith(PART):
-                            self._files.unlink(self._directory / name)
+                if sizes:
+                    self._count(opened)
                 yield
+            except BaseException:
+                self._changes = None
+                raise
             finally:
                 os.close(opened)
+
+    def _count(self, lock: int) -> None:
+        """Count the files, if another process has changed some; what it was writing when it ended is deleted."""
+        changes = int.from_bytes(os.pread(lock, 8, 0), "little")
+        if changes != self._changes:
+            for name in list(self._files.names(self._directory)):
+                if name.endswith(PART):
+                    self._files.unlink(self._directory / name)
+            self._sizes = Sizes((file, one.size) for file, one in self._entries().items())
+        self._changes = changes + 1
+        os.pwrite(lock, self._changes.to_bytes(8, "little"), 0)
 
     @contextmanager
     def _opened(self, file: str, *, whole: bool = True) -> Generator[Source | None]:

@@ -16,7 +16,7 @@ A server that evicts keys by itself loses documents: each is then as one that wa
 # pyright: standard
 # (the types of redis are partial)
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -26,12 +26,13 @@ from kvcellar.memory.tiers.archive import (
     ArchiveOptions,
     Changed,
     Counts,
+    Sizes,
     Stored,
 )
 from kvcellar.memory.tiers.codec import Content, Source
 
 OVERHEAD = 1 << 12  # more than the bytes of a document beside its head and body
-SCANNED = 1000  # names for each call of a listing
+SCANNED, HEADS = 1000, 100  # names, and heads, for each call of a listing
 
 # KEYS: document, sizes, used, totals. ARGV: its file and owner; and what each script names.
 _ADDS = """
@@ -157,9 +158,32 @@ class RedisArchive(Archive):
     @contextmanager
     def _opened(self, file: str, *, whole: bool = True) -> Generator[Source | None]:
         with self._failing():
-            most = HEAD_LIMIT + OVERHEAD + (self._longest if whole else 0)
-            found = self._reading([self._prefix + file, self._keys[1]], [file, self._oldest, most])
+            found = self._read(file, HEAD_LIMIT + OVERHEAD + (self._longest if whole else 0))
         yield None if found is None else Content(found[1], found[0])
+
+    def _counted(self) -> Sizes:
+        with self._failing():
+            sizes, totals = self._redis.hgetall(self._keys[0]), self._redis.hgetall(self._keys[2])
+        found = Sizes((file.decode(), int(size)) for file, size in sizes.items())
+        for owner in found.bytes:
+            name = (owner or "all").encode()
+            found.bytes[owner], found.counts[owner] = int(totals.pop(name)), int(totals.pop(name + b"#"))
+        assert not totals, "an owner without documents"
+        return found
+
+    def heads(self, owner: str) -> Iterator[bytes | Exception]:
+        files = [*self._entries(self._prefix_of(owner))]
+        for at in range(0, len(files), HEADS):
+            some = files[at : at + HEADS]
+            with self._failing(), self._redis.pipeline(transaction=False) as together:
+                for file in some:
+                    self._read(file, HEAD_LIMIT + OVERHEAD, together)
+                found = together.execute()
+            yield from (self._head(file, Content(*one[::-1])) for file, one in zip(some, found, strict=True) if one)
+
+    def _read(self, file: str, most: int, client: Any = None) -> Any:
+        """Size and first bytes of a document; None if it is not there, or forgotten."""
+        return self._reading([self._prefix + file, self._keys[1]], [file, self._oldest, most], client)
 
     def _entries(self, owner: str = "") -> Mapping[str, Stored]:
         with self._failing():

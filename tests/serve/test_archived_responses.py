@@ -211,6 +211,28 @@ def test_a_kill_between_two_changes_loses_nothing_that_was_acknowledged(document
     raise AssertionError("it does not come to an end")
 
 
+@pytest.mark.parametrize("moment", ["stamps", "heads", "delete"])
+def test_a_response_that_is_continued_while_it_is_deleted_keeps_what_was_said(
+    documents: Documents, moment: str
+) -> None:
+    """The other front end adds before the stamps are read, between these and the heads, or after them."""
+    one, other = opened(documents), opened(documents)
+    one.add("me", "r0", kept("r0"))
+    parent, archive, added = other.get("me", "r0"), one._archive, list[str]()
+    act = getattr(archive, moment)
+
+    def between(*given: Any, **how: Any) -> Any:
+        if not added and (moment != "delete" or "unused_since" in how):
+            added.append("r1")
+            other.add("me", "r1", kept("r1", parent))
+        return act(*given, **how)
+
+    setattr(archive, moment, between)
+    one.delete("me", "r0")
+    assert added
+    assert said_in(opened(documents).get("me", "r1")) == ["r0", "r1"]
+
+
 def test_a_killed_process_leaves_whole_responses_in_a_directory(tmp_path: Path) -> None:
     """A real process is killed at each operation on files, also in the middle of a write."""
     number, ended = 0, False

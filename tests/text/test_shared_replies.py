@@ -62,6 +62,16 @@ def test_two_front_ends_give_a_chat_the_tokens_that_one_would(
         assert prompt[: len(known)] == known
 
 
+@pytest.mark.parametrize("kind", EXACT)
+def test_a_front_end_that_knows_the_beginning_of_a_chat_finds_the_rest(kind: str) -> None:
+    ends, words = Ends(kind), Chat(kind).words
+    reply = [token for letter in "the hills" for token in words.encode_marked(letter, ())]
+    assert reply != words.encode_marked("the hills", ()), "the tokenizer would choose the same tokens"
+    for which in (0, 1, 1, 0, 1):
+        known = ends.alone.known
+        assert ends.ask(which, "more", reply)[: len(known)] == known
+
+
 def test_replies_that_two_front_ends_gave_to_one_prompt_are_both_known() -> None:
     ends = Ends("byte_level")
     replies = [pieces("byte_level", text, random.Random(0)) for text in ("to be", "not to be")]

@@ -432,14 +432,9 @@ def test_a_turn_that_fails_leaves_the_session_and_its_name(saved, tmp_path) -> N
         assert engine.load("a").tokens == engine.load("b").tokens == session.tokens
 
 
-def test_one_owner_has_its_share_of_the_memory_of_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[float] = []
-
-    class Noted(Archive):
-        def __init__(self, *, share: float) -> None:
-            super().__init__(share=share)
-            shares.append(share)
-
-    monkeypatch.setattr("kvcellar.frontend.engine.Archive", Noted)
-    small_engine("llama", tenant_share=0.25).close()
-    assert shares == [0.25]
+def test_one_owner_has_its_share_of_the_memory_of_conversations() -> None:
+    with small_engine("llama", tenant_share=0.25) as engine:
+        for number in range(7):
+            engine.conversations.save(f"a{number}", transcript("x" * (2 << 20)))
+        with pytest.raises(ConversationConflict, match=f"{16 << 20} bytes are allowed"):
+            engine.conversations.save("another", transcript("x" * (2 << 20)))

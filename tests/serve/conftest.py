@@ -8,6 +8,7 @@ import pytest
 from kvcellar.serve import Server, ServeSettings
 from tests.serve.declared import DeclaredClient
 from tests.serve.fake_engine import PATIENCE, FakeEngine, Script
+from tests.tiers.places import documents, server_url  # noqa: F401  # pytest finds them by name
 
 
 @pytest.fixture(scope="session")

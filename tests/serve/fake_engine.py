@@ -23,6 +23,7 @@ from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, Recordin
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
 from kvcellar.frontend.conversations import Conversations, TokenSource
+from kvcellar.frontend.documents import Documents
 from kvcellar.frontend.result import Ticket
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.tiers.archive import Archive
@@ -202,6 +203,7 @@ class FakeEngine:
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt
         self.continues = False  # whether the last prompt ends with a message that the answer continues
+        self.documents = Documents()
         self.conversations = Conversations(Archive(), TokenSource(self.model.name, "bytes", VOCABULARY))
         self.script = Script()
         self.seen: list[tuple[tuple[int, ...], SamplingParams]] = []

@@ -278,7 +278,7 @@ TOOL_CHOICES: list[tuple[object, str]] = [
 ]
 
 RESPONSES = "/v1/responses"
-GONE = "there is no such response: it was not stored, or was deleted, or the server was started again since"
+GONE = "there is no such response: it was not stored, or was deleted or dropped since"
 NO_CONVERSATION = "send previous_response_id, or use /v1/chat/completions"
 OUTPUT = {"type": "function_call_output", "call_id": "c1"}
 INPUTS: list[tuple[dict[str, object], str]] = [
@@ -700,6 +700,7 @@ RAISED |= {"invalid": 1, "unsupported": 1}  # of serve/http/api_errors.py
 HANDED_ON = {"message", "why"}  # parameter names for messages that a function forwards
 
 ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
+    "the response {}: the store of the server has failed; try again later": "test_archived_responses.py",
     "tier must be {}": "for an operator: test_admin_cache.py",
     "the body must be an archive; send it with Content-Type: {}": "likewise",
     "the stream was not read in time: {} events were waiting": "for a client that does not read: test_connection.py",

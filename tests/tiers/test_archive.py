@@ -17,13 +17,14 @@ from kvcellar.memory.tiers import archive as module
 from kvcellar.memory.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, TooLarge, file_of
 from kvcellar.memory.tiers.codec import AesGcm, Damaged, Foreign
 from kvcellar.places import NoPlace
+from tests.tiers.places import Make
 
 CAP = 4096
 
 
-@pytest.fixture(params=["memory", "disk"])
-def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
-    return Archive(CAP, 0.5) if request.param == "memory" else DiskArchive(tmp_path / "documents", CAP, share=0.5)
+@pytest.fixture
+def archive(make: Make) -> Archive:
+    return make(CAP, share=0.5)
 
 
 def seals(archive: Archive, *names: str, owner: str = "a") -> list[bytes]:
@@ -195,7 +196,7 @@ def test_what_a_killed_process_was_writing_is_deleted_and_never_read(disk: DiskA
     left = folder / f"{file_of('a', 'x')}-0000{PART}"
     left.write_bytes(bytes(CAP))
     assert list(disk.heads("a")) == [b"head"]
-    seals(disk, "y")
+    seals(DiskArchive(folder, CAP), "y")
     assert not left.exists()
 
 

@@ -17,11 +17,12 @@ from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.core.device import DeviceThread
 from kvcellar.engine.load.in_library import in_library, located
 from kvcellar.engine.load.machine import free_cpu_bytes
-from kvcellar.engine.load.settings import SHARE_OF_FREE
+from kvcellar.engine.load.settings import SHARE_OF_FREE, Settings
 from kvcellar.engine.models import embedded
 from kvcellar.engine.models.weights.find import find
 from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.documents import documents_of
 from kvcellar.frontend.engine import Engine, import_needed
 from kvcellar.frontend.fork_server import starter_for
 from kvcellar.frontend.served_engine import open_variant
@@ -42,6 +43,7 @@ OF_ONE_ENGINE = (  # and for the first one only
     *("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block"),
     *("adapters", "adapter"),
 )
+OF_STORE = ("store", "store_bytes", "store_key", "store_remote", "store_remote_bytes", "tenant_share")
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of drivers that torch may use
 FREE_CUDA_BYTES = """
 import sys, torch
@@ -90,7 +92,10 @@ def hosting(
     made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process, heard=startup.heard)
     library = _library()
     catalogue = LibraryModels(library, made.on_demand, open_variant, caches, dtype=options["dtype"])
-    host = ModelManager(catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup)
+    documents = documents_of(Settings(**{name: options[name] for name in OF_STORE if options.get(name) is not None}))
+    host = ModelManager(
+        catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup, documents=documents
+    )
     with closing(made), closing(host):
 
         def load() -> None:

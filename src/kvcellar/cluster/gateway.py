@@ -19,8 +19,9 @@ from starlette.types import ASGIApp
 from kvcellar.cluster.address import Address
 from kvcellar.cluster.client import ClusterClient
 from kvcellar.cluster.routing import Router
-from kvcellar.engine.load.settings import EngineOptions
+from kvcellar.engine.load.settings import EngineOptions, settings_of
 from kvcellar.errors import KvcellarError
+from kvcellar.frontend.documents import documents_of
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.routes import inspector
 from kvcellar.serve.http.lifecycle import LoadThread, Startup
@@ -62,7 +63,10 @@ class Gateway:
         self._options = {name: options for name, (_, options) in engines.items()}
         self._startup, self._failed = Startup(tuple(engines)), False
         limits = Limits(max_bytes=0, max_models=len(engines))
-        self._host = ModelManager(NoModels(), limits, unload=lambda engine: engine.close(), startup=self._startup)
+        documents = documents_of(settings_of(next(iter(self._options.values()))))
+        self._host = ModelManager(
+            NoModels(), limits, unload=lambda engine: engine.close(), startup=self._startup, documents=documents
+        )
         self._shared = shared_by(self._host, ServeSettings(**settings), ServerOptions())
         self._loading = LoadThread(self._startup, self._load, self._load_failed)
         self._meetings: set[asyncio.Task[None]] = set()

@@ -3,7 +3,7 @@
 with Engine() as engine:
     print(engine.generate("def main():", max_tokens=32).text)
 
-Named conversations are kept in the directory of the store, or, without one, in memory.
+Named conversations are kept in the store (see `documents`), or, without one, in memory.
 """
 
 import logging
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
 from kvcellar.engine.card import ModelCard
-from kvcellar.engine.load.settings import EngineOptions, Settings, cipher_of, conversation_bytes, secret_of, settings_of
+from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.engine.request_options import RequestOptions, SubmitOptions, how_of, sampling_of
 from kvcellar.engine.stats import EngineStats
@@ -29,17 +29,18 @@ from kvcellar.events import Event, Usage
 from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.control_clients import AdaptersClient, CacheClient
 from kvcellar.frontend.conversations import Conversations, TokenSource
+from kvcellar.frontend.documents import Documents, documents_of
 from kvcellar.frontend.embeddings import Embeddings
 from kvcellar.frontend.process_client import ProcessClient, plain_settings
 from kvcellar.frontend.reply_formats import Replies
 from kvcellar.frontend.request_builder import RequestBuilder
 from kvcellar.frontend.result import Result, Stream, Ticket
 from kvcellar.frontend.session import Session
+from kvcellar.frontend.shared_replies import open_replies
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
 from kvcellar.memory.prefix.node import EVERYONE
 from kvcellar.memory.retention import RetentionOptions
-from kvcellar.memory.tiers.archive import Archive, DiskArchive
 from kvcellar.memory.tiers.identity import FileDigests
 from kvcellar.places import NoPlace, cache
 from kvcellar.progress import Progress, listening, report
@@ -59,24 +60,16 @@ log = logging.getLogger("kvcellar.engine")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def open_conversations(settings: Settings, model: ModelCard) -> Conversations:
-    """Nothing is read or written yet."""
-    tokenizer = None
-    if settings.store is not None and model.path is not None:
-        tokenizer = _tokenizer(model.path)
-    if settings.store is None or tokenizer is None:
-        return Conversations(Archive(share=settings.tenant_share), TokenSource(model.name, "", model.vocab_size))
-    archive = DiskArchive(
-        Path(settings.store) / "conversations",
-        conversation_bytes(settings),
-        share=settings.tenant_share,
-        cipher=cipher_of(settings),
-        secret=secret_of(settings),
-    )
-    return Conversations(archive, TokenSource(model.name, tokenizer, model.vocab_size))
+def open_conversations(documents: Documents, model: ModelCard, tokenizer: str | None) -> Conversations:
+    """`tokenizer`: the digest of its files; None: there is none, and conversations end with this process. Nothing is
+    read or written yet."""
+    place = documents if tokenizer is not None else Documents(share=documents.share)
+    return Conversations(place.archive("conversations"), TokenSource(model.name, tokenizer or "", model.vocab_size))
 
 
-def _tokenizer(path: Path) -> str | None:
+def _tokenizer(documents: Documents, path: Path | None) -> str | None:
+    if not documents.durable or path is None:
+        return None
     directory = None
     with suppress(NoPlace):
         directory = cache(os.environ)
@@ -137,11 +130,13 @@ class Engine:
 
     def _open(self, client: EngineClient, settings: Settings) -> None:
         self._client, card = client, client.card
-        self._codec, self._sessions = TextCodec(card.text), count(1)
-        self._requests = RequestBuilder(client, self._codec)
         self.model = card.model
+        self.documents = documents_of(settings)  # where conversations, responses and replies are kept
+        tokenizer = _tokenizer(self.documents, self.model.path)
+        self._codec, self._sessions = TextCodec(card.text, open_replies(self.documents, tokenizer)), count(1)
+        self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
-        self.conversations: Conversations = open_conversations(settings, self.model)
+        self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
         self.cache = CacheClient(client)  # what the prefix cache and the store have
         self.adapters = AdaptersClient(client)  # those that requests can name
         self.embeddings = Embeddings(self._requests, card, self._codec)  # vectors of texts

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 from kvcellar.engine.arguments import namespace_name
 from kvcellar.engine.card import TextCard
 from kvcellar.errors import BadRequest
+from kvcellar.frontend.shared_replies import ArchivedReplies
 from kvcellar.text.conversation import Preamble, caps_for
 from kvcellar.text.output import LONG_RUN, Output, ReadOutput, Stops, open_stream
 from kvcellar.text.rendering import Renderer
@@ -22,9 +23,9 @@ class TextCodec:
     All methods raise `BadRequest` where the model has none.
     """
 
-    def __init__(self, card: TextCard) -> None:
-        """Raises `ModelRefused` for a template that cannot be used."""
-        self._card, self._preamble, assets = card, card.preamble, card.assets
+    def __init__(self, card: TextCard, shared: ArchivedReplies | None = None) -> None:
+        """`shared`: the replies of all front ends. Raises `ModelRefused` for a template that cannot be used."""
+        self._card, self._shared, self._preamble, assets = card, shared, card.preamble, card.assets
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self._renderer = Renderer()  # that of variants, too
@@ -35,7 +36,7 @@ class TextCodec:
             self._tokenizer = TextTokenizer(
                 assets.tokenizer, end_ids=card.end_ids, special_tokens=assets.special, most_bytes=most
             )
-            self.replays = Replays(self._tokenizer, card.replay_bytes, borders=card.borders)
+            self.replays = Replays(self._tokenizer, card.replay_bytes, borders=card.borders, shared=shared)
             if card.stored:
                 self.replays.stored = StoredTexts(card.stored)
             self._template = self._opened(assets.chat_template, self._tokenizer)
@@ -94,8 +95,10 @@ class TextCodec:
 
     def rest(self) -> None:
         """End the threads of the tokenizer, unless they are at work, and the process of the chat template. The next
-        text starts others."""
+        text starts others. What is known of replies is shared by then."""
         self._renderer.rest()
+        if self._shared is not None:
+            self._shared.rest()
         if self._tokenizer is not None:
             self._tokenizer.limit.rest()
 

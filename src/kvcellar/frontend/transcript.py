@@ -43,9 +43,9 @@ class Turn:
     reply last; its tokens are the first `common` of those before it, and then `tail`. `prompt` is the length of its
     prompt, and `omitted` how many messages after those of the system it left out, counted from the first message of
     all. The turns of a conversation are `depth`, after a first one, which has what it began with; their messages have
-    `total` bytes."""
+    `total` bytes. `id` is that of the response of which it is the turn."""
 
-    __slots__ = ("common", "depth", "messages", "omitted", "parent", "prompt", "tail", "total")
+    __slots__ = ("common", "depth", "id", "messages", "omitted", "parent", "prompt", "tail", "total")
 
     def __init__(
         self,
@@ -56,8 +56,9 @@ class Turn:
         common: int = 0,
         tail: Iterable[int] = (),
         prompt: int = 0,
+        id: str = "",
     ) -> None:
-        self.parent, self.messages, self.omitted = parent, messages, omitted
+        self.parent, self.messages, self.omitted, self.id = parent, messages, omitted, id
         self.common, self.tail, self.prompt = common, array("q", tail), prompt
         self.depth = 0 if parent is None else parent.depth + 1
         self.total = len(messages) + (0 if parent is None else parent.total)

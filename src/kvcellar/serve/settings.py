@@ -65,7 +65,8 @@ class ServeSettings:
     # the page at `/inspector`; None: only without API keys, and where only this machine can reach the server
     inspector: bool | None = None
     client_pins: bool = False  # requests may set cache_pin, and cache_priority above 0
-    # most bytes of responses of `/v1/responses` that are kept for one API key, of 256 MiB for all
+    # most bytes of responses of `/v1/responses` that are kept for one API key, of a 64th of the bytes of the store for
+    # all, or, without a store, of 256 MiB
     responses_bytes: int = 64 * 2**20
     responses_seconds: float = 30 * 86400.0  # how long such a response is kept after it was used last
     drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM

@@ -15,6 +15,9 @@ with others, every prompt has the tokens that the tokenizer gives it.
 
 `History` has the messages of a chat by digest, and tells which of them is not what it was in an earlier prompt.
 
+`SharedReplies` are those of other front ends: where a chat was answered elsewhere, its last prompt and the replies to
+it are looked up once, and used like those that are known here.
+
 `StoredTexts` has the token sequences that a store had when its engine was made, found by their text, so that the
 replies of a chat keep their tokens across a restart. What the store removes meanwhile only costs that its tokens are
 used without their K/V.
@@ -30,7 +33,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
 from itertools import accumulate, chain, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from kvcellar.events import Rewrite
 from kvcellar.memory.snapshot import Snapshot, requested
@@ -38,7 +41,7 @@ from kvcellar.text.conversation import common, texts
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import KNOWN_BYTES, TextTokenizer
-from kvcellar.text.turns import Node, PromptTurn, Turns, Walk, packed, prompt_key
+from kvcellar.text.turns import Node, PromptTurn, Turns, Walk, packed, prompt_key, unpacked
 
 MOST_COMPARED = 2**17  # tokens that one text is compared with: some 50 ms
 Spell = Callable[[int], bytes]  # the bytes of a token
@@ -183,12 +186,38 @@ class Earlier(NamedTuple):
     near: PromptTurn | None
 
 
+class Answered(NamedTuple):
+    """A prompt as another front end needs it, with its replies. `end`, `marks` and `history` are those of its turn, and
+    tokens are as bytes."""
+
+    namespace: str
+    history: bytes
+    end: int
+    marks: tuple[int, ...]
+    ids: bytes
+    replies: tuple[bytes, ...]
+
+
+class SharedReplies(Protocol):
+    """Of all front ends of a model."""
+
+    def find(self, namespace: str, history: bytes) -> Answered | None:
+        """The prompt with this `history`. None if it is not known, or not within a small time."""
+        ...
+
+    def keep(self, made: Callable[[], Answered | None]) -> None:
+        """Keep what `made` returns, which is called later, on another thread. Returns at once."""
+        ...
+
+
 class Replays:
     """What is known of the chats of one model: at most `most_bytes` of text and tokens, as `turns` counts them."""
 
-    def __init__(self, tokenizer: TextTokenizer, most_bytes: int, *, borders: bool = False) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, most_bytes: int, *, borders: bool = False, shared: SharedReplies | None = None
+    ) -> None:
         """`borders`: find where messages begin, which takes another rendering of each prompt."""
-        self._tokenizer, self._finds_borders = tokenizer, borders
+        self._tokenizer, self._finds_borders, self._shared = tokenizer, borders, shared
         self._most = 0 if decoder_kind(tokenizer.decoder_steps) is DecoderKind.WHOLE else most_bytes
         self._turns = Turns(self._most)
         self.used = False  # whether a chat was rendered
@@ -212,16 +241,17 @@ class Replays:
         self._tokenizer.check_length(rendered.text, limit)
         with self._taken_in():
             walk = self._turns.walk(namespace, rendered.text)
-        known = [turn for turn in walk.turns if rendered.marks[: bisect_right(rendered.marks, turn.end)] == turn.marks]
+        known = [turn for turn in walk.turns if _marks_before(rendered, turn.end) == turn.marks]
+        now = history(rendered, namespace)
         if known and known[-1].end == len(rendered.text):
             ids, fit = known[-1].all_ids(), None
-        elif (fit := self._fitting(known, rendered) or self._from_store(rendered, namespace)) is not None:
+        elif (fit := self._best_fit(known, rendered, namespace, now)) is not None:
             ids = fit.turn.all_ids() + fit.ids
         else:
             ids = rendered.encode(self._tokenizer, limit=limit)
         if limit is not None and len(ids) > limit:  # the tokenizer may need fewer
             return rendered.encode(self._tokenizer, limit=limit)
-        self._remember(rendered, namespace, ids, fit)
+        self._remember(rendered, namespace, now, ids, fit)
         return ids
 
     def known(self, namespace: str, prompt: Sequence[int]) -> Known | None:
@@ -236,6 +266,15 @@ class Replays:
         """Know a reply to the prompt of this key, from the next call of another method on. Costs nothing and waits for
         no lock: it is called on the engine's thread."""
         self._arrived.append((key, reply))
+        if self._shared is not None:
+            self._shared.keep(partial(self._answered, key))
+
+    def _answered(self, key: bytes) -> Answered | None:
+        with self._taken_in():
+            if (turn := self._turns.of_prompt(key)) is None or not turn.replies:
+                return None
+            ids, replies = packed(turn.all_ids()).tobytes(), tuple(reply.tobytes() for reply in turn.replies)
+            return Answered(turn.node.namespace, turn.history, turn.end, turn.marks, ids, replies)
 
     @contextmanager
     def _taken_in(self) -> Generator[None]:
@@ -258,6 +297,44 @@ class Replays:
 
     # -- a prompt that continues another one ------------------------------------------------------------------------
 
+    def _best_fit(self, known: Sequence[PromptTurn], rendered: Rendered, namespace: str, now: History) -> Fit | None:
+        here, elsewhere = self._fitting(known, rendered), self._from_elsewhere(rendered, namespace, now)
+        if here is None or (elsewhere is not None and elsewhere.turn.end > here.turn.end):
+            here = elsewhere
+        return here or self._from_store(rendered, namespace)
+
+    def _from_elsewhere(self, rendered: Rendered, namespace: str, now: History) -> Fit | None:
+        """The fit of the last prompt of the conversation that was answered, if that was not here."""
+        answers = (at for at in reversed(range(len(rendered.messages))) if rendered.messages[at]["role"] == "assistant")
+        if self._shared is None or (last := next(answers, None)) is None:
+            return None
+        key = now.keys[last]
+        with self._taken_in():
+            turn = self._turns.of_history(key)
+        if (turn is not None and turn.replies) or (found := self._shared.find(namespace, key)) is None:
+            return None
+        ids, replies = unpacked(found.ids), tuple(map(unpacked, found.replies))
+        text, marks = rendered.text[: found.end], _marks_before(rendered, found.end)
+        written = (self._tokenizer.written(token) is not None for token in chain(ids, *replies))
+        if found.end > len(rendered.text) or found.marks != marks or not all(written) or not self._spells(ids, text):
+            return None
+        node = Node(None, "", namespace)
+        return self._fit(
+            PromptTurn(node, None, ids, found.end, len(ids), marks, (), b"", b"", replies=replies), rendered
+        )
+
+    def _spells(self, ids: Iterable[int], text: str) -> bool:
+        """Whether the text is that of these tokens, but for spaces that some tokenizers put in front of texts."""
+        written, at = text.encode(), 0
+        for token in ids:
+            spelled = self._spelled(token)
+            if not written.startswith(spelled, at):
+                spelled = spelled.removeprefix(b" ")
+            if not written.startswith(spelled, at):
+                return False
+            at += len(spelled)
+        return at == len(written)
+
     def _fitting(self, known: Sequence[PromptTurn], rendered: Rendered) -> Fit | None:
         """The fit of the longest prompt that has a reply with which the text goes on."""
         answered = [turn for turn in reversed(known) if turn.replies][:TRIED]
@@ -274,7 +351,7 @@ class Replays:
             end = len(b"".join(map(self._spelled, before)).decode())
         except UnicodeDecodeError:
             return None
-        marks = rendered.marks[: bisect_right(rendered.marks, end)]
+        marks = _marks_before(rendered, end)
         if self._controls(before) != self._controls(self._tokenizer.encode_marked(rendered.text[:end], marks)):
             return None
         node = Node(None, "", namespace)
@@ -377,8 +454,8 @@ class Replays:
 
     # -- what is not as it was --------------------------------------------------------------------------------------
 
-    def _remember(self, rendered: Rendered, namespace: str, ids: list[int], fit: Fit | None) -> None:
-        now, self.used = history(rendered, namespace), True
+    def _remember(self, rendered: Rendered, namespace: str, now: History, ids: list[int], fit: Fit | None) -> None:
+        self.used = True
         with self._taken_in():
             earlier = self._earlier(now, self._turns.walk(namespace, rendered.text))
         found = self._rewrite(rendered, now, ids, earlier, fit)
@@ -468,6 +545,11 @@ class Replays:
 def _bytes_of(tokenizer: TextTokenizer, token: int) -> bytes:
     """The bytes of a token in a text; of a control token, bytes that no text has."""
     return b"\xff" + token.to_bytes(4, "little") if token in tokenizer.control else tokenizer.token_bytes(token)
+
+
+def _marks_before(rendered: Rendered, end: int) -> tuple[int, ...]:
+    """The marks of the first `end` characters."""
+    return rendered.marks[: bisect_right(rendered.marks, end)]
 
 
 def _from(text: str, marks: Sequence[int], start: int) -> tuple[str, tuple[int, ...]]:

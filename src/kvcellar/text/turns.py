@@ -30,6 +30,13 @@ def packed(ids: Iterable[int]) -> "array[int]":
     return array("I", ids)
 
 
+def unpacked(content: bytes) -> "array[int]":
+    """Raises `ValueError`."""
+    found = array("I")
+    found.frombytes(content)
+    return found
+
+
 @dataclass(eq=False, slots=True)
 class Node:
     """Characters that follow those of `parent`. A root has none, and the name of its namespace."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvcellar.engine.load.machine import free_cpu_bytes
-from kvcellar.engine.load.settings import Settings, cipher_of, conversation_bytes, host_bytes_of, secret_of
+from kvcellar.engine.load.settings import DOCUMENTS, Settings, cipher_of, document_bytes, host_bytes_of, secret_of
 from kvcellar.errors import BadRequest
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.memory import Memory
@@ -122,7 +122,7 @@ def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, open
                 DiskTier,
                 Path(settings.store),
                 identity=name,
-                max_bytes=settings.store_bytes - conversation_bytes(settings),
+                max_bytes=settings.store_bytes - DOCUMENTS * document_bytes(settings.store_bytes),
                 quota=int(quota * settings.store_bytes),
                 cipher=cipher,
             )
@@ -130,7 +130,7 @@ def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, open
         except (OSError, StoreUnusable) as error:
             log.warning("running without a store: %s", error)
     if settings.store_remote is not None:
-        cap = int(share * settings.store_remote_bytes)
+        cap = int(share * (settings.store_remote_bytes - DOCUMENTS * document_bytes(settings.store_remote_bytes)))
         try:
             objects = open_objects(settings.store_remote, prefix_of(name))
         except (RemoteFailed, OSError) as error:

@@ -27,7 +27,8 @@ LEAST_TEXT_BYTES = 2 * bytes_for(SHORT)
 MOST_TEXT_BYTES = 4 * 2**30  # unless more is set
 KEY_BYTES = 32
 HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
-CONVERSATION_SHARE = 64  # this part of the bytes of a store is for named conversations
+DOCUMENT_SHARE = 64  # this part of the bytes of a store is for each of `DOCUMENTS`
+DOCUMENTS = 3  # kinds of what a front end keeps: named conversations, responses, tokens of replies
 NO_DRAFT = "none"
 MOST_DEPTH = 64  # drafts of a completion in a step
 # A forward of a GPU takes some 15 ms to launch, whatever it computes: see docs/howto/cuda.md.
@@ -246,9 +247,9 @@ def secret_of(settings: Settings) -> bytes:
     return b"" if settings.store_key is None else blake2b(settings.store_key, person=b"kvcellar-names").digest()
 
 
-def conversation_bytes(settings: Settings) -> int:
-    """What of `store_bytes` is for named conversations."""
-    return settings.store_bytes // CONVERSATION_SHARE
+def document_bytes(store_bytes: int) -> int:
+    """What of the bytes of a store is for each kind of documents that a front end keeps."""
+    return store_bytes // DOCUMENT_SHARE
 
 
 def step_tokens_of(settings: Settings, kind: str) -> int:

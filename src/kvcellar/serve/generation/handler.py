@@ -43,6 +43,13 @@ class ResponseParts:
     turn: ConversationTurn
     log: RequestLog
 
+    def save(self) -> None:
+        """Add the turn to the conversation that the request continues, if there is one, and keep the response."""
+        if self.turn.begun:
+            self.turn.save()
+        if self.writer.keeps:
+            self.writer.keep()
+
     def parts(self, batch: Batch) -> Iterator[ReplyPart]:
         """What the events add to the response; they are counted and collected."""
         self.log.count(batch)
@@ -105,13 +112,13 @@ class GenerationHandler:
         while not request.finished:
             for part in answer.parts(await request.next_batch()):
                 answer.writer.add(part)
-        await self._save(answer.turn)
+        await self._save(answer)
         return answer.writer.response()
 
-    async def _save(self, turn: ConversationTurn) -> None:
-        """Add the turn to the conversation that the request continues, if there is one."""
-        if turn.begun:
-            await self._server.threads.run("files", turn.save)
+    async def _save(self, answer: ResponseParts) -> None:
+        """Keep what later requests continue, if anything, before the client knows that the response is complete."""
+        if answer.turn.begun or answer.writer.keeps:
+            await self._server.threads.run("files", answer.save)
 
     async def _stream(self, request: HttpRequest, answer: ResponseParts, stream: Stream) -> None:
         """The status is sent with the first event, or after `ping_seconds` without one."""
@@ -119,7 +126,7 @@ class GenerationHandler:
         await stream.start(_headers(writer))
         try:
             await self._send_parts(request, answer, stream, batch)
-            await self._save(answer.turn)
+            await self._save(answer)
             last = writer.last()
         except Exception as error:
             await stream.end(writer.failed(api_error(error)))

@@ -1,6 +1,6 @@
 """writer: what each API has of its own: how a body is read, and how a response is written.
 
-`generation` calls a `Parse` function in a thread, and the methods of its `Writer` on the event loop.
+`generation` calls a `Parse` function in a thread, and the methods of its `Writer`, but for `keep`, on the event loop.
 """
 
 from abc import ABC, abstractmethod
@@ -26,6 +26,7 @@ class Writer(ABC):
     `first`, `chunk` for each part, and `last`. What it knows of the request and its usage is in the `Replies`."""
 
     media_type = SSE  # of a stream
+    keeps = False  # whether `keep` is to be called
 
     def __init__(self, id: str, replies: Replies) -> None:
         self.id = id  # of the response; the record of the request has it, too
@@ -34,6 +35,10 @@ class Writer(ABC):
 
     def add(self, part: ReplyPart) -> None:
         self._whole.add(part.pieces)
+
+    def keep(self) -> None:
+        """In a thread, when all prompts have ended: keep what later requests need of the response."""
+        raise NotImplementedError
 
     @abstractmethod
     def response(self) -> Answer:
@@ -49,7 +54,7 @@ class Writer(ABC):
 
     @abstractmethod
     def last(self) -> bytes:
-        """When all prompts have ended, and the turn of a conversation was saved."""
+        """When all prompts have ended, and what has to be kept is durable."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:

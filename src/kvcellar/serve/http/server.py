@@ -57,7 +57,8 @@ class NoModels:
 
 def hosting(engine: Engine) -> ModelManager:
     """A host of one engine, which the caller closes."""
-    host = ModelManager(NoModels(), Limits(max_bytes=0, max_models=1), unload=lambda engine: None)
+    limits = Limits(max_bytes=0, max_models=1)
+    host = ModelManager(NoModels(), limits, unload=lambda engine: None, documents=engine.documents)
     name, path = engine.model.name, engine.model.path
     host.open(ModelSpec(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
     return host

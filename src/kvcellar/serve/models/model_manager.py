@@ -32,6 +32,7 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
 from kvcellar.frontend.conversations import Conversations
+from kvcellar.frontend.documents import Documents
 from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.served_engine import NamedEngine
 from kvcellar.serve.http.api_errors import ApiError, model_refused
@@ -89,7 +90,8 @@ class _Wanted:
 
 class ModelManager:
     """Close it after the server. `unload` closes an engine, and `free` frees the memory of engines that are closed and
-    not referred to; both are called on a thread of their own. `startup` loads the models that stay."""
+    not referred to; both are called on a thread of their own. `startup` loads the models that stay. What has to be
+    remembered is kept in `documents`; None: in memory."""
 
     def __init__(
         self,
@@ -99,12 +101,13 @@ class ModelManager:
         unload: Callable[[Any], None],
         free: Callable[[], object] = gc.collect,
         startup: Startup | None = None,
+        documents: Documents | None = None,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Job], None] | None = None,
     ) -> None:
         self.limits, self._catalogue, self._unload, self._free = limits, catalogue, unload, free
         self._clock, self._spawn = clock, spawn or self._thread
-        self.startup = startup or Startup()
+        self.startup, self.documents = startup or Startup(), documents or Documents()
         self._lock = threading.RLock()  # held for what follows
         self._engines: dict[str, LoadedEngine] = {}  # by key
         self._wanted: dict[ModelKey, _Wanted] = {}  # those whose load has not begun in order of arrival

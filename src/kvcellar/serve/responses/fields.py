@@ -27,6 +27,7 @@ from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.json_text import json_size, printable
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, tool_choice, unsupported
+from kvcellar.serve.responses.archived import Responses
 from kvcellar.serve.responses.items import check_results, continues, kept_items, messages_of
 from kvcellar.serve.responses.response_writer import (
     LOGPROBS,
@@ -37,7 +38,6 @@ from kvcellar.serve.responses.response_writer import (
     ResponsesWriter,
     ResponseText,
 )
-from kvcellar.serve.responses.store import ResponseStore
 
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "input", "messages": "input"})
 MAX_METADATA = 16
@@ -96,7 +96,7 @@ class ResponsesBody(CommonBody):
     reasoning: ReasoningOptions | None = None  # OpenAI: described below
     # OpenAI: `auto`: the oldest turns are omitted from a conversation that is too long
     truncation: Literal["auto", "disabled"] | None = None
-    store: bool | None = None  # OpenAI: `false`: the response is not kept; default: it is, in memory
+    store: bool | None = None  # OpenAI: `false`: the response is not kept; default: it is
     include: list[str] | None = None  # OpenAI: `message.output_text.logprobs`; others have no effect
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)  # OpenAI: up to 20; needs its `include`
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None  # OpenAI: up to 16; returned as sent
@@ -104,7 +104,7 @@ class ResponsesBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
-def count_input(store: ResponseStore, engine: Engine, sent: Fields, caller: Caller) -> InputTokens:
+def count_input(store: Responses, engine: Engine, sent: Fields, caller: Caller) -> InputTokens:
     """A body of `/v1/responses/input_tokens`: how many tokens its response would count as input. Raises `ApiError`,
     `BadRequest`, and `PromptTooLong` for more than the context."""
     request = parse_response(store, engine, {**sent, "store": False}, caller).request
@@ -112,7 +112,7 @@ def count_input(store: ResponseStore, engine: Engine, sent: Fields, caller: Call
     return InputTokens(prompt_tokens(engine, request, caller))
 
 
-def parse_response(store: ResponseStore, engine: Engine, sent: Fields, caller: Caller) -> Generation:
+def parse_response(store: Responses, engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
     body, given = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
     if (n := given.get("n", 1)) != 1:

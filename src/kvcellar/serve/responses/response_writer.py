@@ -25,6 +25,7 @@ from kvcellar.serve.generation.writer import Writer, named_event
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.openai.logprobs import TokenText
+from kvcellar.serve.responses.archived import Responses
 from kvcellar.serve.responses.output import (
     ArgumentsDeltaEvent,
     Output,
@@ -34,7 +35,7 @@ from kvcellar.serve.responses.output import (
     OutputReasoning,
     TextDeltaEvent,
 )
-from kvcellar.serve.responses.store import Kept, ResponseStore
+from kvcellar.serve.responses.store import Kept
 from kvcellar.text.conversation import texts
 
 Json = dict[str, Any]
@@ -151,7 +152,7 @@ class Echo:
 
     model: str
     fields: RequestFields
-    store: ResponseStore | None
+    store: Responses | None
     owner: str
     messages: bytes
     parent: Turn | None
@@ -173,6 +174,8 @@ class ResponsesWriter(Writer):
         self._echo, self._output = echo, Output()
         self._text = TokenText(engine, as_ids=not engine.model.has_text)
         self._sequence = 0
+        self.keeps = echo.store is not None
+        self._ended: ResponseObject | None = None  # as it is kept
         self._deltas: dict[str, Template] = {}  # without log-probabilities, by item
         params = replies.prepared.params
         self._begun = ResponseObject(
@@ -191,7 +194,7 @@ class ResponsesWriter(Writer):
         self._events(part)
 
     def response(self) -> ResponseObject:
-        return self._kept(self._finished())
+        return self._ended or self._finished()
 
     # -- a stream -----------------------------------------------------------------------------------------------
 
@@ -203,7 +206,7 @@ class ResponsesWriter(Writer):
         return b"".join(map(self._event, self._events(part)))
 
     def last(self) -> bytes:
-        response = self._kept(self._finished())
+        response = self._ended or self._finished()
         ended = "response.completed" if response.status == "completed" else "response.incomplete"
         return self._event(ResponseStateEvent(type=ended, response=response))
 
@@ -260,11 +263,10 @@ class ResponsesWriter(Writer):
             total_tokens=replies.prompt_tokens + replies.completion_tokens,
         )
 
-    def _kept(self, response: ResponseObject) -> ResponseObject:
-        echo = self._echo
-        if echo.store is not None:
-            omitted = max(echo.parent.omitted if echo.parent else 0, echo.first + self._replies.prepared.omitted)
-            messages = filter(None, (echo.messages, as_json([echo.whole(self._whole.message())])))
-            kept = Kept(to_json(response), echo.input, Turn(echo.parent, b",".join(messages), omitted))
-            echo.store.add(echo.owner, self.id, kept)
-        return response
+    def keep(self) -> None:
+        echo, self._ended = self._echo, self._finished()
+        assert echo.store is not None, "it is not to be kept"
+        omitted = max(echo.parent.omitted if echo.parent else 0, echo.first + self._replies.prepared.omitted)
+        messages = filter(None, (echo.messages, as_json([echo.whole(self._whole.message())])))
+        turn = Turn(echo.parent, b",".join(messages), omitted, id=self.id)
+        echo.store.add(echo.owner, self.id, Kept(to_json(self._ended), echo.input, turn))

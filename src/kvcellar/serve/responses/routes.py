@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -12,8 +13,8 @@ from kvcellar.serve.generation.namespaces import owner
 from kvcellar.serve.http.api_errors import invalid, unsupported
 from kvcellar.serve.http.json_text import printable, to_json
 from kvcellar.serve.http.sending import json_response
+from kvcellar.serve.responses.archived import open_responses
 from kvcellar.serve.responses.response_writer import DeletedResponse
-from kvcellar.serve.responses.store import ResponseStore
 from kvcellar.serve.shared import Shared
 
 Json = dict[str, Any]
@@ -34,26 +35,28 @@ class KeptHandler:
     def __init__(self, server: Shared) -> None:
         settings = server.settings
         self._server = server
-        self.store = ResponseStore(most_bytes_of_key=settings.responses_bytes, seconds=settings.responses_seconds)
+        self.store = open_responses(
+            server.host.documents, bytes_of_key=settings.responses_bytes, seconds=settings.responses_seconds
+        )
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") != "false":
             raise unsupported("stream", "stream is not supported here; leave it out")
-        kept = self.store.get(owner(request.scope), request.path_params["id"])
+        work = partial(self.store.get, owner(request.scope), request.path_params["id"])
+        kept = await self._server.threads.run("files", work)
         return Response(kept.response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         id, query = request.path_params["id"], request.query_params
-        kept = self.store.get(owner(request.scope), id)
 
         def work() -> bytes:  # the input may be as long as a body
-            return to_json(page(id, kept.input, query))
+            return to_json(page(id, self.store.get(owner(request.scope), id).input, query))
 
         return Response(await self._server.threads.run("files", work), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        self.store.delete(owner(request.scope), id)
+        await self._server.threads.run("files", partial(self.store.delete, owner(request.scope), id))
         return json_response(DeletedResponse(id))
 
 

@@ -1,8 +1,9 @@
 """store: responses that were kept, by id: to be read again, and to be continued by `previous_response_id`.
 
-What is kept is text, in memory only. The K/V of a response are in the prefix tree like those of every request: a
-request that continues it finds there what is left of them, and computes the rest. A response has the messages of its
-own turn; those before it are in the responses that it continues, once for all that continue the same one.
+What is kept is text, in memory; with a store, it is in an archive (`archived`). The K/V of a response are in the prefix
+tree like those of every request: a request that continues it finds there what is left of them, and computes the rest. A
+response has the messages of its own turn; those before it are in the responses that it continues, once for all that
+continue the same one.
 
 Always true:
   * a response is found by requests with the API key that it was made with, and by no others, for `seconds` after it
@@ -121,7 +122,7 @@ class ResponseStore:
             self._expire()
             mine = self._owners.get(owner)
             if mine is None or id not in mine.kept:
-                raise _unknown(param)
+                raise unknown(param)
             kept, _ = mine.kept[id]
             mine.kept[id] = kept, self._clock()
             mine.kept.move_to_end(id)
@@ -138,7 +139,7 @@ class ResponseStore:
         with self._lock:
             self._expire()
             if owner not in self._owners or id not in self._owners[owner].kept:
-                raise _unknown(None)
+                raise unknown(None)
             self._remove(owner, id)
 
     @property
@@ -171,8 +172,8 @@ class ResponseStore:
                 mine.check()
 
 
-def _unknown(param: str | None) -> ApiError:
-    message = "there is no such response: it was not stored, or was deleted, or the server was started again since"
+def unknown(param: str | None) -> ApiError:
+    message = "there is no such response: it was not stored, or was deleted or dropped since"
     if param is not None:
         message = f"{param}: {message}"
     return ApiError(404, message, param, "previous_response_not_found" if param else "response_not_found")

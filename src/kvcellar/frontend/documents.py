@@ -1,0 +1,68 @@
+"""documents: where a front end keeps what it has to remember: named conversations, responses, the tokens of replies.
+
+In the remote store, if that is a Valkey or Redis server or a directory: then all front ends that have it continue what
+any of them began. Otherwise in the directory of the store, where servers of this machine share them; or in memory.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, Unpack
+
+from kvcellar.engine.load.settings import Settings, cipher_of, document_bytes, secret_of
+from kvcellar.errors import BadRequest
+from kvcellar.memory.tiers.archive import MEMORY_BYTES, Archive, ArchiveOptions, DiskArchive
+from kvcellar.memory.tiers.codec import Cipher, Plain
+from kvcellar.memory.tiers.remote_archive import RedisArchive
+
+Kind = Literal["conversations", "responses", "replies"]
+SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}  # of redis-py
+DIRECTORY = "file"
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """The place: a server, a directory, or, without either, memory. `cap` is on the bytes of each kind, of which one
+    owner may have a `share`. `shared`: by front ends of other machines."""
+
+    server: str | None = None
+    directory: Path | None = None
+    shared: bool = False
+    cap: int = MEMORY_BYTES
+    share: float = 1.0
+    cipher: Cipher = field(default_factory=Plain)
+    secret: bytes = b""
+
+    @property
+    def durable(self) -> bool:
+        return self.server is not None or self.directory is not None
+
+    def archive(self, kind: Kind, *, timeout: float = 2.0, **options: Unpack[ArchiveOptions]) -> Archive:
+        """Reads and writes nothing yet. `timeout` in seconds of the calls of a server. Raises `BadRequest`."""
+        made: ArchiveOptions = {"share": self.share, "cipher": self.cipher, "secret": self.secret, **options}
+        if self.directory is not None:
+            return DiskArchive(self.directory / kind, self.cap, **made)
+        if self.server is None:
+            return Archive(self.cap, **made)
+        make = partial(RedisArchive, self.server, f"kvcellar-{kind}-", self.cap, timeout=timeout)
+        try:
+            return make(**made)
+        except ImportError as error:
+            needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
+            raise BadRequest(needs, "store_remote") from error
+        except ValueError as error:
+            raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
+
+
+def documents_of(settings: Settings) -> Documents:
+    """Those of engines with these settings."""
+    about = partial(Documents, share=settings.tenant_share, cipher=cipher_of(settings), secret=secret_of(settings))
+    scheme, _, rest = (settings.store_remote or "").partition("://")
+    if scheme in SCHEMES:
+        url = f"{SCHEMES[scheme]}://{rest}"
+        return about(server=url, shared=True, cap=document_bytes(settings.store_remote_bytes))
+    if scheme == DIRECTORY:
+        return about(directory=Path(rest), shared=True, cap=document_bytes(settings.store_remote_bytes))
+    if settings.store is not None:
+        return about(directory=Path(settings.store), cap=document_bytes(settings.store_bytes))
+    return about()

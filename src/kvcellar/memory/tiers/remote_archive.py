@@ -1,0 +1,199 @@
+"""remote_archive: documents in a Valkey or Redis server, which several front ends share, in the format of `archive`.
+
+    <prefix><digest of owner>-<digest of name>    a string for each document
+    <prefix>sizes                                 bytes of each, by the rest of its key
+    <prefix>used                                  the stamp of each, as a sorted set
+    <prefix>totals                                bytes and number of all, and of those of each owner
+
+Always true:
+  * each change is one script, which the server runs as a whole: a document and what is counted of it change together;
+  * of a document no more is read than one may have, and what is forgotten is deleted by the server itself, too;
+  * what the server or its client raises is an `OSError`, as that of a disk.
+
+A server that evicts keys by itself loses documents: each is then as one that was deleted.
+"""
+
+# pyright: standard
+# (the types of redis are partial)
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Unpack
+
+from kvcellar.memory.tiers.archive import (
+    HEAD_LIMIT,
+    Archive,
+    ArchiveOptions,
+    Changed,
+    Counts,
+    Sizes,
+    Stored,
+)
+from kvcellar.memory.tiers.codec import Content, Source
+
+OVERHEAD = 1 << 12  # more than the bytes of a document beside its head and body
+SCANNED, HEADS = 1000, 100  # names, and heads, for each call of a listing
+
+# KEYS: document, sizes, used, totals. ARGV: its file and owner; and what each script names.
+_ADDS = """
+local function add(bytes, count)
+  for name, more in pairs({[ARGV[2]] = bytes, ['all'] = bytes, [ARGV[2] .. '#'] = count, ['all#'] = count}) do
+    if more ~= 0 and redis.call('HINCRBY', KEYS[4], name, more) == 0 then redis.call('HDEL', KEYS[4], name) end
+  end
+end
+local function total(name) return tonumber(redis.call('HGET', KEYS[4], name) or 0) end
+local size = tonumber(redis.call('HGET', KEYS[2], ARGV[1]) or 0)
+local count = size > 0 and 1 or 0
+"""
+# content, whether it replaces a certain document, the seal of that, stamp, milliseconds until it is deleted or 0, most
+# files of an owner, most of all, most bytes of an owner, most of all, lowest stamp of what is not forgotten
+_REPLACE = (
+    _ADDS
+    + """
+if ARGV[4] == '1' then
+  local forgotten = tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or 0) < tonumber(ARGV[12])
+  if (forgotten and '' or redis.call('GETRANGE', KEYS[1], -16, -1)) ~= ARGV[5] then return false end
+end
+local new = #ARGV[3]
+local own, bytes, others = total(ARGV[2] .. '#') - count, total(ARGV[2]) - size, total('all#') - count
+if own >= tonumber(ARGV[8]) or others >= tonumber(ARGV[9]) or bytes + new > tonumber(ARGV[10])
+    or total('all') + new > tonumber(ARGV[11]) then
+  return {own, bytes, others, total('all')}
+end
+redis.call('SET', KEYS[1], ARGV[3])
+if ARGV[7] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[7]) end
+redis.call('HSET', KEYS[2], ARGV[1], new)
+redis.call('ZADD', KEYS[3], ARGV[6], ARGV[1])
+add(new - size, 1 - count)
+return {}
+"""
+)
+# the stamp that it must have, or an empty text
+_REMOVE = (
+    _ADDS
+    + """
+if ARGV[3] ~= '' and tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or -1) ~= tonumber(ARGV[3]) then return 0 end
+redis.call('HDEL', KEYS[2], ARGV[1])
+redis.call('ZREM', KEYS[3], ARGV[1])
+add(-size, -count)
+return redis.call('DEL', KEYS[1])
+"""
+)
+# KEYS: used, documents. ARGV: stamp, milliseconds or 0, files
+_TOUCH = """
+local found = {}
+for at = 2, #KEYS do
+  found[at - 1] = redis.call('EXISTS', KEYS[at])
+  if found[at - 1] == 1 then
+    local before = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[at + 1]) or 0)
+    redis.call('ZADD', KEYS[1], math.max(tonumber(ARGV[1]) + at - 2, before + 1), ARGV[at + 1])
+    if ARGV[2] ~= '0' then redis.call('PEXPIRE', KEYS[at], ARGV[2]) end
+  end
+end
+return found
+"""
+# KEYS: document, used. ARGV: file, lowest stamp, most bytes
+_READ = """
+local used = redis.call('ZSCORE', KEYS[2], ARGV[1])
+if not used or tonumber(used) < tonumber(ARGV[2]) or redis.call('EXISTS', KEYS[1]) == 0 then return false end
+return {redis.call('STRLEN', KEYS[1]), redis.call('GETRANGE', KEYS[1], 0, ARGV[3])}
+"""
+
+
+class RedisArchive(Archive):
+    """Documents of all front ends that have the same server and prefix."""
+
+    def __init__(
+        self, url: str, prefix: str, cap: int, *, timeout: float = 2.0, **options: Unpack[ArchiveOptions]
+    ) -> None:
+        """`url` as in `RedisObjects`; `timeout` in seconds to connect, and for each part that is sent or received.
+        Calls nothing yet. Raises `ImportError` where `redis` is not installed, `ValueError` for another URL."""
+        from redis import Redis, RedisError
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        super().__init__(cap, **options)
+        self._prefix, self._errors = prefix, (RedisError, ValueError)
+        self._redis: Any = Redis.from_url(
+            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
+        )
+        scripts = (_REPLACE, _REMOVE, _TOUCH, _READ)
+        self._replacing, self._removing, self._touching, self._reading = map(self._redis.register_script, scripts)
+        self._keys = [prefix + name for name in ("sizes", "used", "totals")]
+
+    @contextmanager
+    def _failing(self) -> Generator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise OSError(f"the store elsewhere has failed: {type(error).__name__}") from error
+
+    @property
+    def _lasts(self) -> int:
+        """Milliseconds until the server deletes a document that is not used; 0: it does not."""
+        return 0 if self._forgets is None else max(1, int(1000 * self._forgets.seconds))
+
+    def _replace(self, file: str, content: bytes, after: bytes | None, used: int) -> None:
+        limits = (*self._most_files, self._own(self._cap), self._cap, self._oldest)
+        replaced = (0, b"") if after is None else (1, after)
+        with self._failing():
+            found = self._replacing(
+                [self._prefix + file, *self._keys], [*_parts(file), content, *replaced, used, self._lasts, *limits]
+            )
+        if found is None:
+            raise Changed
+        if found:
+            self._check_size(len(content), Counts(*found), self._cap)
+
+    def _remove(self, file: str, used: int | None) -> bool:
+        with self._failing():
+            keys = [self._prefix + file, *self._keys]
+            return bool(self._removing(keys, [*_parts(file), "" if used is None else used]))
+
+    def _touch(self, files: Sequence[str], used: int) -> list[bool]:
+        with self._failing():
+            keys = [self._keys[1], *(self._prefix + file for file in files)]
+            return [bool(found) for found in self._touching(keys, [used, self._lasts, *files])]
+
+    @contextmanager
+    def _opened(self, file: str, *, whole: bool = True) -> Generator[Source | None]:
+        with self._failing():
+            found = self._read(file, HEAD_LIMIT + OVERHEAD + (self._longest if whole else 0))
+        yield None if found is None else Content(found[1], found[0])
+
+    def _counted(self) -> Sizes:
+        with self._failing():
+            sizes, totals = self._redis.hgetall(self._keys[0]), self._redis.hgetall(self._keys[2])
+        found = Sizes((file.decode(), int(size)) for file, size in sizes.items())
+        for owner in found.bytes:
+            name = (owner or "all").encode()
+            found.bytes[owner], found.counts[owner] = int(totals.pop(name)), int(totals.pop(name + b"#"))
+        assert not totals, "an owner without documents"
+        return found
+
+    def heads(self, owner: str) -> Iterator[bytes | Exception]:
+        files = [*self._entries(self._prefix_of(owner))]
+        for at in range(0, len(files), HEADS):
+            some = files[at : at + HEADS]
+            with self._failing(), self._redis.pipeline(transaction=False) as together:
+                for file in some:
+                    self._read(file, HEAD_LIMIT + OVERHEAD, together)
+                found = together.execute()
+            yield from (self._head(file, Content(*one[::-1])) for file, one in zip(some, found, strict=True) if one)
+
+    def _read(self, file: str, most: int, client: Any = None) -> Any:
+        """Size and first bytes of a document; None if it is not there, or forgotten."""
+        return self._reading([self._prefix + file, self._keys[1]], [file, self._oldest, most], client)
+
+    def _entries(self, owner: str = "") -> Mapping[str, Stored]:
+        with self._failing():
+            sizes = dict(self._redis.hscan_iter(self._keys[0], match=f"{owner}*", count=SCANNED))
+            used = dict(self._redis.zscan_iter(self._keys[1], match=f"{owner}*", count=SCANNED))
+        return {
+            file.decode(errors="replace"): Stored(int(size), int(used.get(file, 0))) for file, size in sizes.items()
+        }
+
+
+def _parts(file: str) -> tuple[str, str]:
+    """A file, and the digest of its owner."""
+    return file, file.partition("-")[0]

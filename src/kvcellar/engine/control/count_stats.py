@@ -29,6 +29,8 @@ def stats(built: "Built") -> EngineStats:
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting_tokens,
+        prefilling=scheduler.prefilling,
+        max_sequences=built.settings.max_sequences,
         token_seconds=loop.token_seconds,
         decode_seconds=loop.decode_seconds,
         restore_seconds=_restore_seconds(loop.manager.store),

@@ -222,6 +222,11 @@ class Scheduler:
         insort(self.running, completion, key=lambda other: other.key)
 
     @property
+    def prefilling(self) -> int:
+        """How many of the running ones are not in decode."""
+        return sum(one.status is Status.PREFILL for one in self.running)
+
+    @property
     def waiting_tokens(self) -> int:
         """Tokens to be computed before all completions are in decode."""
         prefill = [one for one in self.running if one.status is Status.PREFILL]

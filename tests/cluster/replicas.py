@@ -1,18 +1,23 @@
 """Replicas of an engine in this process, and an engine of all of them as a gateway has it."""
 
+import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kvcellar import Engine
 from kvcellar.cluster.address import Address
 from kvcellar.cluster.client import ClusterClient
 from kvcellar.cluster.replica import Replica
 from kvcellar.cluster.routing import Router
-from kvcellar.engine.messages import VERSION
+from kvcellar.engine.messages import VERSION, Admitted, CheckInvariants, EngineEvent, Leaving, ReadStats, Submission
+from kvcellar.frontend.front_end import FrontEnd
+from kvcellar.frontend.thread_client import ThreadClient
+from tests.engine.places import eventually
 
 
 def address_of(name: str, replica: Replica, *, version: str = VERSION, weights: str = "same") -> Address:
@@ -37,3 +42,110 @@ def of_replicas(model: Path | str | None, settings: Mapping[str, Any], count: in
         client.found([address_of(f"replica-{number}", one) for number, one in enumerate(replicas)])
         client.wait()
         yield opened.enter_context(closing(Engine.of(client, **plain)))
+
+
+class _Watched:
+    """The engine of a replica, as its front ends have it."""
+
+    def __init__(self, replica: "FaultyReplica", client: ThreadClient) -> None:
+        self._replica, self._client = replica, client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
+        self._replica.gate.wait()
+        self._replica.taken.append(submission)
+        self._client.submit(submission, partial(self._replica.told, submission, deliver))
+
+    def cancel(self, number: int) -> None:
+        self._replica.cancelled.append(number)
+        self._client.cancel(number)
+
+
+class FaultyReplica(Replica):
+    """Does what it is told to: to gateways that is a death, though its engine lives."""
+
+    def __init__(self, model: Path | str, settings: Mapping[str, Any]) -> None:
+        self.gate = threading.Event()  # requests are taken in once it is set
+        self.mend()
+        super().__init__(str(model), settings, "127.0.0.1")
+
+    def mend(self) -> None:
+        """It is one without faults, which nothing was asked of."""
+        self.gate.set()
+        self.down = False  # it accepts no connections
+        self.deaf = False  # it publishes no KV events
+        self.steps = 0  # until `at_step` is called, of those that tell something
+        self.at_step: Callable[[], None] | None = None
+        self.fatal: Callable[[Submission], bool] = lambda submission: False  # it dies when it begins with such a one
+        self.deaths = 0
+        self.taken: list[Submission] = []
+        self.cancelled: list[int] = []
+        self._leaving = False
+
+    def die(self) -> None:
+        """At once, and start again unless it stays down."""
+        self.deaths += 1
+        for front in self._fronts:
+            front._link.close()
+
+    def die_for_good(self) -> None:
+        self.down = True
+        self.die()
+
+    def says_that_it_leaves(self) -> None:
+        for front in self._fronts:
+            front.outbox.put(Leaving())
+
+    def told(self, submission: Submission, deliver: Callable[[EngineEvent], None], event: EngineEvent) -> None:
+        deliver(event)
+        if isinstance(event, Admitted) and self.fatal(submission):
+            self.die()
+
+    def _turned(self) -> None:
+        if self.at_step is not None and any(front._step for front in self._fronts):
+            self.steps -= 1
+            if self.steps <= 0:
+                at_step, self.at_step = self.at_step, None
+                at_step()
+        super()._turned()
+
+    def _knows_secret(self, connection: socket.socket) -> bool:
+        return super()._knows_secret(connection) and not self.down
+
+    def _use(self, front: FrontEnd) -> None:
+        front.client = cast("ThreadClient", _Watched(self, self._client))
+        super()._use(front)
+
+    def _told(self, front: FrontEnd, events: list[Any]) -> None:
+        if not self.deaf:
+            super()._told(front, events)
+
+    def rests(self) -> None:
+        """Wait until it has no request, and then assert that none holds anything."""
+        eventually(lambda: not any(front.busy for front in self._fronts), "its requests end")
+        eventually(lambda: not (now := self._client.ask(ReadStats())).running + now.waiting, "all requests end")
+        stats = self._client.ask(ReadStats())
+        assert (stats.sequences, stats.cells_used, stats.rows_used) == (0, 0, 0)
+        self._client.ask(CheckInvariants())
+
+
+@contextmanager
+def gateway(replicas: Mapping[str, Replica], **how: Any) -> Iterator[tuple[Engine, ClusterClient]]:
+    """An engine of replicas, all of which are used. At the end, nothing is left of requests."""
+    client = client_of()
+    client.found([address_of(name, one, **how) for name, one in replicas.items()])
+    with closing(client):
+        client.wait()
+        eventually(lambda: set(client.replicas.values()) == {"ready"}, "all are used")
+        with closing(Engine.of(client)) as engine:
+            yield engine, client
+            eventually(lambda: not client._running, "all requests end")
+            client.check()
+            with client._changed:
+                assert not client._hashes
+                assert not any(client._counts.values())
+                assert client._router is not None
+                client._router.check()
+                assert sorted(client._counts) == sorted(one.name for one in client._engines)

@@ -1,0 +1,923 @@
+"""What holds of replicas that are used as one engine: whatever becomes of one of them, requests are answered as if
+nothing had happened, or are told why not."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec import Raw
+from msgspec.structs import replace as replace_fields
+
+from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed
+from kvcellar.cluster import client as client_module
+from kvcellar.cluster import replica as replica_module
+from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink
+from kvcellar.cluster.replica import Replica
+from kvcellar.cluster.sums import summed
+from kvcellar.engine.control_replies import NamespaceContents
+from kvcellar.engine.messages import (
+    Admitted,
+    Ask,
+    Beat,
+    Cancel,
+    Drawn,
+    Ended,
+    EngineEvent,
+    ListNamespaces,
+    ReadStats,
+    Reply,
+    Start,
+    Submission,
+)
+from kvcellar.engine.stats import EngineStats, GroupStats, samples
+from kvcellar.errors import ModelRefused
+from kvcellar.events import Done, Failed
+from kvcellar.frontend.remote_client import RemoteClient, Request
+from kvcellar.memory.prefix.node import ids_of
+from kvcellar.wire import encode, frame_of, packed
+from tests.cluster.replicas import FaultyReplica, address_of, client_of, gateway
+from tests.engine.places import (
+    ASKED,
+    GREEDY,
+    LONG,
+    MATCHING,
+    SEEDED,
+    SMALL,
+    Ear,
+    eventually,
+    model_in,
+    outcome,
+    sent,
+    submission,
+)
+from tests.engine.test_going_on import answered, singly
+
+SETTINGS: Any = SMALL | {"step_tokens": 16, "max_sequences": 4}
+POISON = 99  # prompts that begin with it
+PREFIX = tuple(range(5, 69))  # four blocks
+Pair = tuple[FaultyReplica, FaultyReplica]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_in(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[Engine]:
+    """One engine, which does not die."""
+    with Engine(model, **SETTINGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Engine) -> dict[str, Any]:
+    return {name: asked(alone) for name, asked in ASKED.items()}
+
+
+@pytest.fixture(scope="module")
+def replicas(model: Path) -> Iterator[Pair]:
+    with ExitStack() as opened:
+        one, other = (opened.enter_context(closing(FaultyReplica(model, SETTINGS))) for _ in range(2))
+        yield one, other
+
+
+@pytest.fixture
+def pair(replicas: Pair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """After each test, nothing is left at any of them."""
+    monkeypatch.setattr(client_module, "AGAIN", 0.02)
+    monkeypatch.setattr(client_module, "TICK", 0.02)
+    for one in replicas:
+        one.mend()
+    yield replicas
+    for one in replicas:
+        one.gate.set()
+        one.rests()
+
+
+def named(*replicas: Replica) -> dict[str, Replica]:
+    return {f"replica-{number}": one for number, one in enumerate(replicas)}
+
+
+def place_of(client: ClusterClient, number: int) -> str | None:
+    """The replica where a request is now."""
+    with client._changed:
+        request = client._running.get(number)
+        return None if request is None or request.engine is None else request.engine.name
+
+
+def runs(*ears: Ear) -> None:
+    for ear in ears:
+        eventually(lambda ear=ear: ear.tokens(0), "it runs")
+
+
+def failed(ear: Ear) -> Exception:
+    last = ear.wait()[-1]
+    assert isinstance(last, Failed), last
+    return last.error
+
+
+def begins_with_poison(asked: Submission) -> bool:
+    return ids_of(asked.prompt)[0] == POISON
+
+
+def all_asked(engine: Engine, expected: dict[str, Any], then: Callable[[], object] = lambda: None) -> None:
+    """At once."""
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        calls = {name: pool.submit(asked, engine) for name, asked in ASKED.items()}
+        then()
+        for name, call in calls.items():
+            assert call.result() == expected[name], name
+
+
+# -- requests go on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9, 24])
+def test_answers_are_those_of_one_engine_when_a_replica_dies(pair: Pair, expected, steps: int) -> None:
+    """What its last step told is lost."""
+    first = pair[0]
+    first.steps, first.at_step = steps, first.die_for_good
+    with gateway(named(*pair)) as (engine, client):
+        all_asked(engine, expected)
+        assert first.deaths == 1
+        assert client.moved > 0
+
+
+def test_answers_are_those_of_one_engine_when_a_replica_dies_in_a_prefill(pair: Pair, alone: Engine) -> None:
+    prompt = [*range(5, 90)]
+    wanted = outcome(alone.generate(prompt, **SEEDED))
+    died: list[Submission] = []
+
+    def once(asked: Submission) -> bool:
+        died.append(asked)
+        return len(died) == 1
+
+    for one in pair:
+        one.fatal = once
+    with gateway(named(*pair)) as (engine, client):
+        assert outcome(engine.generate(prompt, **SEEDED)) == wanted
+        assert (client.moved, len(died)) == (1, 2)
+
+
+def test_answers_are_those_of_one_engine_while_replicas_die_again_and_again(pair: Pair, expected) -> None:
+    """And come back."""
+
+    def dies(one: FaultyReplica, steps: int) -> None:
+        one.die()
+        one.steps, one.at_step = steps, lambda: dies(one, steps + 3)
+
+    for one, steps in zip(pair, (4, 6), strict=True):
+        one.steps, one.at_step = steps, lambda one=one, steps=steps: dies(one, steps + 3)
+    with gateway(named(*pair)) as (engine, _):
+        all_asked(engine, expected)
+        assert all(one.deaths > 0 for one in pair)
+        for one in pair:
+            one.at_step = None
+
+
+def test_answers_are_those_of_one_engine_when_a_replica_leaves(pair: Pair, model: Path, expected) -> None:
+    """It ends when its requests are elsewhere, and does not wait for longer."""
+    with closing(FaultyReplica(model, SETTINGS)) as leaving, gateway(named(leaving, pair[0])) as (engine, client):
+        leave = threading.Thread(target=leaving.leave, args=(600.0,))
+        leaving.steps, leaving.at_step = 6, leave.start
+        all_asked(engine, expected)
+        eventually(lambda: leaving.at_step is None, "it leaves")
+        leave.join(60)
+        assert not leave.is_alive()
+        assert not leaving.alive
+        assert client.moved > 0
+        assert ASKED["greedy"](engine) == expected["greedy"]
+
+
+def test_requests_wait_while_all_replicas_are_gone_and_go_on_at_a_new_one(pair: Pair, model: Path, expected) -> None:
+    for one in pair:
+        one.steps, one.at_step = 3, one.die_for_good
+    with gateway(named(*pair)) as (engine, client), closing(FaultyReplica(model, SETTINGS)) as new:
+
+        def joins() -> None:
+            eventually(lambda: client.starting, "none is there")
+            client.found([address_of("new", new)])
+
+        all_asked(engine, expected, joins)
+        assert [one.deaths for one in pair] == [1, 1]
+        assert client.replicas == {"new": "ready"}
+
+
+@pytest.mark.parametrize("how", ["dies", "leaves"])
+def test_events_of_a_request_that_goes_on_are_in_order_and_each_is_told_once(
+    pair: Pair, alone: Engine, how: str
+) -> None:
+    asked = SEEDED | {"n": 3, "logprobs": 1, "prompt_logprobs": 1}
+    alone.clear_cache()
+    _, whole = sent(alone._client, (5, 6, 7), **asked)
+    last = whole.wait()[-1]
+    with gateway(named(*pair)) as (engine, client):
+        engine.clear_cache()
+        _, ear = sent(client, (5, 6, 7), **asked)
+        one = next(one for one in pair if one.taken)
+        one.steps, one.at_step = 10, one.die_for_good if how == "dies" else one.says_that_it_leaves
+        done = ear.wait()[-1]
+        assert client.moved == 1
+    for choice in range(3):
+        assert answered(ear.events, choice) == answered(whole.events, choice)
+    kinds = [type(event) for event in singly(ear.events)]
+    for kind in {*kinds} - {Admitted}:
+        assert kinds.count(kind) == [type(event) for event in singly(whole.events)].count(kind), kind
+    assert kinds.index(Done) == len(kinds) - 1
+    assert isinstance(done, Done)
+    assert isinstance(last, Done)
+    assert done.usage == last.usage
+
+
+# -- what a request is told -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["where it began", "where it has moved to"])
+def moved(request: pytest.FixtureRequest) -> bool:
+    return request.param == "where it has moved to"
+
+
+def begun(client: ClusterClient, pair: Pair, ear: Callable[[EngineEvent], None], moved: bool) -> int:
+    """The number of a request that runs."""
+    number = client.number()
+    client.submit(submission((5, 6), number=number, **LONG | {"n": 2}), ear)
+    if moved:
+        name = place_of(client, number)
+        assert name is not None
+        pair[int(name[-1])].die()
+        eventually(lambda: place_of(client, number) not in (None, name), "it moves")
+    return number
+
+
+def drawn(ear: Ear, more: int = 3) -> None:
+    before = ear.tokens(0), ear.tokens(1)
+    eventually(lambda: ear.tokens(0) > before[0] + more and ear.tokens(1) > before[1] + more, "tokens are drawn")
+
+
+def test_a_cancel_reaches_the_replica_where_the_request_is(pair: Pair, moved: bool) -> None:
+    with gateway(named(*pair)) as (_, client):
+        number = begun(client, pair, ear := Ear(), moved)
+        drawn(ear)
+        client.cancel(number)
+        done = ear.wait()[-1]
+        assert isinstance(done, Done)
+        assert done.usage.completion_tokens == ear.tokens(0) + ear.tokens(1)
+
+
+def test_a_stop_reaches_the_replica_where_the_request_is(pair: Pair, moved: bool) -> None:
+    with gateway(named(*pair)) as (_, client):
+        number = begun(client, pair, ear := Ear(), moved)
+        drawn(ear)
+        client.stop(number, 0, 2)
+        eventually(lambda: any(isinstance(event, Ended) for event in list(ear.events)), "it is stopped")
+        client.cancel(number)
+        done = ear.wait()[-1]
+        assert isinstance(done, Done)
+        assert done.usage.completion_tokens == 2 + ear.tokens(1)
+
+
+def test_a_stop_is_known_where_the_request_moves_to_later(pair: Pair) -> None:
+    with gateway(named(*pair)) as (_, client):
+        number = begun(client, pair, ear := Ear(), False)
+        drawn(ear)
+        client.stop(number, 0, 2)
+        eventually(lambda: any(isinstance(event, Ended) for event in list(ear.events)), "it is stopped")
+        before, told = place_of(client, number), (ear.tokens(0), ear.tokens(1))
+        assert before is not None
+        pair[int(before[-1])].die()
+        eventually(lambda: place_of(client, number) not in (None, before) and ear.tokens(1) > told[1], "it goes on")
+        client.cancel(number)
+        done = ear.wait()[-1]
+        assert isinstance(done, Done)
+        assert ear.tokens(0) == told[0]
+        assert done.usage.completion_tokens == 2 + ear.tokens(1)
+
+
+def test_a_failure_reaches_the_replica_where_the_request_is(pair: Pair, moved: bool) -> None:
+    with gateway(named(*pair)) as (_, client):
+        number = begun(client, pair, ear := Ear(), moved)
+        drawn(ear)
+        client.fail(number, BadRequest("no text"))
+        assert str(failed(ear)) == "no text"
+
+
+def test_a_receiver_that_raises_ends_its_request_at_the_replica_where_it_is(pair: Pair, moved: bool) -> None:
+    raises = threading.Event()
+    ear = Ear()
+
+    def deliver(event: EngineEvent) -> None:
+        ear(event)
+        if raises.is_set():
+            raise RuntimeError("no one listens")
+
+    with gateway(named(*pair)) as (_, client):
+        begun(client, pair, deliver, moved)
+        drawn(ear)
+        raises.set()
+        eventually(lambda: not client._running, "it is removed")
+
+
+def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pair) -> None:
+    for one in pair:
+        one.steps, one.at_step = 5, one.die_for_good
+    with gateway(named(*pair)) as (_, client):
+        ears = [sent(client, (5, 6, 7 + at), **LONG) for at in range(4)]
+        eventually(lambda: client.starting, "none is there")
+        client.cancel(ears[0][0])
+        client.stop(ears[1][0], 0, 1)
+        client.fail(ears[2][0], BadRequest("no text"))
+        client.cancel(ears[3][0])
+        pair[0].down = False
+        for at in (0, 1, 3):
+            assert isinstance(ears[at][1].wait()[-1], Done)
+        assert str(failed(ears[2][1])) == "no text"
+
+
+# -- routing ----------------------------------------------------------------------------------------------------------
+
+
+def has(client: ClusterClient, prompt: Sequence[int]) -> dict[str, int]:
+    """Tokens of a prompt, as the router knows of them, by replica."""
+    return {score.replica: score.have for score in client.ranking(submission(prompt))}
+
+
+def test_requests_that_begin_alike_go_to_the_replica_that_has_their_beginning(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.clear_cache()
+        engine.generate([*PREFIX], **GREEDY)
+        (first,) = [name for name, one in named(*pair).items() if one.taken]
+        eventually(lambda: sum(has(client, (*PREFIX, 70)).values()) == len(PREFIX), "it is published")
+        for at in range(70, 74):
+            engine.generate([*PREFIX, at], **GREEDY)
+        assert [len(one.taken) for name, one in named(*pair).items() if name != first] == [0]
+        assert client.unranked == 0
+        engine.clear_cache()
+        eventually(lambda: set(has(client, (*PREFIX, 70)).values()) == {0}, "it is gone")
+
+
+def test_what_replicas_had_before_is_known_to_a_gateway_that_begins(pair: Pair) -> None:
+    for one in pair:
+        one._client.ask(client_module.ClearCache())
+    for warm in (0, 1):
+        prompt = [at + warm for at in PREFIX]
+        with gateway({"alone": pair[warm]}) as (engine, _):
+            engine.generate(prompt, **GREEDY)
+    for one in pair:
+        one.taken.clear()
+    with gateway(named(*pair)) as (engine, client):
+        for warm in (0, 1):
+            prompt = [at + warm for at in PREFIX]
+            eventually(lambda prompt=prompt: sum(has(client, (*prompt, 90)).values()) > 0, "it is known")
+            engine.generate([*prompt, 90], **GREEDY)
+            assert [len(one.taken) for one in pair] == [1, warm]
+
+
+def test_without_events_the_replica_that_has_fewer_requests_is_chosen(pair: Pair) -> None:
+    for one in pair:
+        one.deaf = True
+    with gateway(named(*pair)) as (_, client):
+        ears = [sent(client, PREFIX, **LONG) for _ in range(4)]
+        assert [len(one.taken) for one in pair] == [2, 2]
+        assert client.unranked == 4
+        for number, ear in ears:
+            client.cancel(number)
+            ear.wait()
+
+
+# -- replicas that are not used ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ({"version": "0.0.0"}, "it runs kvcellar 0.0.0, and"),
+        ({"weights": "other"}, "its weights, or what"),
+    ],
+    ids=["version", "weights"],
+)
+def test_a_replica_that_is_not_like_the_others_is_refused_by_name(pair: Pair, expected, how: Any, why: str) -> None:
+    with gateway(named(pair[0])) as (engine, client):
+        client.found([address_of("replica-0", pair[0]), address_of("other", pair[1], **how)])
+        eventually(lambda: why in client.replicas["other"], "it is refused")
+        assert ASKED["batch"](engine) == expected["batch"]
+        assert pair[1].taken == []
+        client.found([address_of("replica-0", pair[0])])
+        assert client.replicas == {"replica-0": "ready"}
+
+
+def test_a_replica_of_another_model_is_refused_by_name(pair: Pair, tmp_path: Path, expected) -> None:
+    changed = model_in(tmp_path)
+    (changed / "chat_template.jinja").write_text("{{ messages }}")
+    with closing(FaultyReplica(changed, SETTINGS)) as other, gateway(named(pair[0])) as (engine, client):
+        client.found([address_of("replica-0", pair[0]), address_of("other", other)])
+        eventually(lambda: "in another form" in client.replicas["other"], "it is refused")
+        assert ASKED["batch"](engine) == expected["batch"]
+        assert other.taken == []
+
+
+def test_of_replicas_that_are_found_together_those_that_are_not_alike_are_not_both_used(pair: Pair) -> None:
+    with closing(client_of()) as client:
+        both = threading.Barrier(2)
+        greet = client._greet
+
+        def together(link: ReplicaLink) -> None:
+            both.wait(60)
+            greet(link)
+
+        client._greet = together  # type: ignore[method-assign]
+        client.found([address_of(f"of {at}", one, weights=f"{at}") for at, one in enumerate(pair)])
+        eventually(lambda: "not connected" not in client.replicas.values(), "both were looked at")
+        states = sorted(client.replicas.values())
+        assert states[0].startswith("its weights")
+        assert states[1] == "ready"
+
+
+def test_where_all_are_refused_the_reasons_are_raised(pair: Pair) -> None:
+    with closing(client_of()) as client:
+        client.found([address_of(f"of {at}", one, version=f"0.0.{at}") for at, one in enumerate(pair)])
+        with pytest.raises(ModelRefused) as caught:
+            client.wait()
+        for at in range(2):
+            assert f"replica of {at}: it runs kvcellar 0.0.{at}" in str(caught.value)
+
+
+def test_a_wait_for_a_replica_ends_with_its_client(pair: Pair) -> None:
+    client = client_of()
+    with pytest.raises(EngineClosed):
+        client.wait(client.close)
+
+
+def test_a_replica_that_cannot_be_reached_is_tried_again(pair: Pair, expected) -> None:
+    pair[1].down = True
+    with gateway(named(pair[0])) as (engine, client):
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            nowhere = address_of("nowhere", pair[0])
+            nowhere = type(nowhere)("nowhere", *closed.getsockname(), b"", nowhere.version, "same", nowhere.block)
+        client.found([*(address_of(name, one) for name, one in named(*pair).items()), nowhere])
+        assert ASKED["batch"](engine) == expected["batch"]
+        assert client.replicas == {"replica-0": "ready", "replica-1": "not connected", "nowhere": "not connected"}
+        pair[1].down = False
+        eventually(lambda: client.replicas["replica-1"] == "ready", "it is tried again")
+
+
+def test_a_replica_that_leaves_while_it_joins_gets_no_requests(pair: Pair) -> None:
+    pair[1]._leaving = True
+    with gateway(named(pair[0])) as (engine, client):
+        client.found([address_of(name, one) for name, one in named(*pair).items()])
+        eventually(lambda: (link := client._links.get("replica-1")) is not None and link.leaving, "it says so")
+        eventually(lambda: link_has_greeted(client, "replica-1"), "it is greeted")
+        assert client.replicas["replica-1"] == "not connected"
+        engine.generate([[5, 6]] * 6, **GREEDY)
+        assert pair[1].taken == []
+
+
+def link_has_greeted(client: ClusterClient, name: str) -> bool:
+    return client._links[name].stats is not None and not client._links[name].early
+
+
+def test_a_replica_that_is_silent_is_given_up_unless_this_process_was_stopped(pair: Pair, alone: Engine) -> None:
+    wanted = answered(sent(alone._client, (5, 6), **GREEDY | {"max_tokens": 300})[1].wait(), 0)
+    with gateway(named(*pair)) as (_, client):
+        links = list(client._links.values())
+        _, ear = sent(client, (5, 6), **GREEDY | {"max_tokens": 300})
+        runs(ear)
+        now = time.monotonic()
+        client._give_up_silent(now + SILENT + 1, stopped=True)
+        assert all(one.beaten == now + SILENT + 1 for one in links)
+        for one in links:
+            one.beaten = now
+        client._give_up_silent(now + SILENT + 1, stopped=False)
+        eventually(lambda: set(map(id, client._engines)).isdisjoint(map(id, links)), "they are given up")
+        assert answered(ear.wait(), 0) == wanted
+
+
+# -- connections that are of no gateway -------------------------------------------------------------------------------
+
+
+def closed(link: socket.socket) -> None:
+    """Wait until the other end has closed it."""
+    link.settimeout(60)
+    with suppress(ConnectionError):
+        while link.recv(1 << 16):
+            pass
+
+
+@pytest.mark.parametrize("more", [b"", b"x" * 31, b"x" * 32, b"\0" * 100], ids=["silent", "short", "wrong", "long"])
+def test_a_connection_without_the_secret_is_closed(pair: Pair, expected, monkeypatch, more: bytes) -> None:
+    monkeypatch.setattr(replica_module, "GREETING", 0.1)
+    with gateway(named(pair[0])) as (engine, _), socket.create_connection(pair[0].address) as link:
+        link.sendall(more)
+        closed(link)
+        assert ASKED["batch"](engine) == expected["batch"]
+
+
+def test_a_secret_that_comes_too_slowly_is_given_up(pair: Pair, monkeypatch) -> None:
+    """As a whole, not by each of its bytes."""
+    monkeypatch.setattr(replica_module, "GREETING", 0.2)
+    link = socket.create_connection(pair[0].address)
+    link.settimeout(0.05)
+    with link, pytest.raises(ConnectionError):  # noqa: PT012 - which of both calls raises is open
+        for byte in pair[0].secret[:-1]:
+            link.sendall(bytes([byte]))
+            with suppress(TimeoutError):
+                if not link.recv(1):
+                    raise ConnectionError
+    eventually(lambda: pair[0]._unknown._value == replica_module.GREETED, "its place is free")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff" * 64, b"\x03\0\0\0abc", bytes(frame_of(Start(None, {}, (), 0))), bytes(frame_of(["?"]))],
+    ids=["long", "no message", "a model", "unknown"],
+)
+def test_a_gateway_that_sends_garbage_is_closed_and_others_go_on(pair: Pair, expected, garbage: bytes) -> None:
+    with gateway(named(pair[0])) as (engine, _), socket.create_connection(pair[0].address) as link:
+        link.sendall(pair[0].secret + garbage)
+        closed(link)
+        assert ASKED["batch"](engine) == expected["batch"]
+        eventually(lambda: len(pair[0]._fronts) == 1, "it is forgotten")
+
+
+def test_an_ask_that_is_no_ask_is_refused(pair: Pair, expected) -> None:
+    with gateway(named(pair[0])) as (engine, client):
+        number = next(client._asks)
+        with pytest.raises(EngineFailed, match="not a message that was expected"):
+            client._answer(number, Ask(number, Raw(encode(["?"]))))
+        assert ASKED["batch"](engine) == expected["batch"]
+
+
+def test_connections_that_say_nothing_do_not_keep_gateways_away(pair: Pair, monkeypatch) -> None:
+    monkeypatch.setattr(replica_module, "GREETING", 0.2)
+    with ExitStack() as opened:
+        links = [
+            opened.enter_context(socket.create_connection(pair[0].address)) for _ in range(replica_module.GREETED + 8)
+        ]
+        with gateway(named(pair[0])) as (engine, _):
+            engine.generate([5, 6], **GREEDY)
+        for link in links:
+            closed(link)
+
+
+def test_a_connection_that_cannot_be_accepted_does_not_end_the_replica(model: Path, monkeypatch) -> None:
+    with closing(FaultyReplica(model, SETTINGS)) as replica:
+        accept, errors = replica._listener.accept, [OSError(24, "Too many open files")] * 2
+
+        class Full:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(listener, name)
+
+            def accept(self) -> Any:
+                if errors:
+                    raise errors.pop()
+                return accept()
+
+        listener, replica._listener = replica._listener, Full()  # type: ignore[assignment]
+        for _ in range(2):  # the first one was accepted before
+            with gateway(named(replica)):
+                pass
+        assert errors == []
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def styled(model: Path, alone: Engine) -> Any:
+    alone.adapters.add("style", model / "adapter")
+    yield outcome(alone.generate([5, 6, 7], adapter="style", **GREEDY))
+    alone.adapters.remove("style", wait=True)
+
+
+def test_adapters_that_were_added_are_known_to_replicas_that_join_later(pair: Pair, model: Path, styled: Any) -> None:
+    with gateway(named(pair[0])) as (engine, client):
+        engine.adapters.add("style", model / "adapter")
+        engine.adapters.add("gone", model / "other")
+        engine.adapters.remove("gone")
+        client.found([address_of(name, one) for name, one in named(*pair).items()])
+        eventually(lambda: client.replicas["replica-1"] == "ready", "it joins")
+        pair[0].die_for_good()
+        eventually(lambda: client.replicas["replica-0"] != "ready", "it is gone")
+        assert outcome(engine.generate([5, 6, 7], adapter="style", **GREEDY)) == styled
+        assert [one.name for one in engine.adapters.list()] == ["style"]
+        pair[0].down = False
+        eventually(lambda: client.replicas["replica-0"] == "ready", "it is back")
+        engine.adapters.remove("style", wait=True)
+        assert list(engine.adapters.list()) == []
+
+
+def test_an_adapter_that_is_added_while_a_replica_joins_is_known_to_it(pair: Pair, model: Path, styled: Any) -> None:
+    with gateway(named(pair[0])) as (engine, client):
+        agree, added = client._agree, threading.Event()
+
+        def agrees(link: ReplicaLink, adapters: Any) -> None:
+            agree(link, adapters)
+            if not added.is_set():
+                adding = threading.Thread(target=engine.adapters.add, args=("style", model / "adapter"))
+                adding.start()
+                adding.join()
+                added.set()
+
+        client._agree = agrees  # type: ignore[method-assign]
+        client.found([address_of(name, one) for name, one in named(*pair).items()])
+        eventually(lambda: client.replicas["replica-1"] == "ready", "it joins")
+        pair[0].die_for_good()
+        eventually(lambda: client.replicas["replica-0"] != "ready", "it is gone")
+        assert outcome(engine.generate([5, 6, 7], adapter="style", **GREEDY)) == styled
+        pair[0].down = False
+        eventually(lambda: client.replicas["replica-0"] == "ready", "it is back")
+        engine.adapters.remove("style", wait=True)
+
+
+# -- what replicas die of ---------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_replicas_die_of_is_refused_and_streams_beside_it_go_on(
+    pair: Pair, alone: Engine, expected
+) -> None:
+    """After the third death: it began with the first replica beside others, or it may have."""
+    streams, how = [(5, 6, 7, at) for at in range(8, 12)], GREEDY | {"max_tokens": 100}
+    wanted = [answered(sent(alone._client, prompt, **how)[1].wait(), 0) for prompt in streams]
+    for one in pair:
+        one.fatal = begins_with_poison
+    with gateway(named(*pair)) as (engine, client):
+        ears = [sent(client, prompt, **how)[1] for prompt in streams]
+        runs(*ears)
+        _, culprit = sent(client, (POISON, 6), **GREEDY)
+        error = failed(culprit)
+        assert isinstance(error, EngineDied)
+        assert "2 engines in a row have died when they had begun with this request" in str(error)
+        assert sum(one.deaths for one in pair) == 3
+        assert [answered(ear.wait(), 0) for ear in ears] == wanted
+        assert ASKED["seeded"](engine) == expected["seeded"]
+
+
+def test_a_request_that_replicas_die_of_is_refused_though_one_of_them_leaves(pair: Pair) -> None:
+    """It goes on alone still."""
+    with gateway(named(*pair)) as (_, client):
+        for one in pair:
+            one.fatal = begins_with_poison
+        with client._changed:
+            request = Request[ReplicaLink](submission((POISON, 6), number=client.number(), **GREEDY), Ear(), alone=True)
+            request.deaths, request.engine = 1.0, client._engines[0]
+            client._running[request.submission.number] = request
+            client._sent(request, client._engines[0])
+        client._leaves(client._links[request.engine.name])
+        assert isinstance(request.deliver, Ear)
+        assert isinstance(failed(request.deliver), EngineDied)
+        assert sum(one.deaths for one in pair) == 1
+
+
+# -- several gateways -------------------------------------------------------------------------------------------------
+
+
+def test_two_gateways_at_the_same_replicas_both_get_their_answers(pair: Pair, expected) -> None:
+    """Their requests have the same numbers."""
+    with gateway(named(*pair)) as (one, first), gateway(named(*pair)) as (other, second):
+        with ThreadPoolExecutor(2) as pool:
+            for call in [pool.submit(all_asked, engine, expected) for engine in (one, other)]:
+                call.result()
+        assert first.number() == second.number()
+
+
+def test_the_requests_of_a_gateway_that_dies_end_at_replicas_and_those_of_others_go_on(pair: Pair, alone) -> None:
+    wanted = answered(sent(alone._client, (5, 6), **GREEDY | {"max_tokens": 300})[1].wait(), 0)
+    with gateway(named(*pair)) as (_, lives), closing(client_of()) as dies:
+        dies.found([address_of(name, one) for name, one in named(*pair).items()])
+        eventually(lambda: len(dies._engines) == 2, "it has both")
+        lost = [sent(dies, (7, 8, 9, at), **LONG)[1] for at in range(4)]
+        runs(*lost)
+        _, ear = sent(lives, (5, 6), **GREEDY | {"max_tokens": 300})
+        dies.found([])
+        for link in list(dies._links.values()):
+            link.link.close()
+        assert answered(ear.wait(), 0) == wanted
+        eventually(lambda: [len(one._fronts) for one in pair] == [1, 1], "it is forgotten")
+        for one in pair:
+            one.rests()
+        dies.close()
+        assert all(isinstance(failed(one), EngineClosed) for one in lost)
+
+
+def test_a_request_whose_grammar_is_compiled_when_its_gateway_dies_ends(pair: Pair) -> None:
+    pair[0].gate.clear()
+    with closing(client_of()) as client, ThreadPoolExecutor(1) as pool:
+        client.found([address_of("replica", pair[0])])
+        client.wait()
+        call = pool.submit(sent, client, (5, 6), **MATCHING)
+        eventually(lambda: pair[0]._fronts and pair[0]._fronts[0].busy, "it is taken in")
+        client.close()
+        assert isinstance(call.exception(), EngineClosed)
+        eventually(lambda: not pair[0]._fronts, "the gateway is forgotten")
+        before = len(pair[0].cancelled)
+        pair[0].gate.set()
+        eventually(lambda: len(pair[0].cancelled) > before, "it is cancelled")
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_told_behind_the_end_though_events_arrive_while_a_client_is_closed(pair: Pair) -> None:
+    client, told, inside = client_of(), list[type](), threading.Event()
+
+    def deliver(event: EngineEvent) -> None:
+        if isinstance(event, Drawn) and not inside.is_set():
+            inside.set()
+            eventually(lambda: client._closing, "it is being closed")
+            time.sleep(0.05)
+        told.append(type(event))
+
+    client.found([address_of("replica", pair[0])])
+    client.wait()
+    client.submit(submission((5, 6), number=client.number(), **LONG), deliver)
+    assert inside.wait(60)
+    client.close()
+    assert told[-1] is Failed
+    assert told.count(Failed) == 1
+    assert Drawn in told
+
+
+def test_a_receiver_can_close_its_engine(pair: Pair) -> None:
+    client, over = client_of(), threading.Event()
+
+    def deliver(event: EngineEvent) -> None:
+        if isinstance(event, Drawn):
+            client.close()
+            over.set()
+
+    client.found([address_of(name, one) for name, one in named(*pair).items()])
+    client.wait()
+    client.submit(submission((5, 6), number=client.number(), **LONG), deliver)
+    assert over.wait(60)
+    assert client.close()
+
+
+def test_a_client_is_closed_while_it_connects(pair: Pair) -> None:
+    """To one that says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = client_of()
+        address = address_of("silent", pair[0])
+        address = type(address)("silent", *silent.getsockname(), b"", address.version, "same", address.block)
+        client.found([address])
+        eventually(lambda: client._links, "it is connected")
+        assert client.close()
+        eventually(lambda: not client._used, "its thread ends")
+
+
+def test_threads_of_replicas_that_have_gone_end(pair: Pair) -> None:
+    with gateway(named(*pair)) as (_, client):
+        for _ in range(3):
+            links = list(client._links.values())
+            for one in pair:
+                one.die()
+            eventually(lambda links=links: not any(one.outbox._thread.is_alive() for one in links), "they end")
+            eventually(lambda: set(client.replicas.values()) == {"ready"}, "they are used again")
+
+
+def test_a_fork_ends_nothing_and_waits_for_nothing(pair: Pair) -> None:
+    with gateway(named(*pair)) as (_, client):
+        _, ear = sent(client, (5, 6), **GREEDY)
+        owner, client._owner = client._owner, -1
+        try:
+            with client._changed, ThreadPoolExecutor(1) as pool:  # the lock is held, for ever in a fork
+                refused = pool.submit(client.submit, submission((5,), number=client.number()), Ear())
+                assert isinstance(refused.exception(60), EngineClosed)
+                assert pool.submit(client.close).result(60) is False
+        finally:
+            client._owner = owner
+        assert isinstance(ear.wait()[-1], Done)
+
+
+# -- controls ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_asked_of_all_is_answered_while_one_dies(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.clear_cache()
+        asked = replace_fields(submission(PREFIX, number=client.number(), **GREEDY), namespace="tenant")
+        client.submit(asked, ear := Ear())
+        ear.wait()
+        for _ in range(5):
+            pair[0].die()
+            assert engine.stats().running == 0
+            assert [one.namespace for one in client.ask(ListNamespaces())] in (["tenant"], [])
+        eventually(lambda: client.replicas["replica-0"] == "ready", "it is back")
+
+
+def test_a_namespace_of_several_replicas_is_listed_once() -> None:
+    one = NamespaceContents("tenant", 1, 2, 3, 4, 5)
+    for found in ([[one], [], [one]], [[], [one], [one]], [[one, one]], [[]]):
+        merged = client_module._merged(found)
+        count = sum(map(len, found))
+        assert [(it.namespace, it.entries, it.tokens) for it in merged] == [("tenant", count, 2 * count)][:count]
+
+
+def shaken(value: Any, draw: Random) -> Any:
+    """Such a record with other numbers, and some keys less."""
+    if isinstance(value, bool):
+        return draw.random() < 0.5
+    if isinstance(value, int):
+        return draw.randrange(100)
+    if isinstance(value, dict):
+        return {key: draw.randrange(100) for key in value if draw.random() < 0.7}
+    if isinstance(value, tuple):
+        return tuple(shaken(one, draw) for one in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{one.name: shaken(getattr(value, one.name), draw) for one in fields(value)})
+    return value
+
+
+def by_sample(stats: EngineStats) -> dict[Any, Any]:
+    return {(metric.name, labels): value for metric, labels, value in samples(stats)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_statistics_of_all_are_the_sums(alone: Engine, seed: int) -> None:
+    draw, stats = Random(seed), alone.stats()
+    reasons = {"a": 1, "b": 2, "c": 3}
+    recording = replace(stats.recording, by_modules=reasons)
+    stats = replace(stats, recomputes=reasons, recording=recording, groups=(*stats.groups, *more(stats)))
+    every = [shaken(stats, draw) for _ in range(draw.randrange(1, 5))]
+    every += [replace(one, groups=(), store=None, speculation=None) for one in every if draw.random() < 0.3]
+    draw.shuffle(every)
+    wanted: dict[Any, Any] = {}
+    for one in every:
+        for name, value in by_sample(one).items():
+            before = wanted.get(name, 0)
+            wanted[name] = before or value if isinstance(value, bool) else before + value
+    found = summed(every)
+    assert by_sample(found) == wanted
+    assert found.at == min(one.at for one in every)
+    assert (found.ended, found.sequences) == (sum(one.ended for one in every), sum(one.sequences for one in every))
+    for group in found.groups:
+        assert group.layers == max(one.layers for some in every for one in some.groups if one.name == group.name)
+
+
+def more(stats: EngineStats) -> list[GroupStats]:
+    return [replace(one, name="more") for one in stats.groups]
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """An engine that another thread is about to tell something of the request that it is sent."""
+
+    def __init__(self) -> None:
+        self.beat, self.beaten, self.stats = Beat(0.0), 0.0, None
+        self.sent: list[object] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def send(self, message: object) -> None:
+        if isinstance(message, Ask):
+            thread = threading.Thread(target=self.meanwhile, daemon=True)
+            thread.start()
+            thread.join(0.1)
+        self.sent.append(message)
+
+
+class OneEngine(RemoteClient[Told]):
+    """A client of any engines."""
+
+    def _choose(self, request: Request[Told] | None) -> Told | None:
+        return self._engines[0] if self._engines else None
+
+    @property
+    def last_stats(self) -> EngineStats:
+        raise NotImplementedError
+
+    def close(self) -> bool:
+        return True
+
+
+def test_a_cancel_does_not_come_before_the_request_that_it_ends() -> None:
+    client, first, second = OneEngine(), Told(), Told()
+    first.meanwhile = second.meanwhile = lambda: client.cancel(0)
+    client._joined(first)
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(client.submit, submission((5, 6), number=client.number()), Ear())
+        eventually(lambda: len(first.sent) == 2, "both are sent")
+        ask = first.sent[0]
+        assert isinstance(ask, Ask)
+        client._take(first, Reply(ask.number, packed(None)))
+        call.result(60)
+    client._left(first, "has died", blame=lambda request: 1.0)
+    client._joined(second)
+    eventually(lambda: len(second.sent) == 3, "it goes on")
+    for one in (first, second):
+        assert [type(message) for message in one.sent[:2]] == [Ask, Cancel]
+
+
+def test_statistics_are_those_of_all_replicas_together(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        total = sum(one._client.ask(ReadStats()).steps for one in pair)
+        assert engine.stats().steps == total
+        eventually(lambda: client.last_stats.steps == total, "they are told")

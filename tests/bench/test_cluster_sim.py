@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from benchmarks.cluster_sim import (
     GPU,
     MIXES,
+    QUICK,
     RULES,
     Fleet,
     Found,
@@ -17,15 +19,17 @@ from benchmarks.cluster_sim import (
     copies,
     ideal,
     published,
+    row,
     spread,
 )
+from benchmarks.row import Given
 
-COSTS = GPU._replace(cells=400_000, block=64, sequences=16)
+COSTS = GPU._replace(cells=400_000, block=64)
 
 
-def requests(replicas: int, rate: float) -> list[tuple[float, Session]]:
+def requests(replicas: int, rate: float, count: int = 80) -> list[tuple[float, Session]]:
     draw = random.Random(3)
-    return spread(draw, published(MIXES["tool and agent"], 80 * replicas, COSTS.block, draw), rate * replicas / 1.6)
+    return spread(draw, published(MIXES["tool and agent"], count * replicas, COSTS.block, draw), rate * replicas / 1.6)
 
 
 def served(rule: type[Rule], sessions: Sequence[tuple[float, Session]], *, replicas: int = 2) -> tuple[Found, Fleet]:
@@ -70,11 +74,11 @@ def rule_knows(fleet: Fleet) -> list[bool]:
     return known
 
 
-@pytest.mark.parametrize("rate", [10, 40])
+@pytest.mark.parametrize("rate", [15, 30])
 def test_a_fleet_computes_little_more_than_one_engine_with_all_memory_and_waits_less_than_by_queues(
     rate: float,
 ) -> None:
-    sessions = requests(2, rate)
+    sessions = requests(2, rate, 400)
     best = ideal(COSTS, 2, sessions)
     ours, two = served(Ours, sessions)[0], served(RULES["power of two"], sessions)[0]
     assert ours.computed <= 1.10 * best.computed
@@ -87,3 +91,9 @@ def test_copies_of_a_trace_have_texts_of_their_own() -> None:
     assert len(second) == 2 * len(first)
     texts = {turn.blocks[0] for session in second for turn in session if turn.blocks}
     assert len(texts) == 2 * len({turn.blocks[0] for session in first for turn in session if turn.blocks})
+
+
+def test_the_row_prints_a_line_for_each_rule(tmp_path: Path) -> None:
+    lines = [*row(Given(tmp_path, quick=True))]
+    for name in RULES:
+        assert sum(line.startswith(f"{name:20} ") for line in lines) == len(QUICK)

@@ -193,7 +193,7 @@ class _Blocks:
     def check(self) -> None:
         held: dict[int, set[int]] = {at: set() for at in self._held}
         for block, bits in self._bits.items():
-            assert any(bits), "a block that nobody has is known"
+            assert any(bits), "a block is known that no replica has"
             for at in _places(bits[0] | bits[1] | bits[2] | bits[3]):
                 held[at].add(block)
         assert held == self._held, "blocks of replicas and replicas of blocks differ"

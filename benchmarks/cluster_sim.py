@@ -131,6 +131,9 @@ class Engine:
         cells = max(0, free), self.costs.cells
         return Load(waiting, len(self._decode), speed, read, *cells, queue, self.costs.sequences)
 
+    def blocks(self) -> set[int]:
+        return {*self._used, *self._idle}
+
     def take(self, ask: Ask) -> None:
         if (tokens := self._stored(ask)) == 0:
             self._queue(ask)
@@ -641,7 +644,7 @@ SCENES = (
     *(Scene("tool and agent", replicas, 600, rate) for replicas in (2, 4) for rate in (15, 25)),
     *(Scene(name, 4, 600, rate) for name, rate in (("Azure conversation", 40), ("Azure code", 80))),
     *(Scene("tool and agent", at, amount, 15) for at, amount in ((16, 200), (64, 80), (256, 30), (1024, 10))),
-    *(Scene("conversation", replicas, amount, 8) for replicas, amount in ((16, 200), (64, 60))),
+    Scene("conversation", 16, 200, 8),
 )
 QUICK = (Scene("chats", 2, 1, 1), Scene("tool and agent", 2, 40, 20, store=True))
 

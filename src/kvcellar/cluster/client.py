@@ -532,12 +532,13 @@ def load_of(stats: EngineStats) -> Load:
     groups = stats.groups
     return Load(
         waiting_tokens=stats.waiting_tokens,
-        running=stats.running,
-        decode_seconds=stats.decode_seconds or None,
+        running=stats.running - stats.prefilling,
         prefill_speed=1 / stats.token_seconds if stats.token_seconds else None,
         read_speed=1 / stats.restore_seconds if stats.restore_seconds else None,
         cells_free=min((one.cells - one.used for one in groups), default=0),
         cells=min((one.cells for one in groups), default=0),
+        waiting=stats.waiting + stats.prefilling,
+        sequences=stats.max_sequences,
     )
 
 

@@ -13,10 +13,10 @@ What a replica costs is `max(wait, restore) + compute + others`, all of it measu
   * restore: of tokens that a tier has and the device has not, where reading is faster than computing. Waiting requests
     are read ahead, so this passes while the request waits;
   * compute: of the tokens that are left;
-  * others: a second of prompts makes each request wait a second longer that comes before the queue is empty again,
-    which is `max(wait, restore) + compute` later. As many come in a second to the mean replica as it has streams over
-    the seconds that one takes (Little's law). In an idle fleet that is next to nothing, so a request goes where its
-    first token comes soonest; in a busy one it goes where it has to compute least.
+  * others: a second of the device is worth one of a user, so that nothing is computed a second time to save less than
+    it takes. And a second of prompts makes each request wait a second longer that comes before the queue is empty
+    again, which is `max(wait, restore) + compute` later. As many come in a second to the mean replica as it has
+    streams over the seconds that one takes (Little's law). So the busier a fleet is, the less it computes.
 
 Streams are no part of it: the scheduler gives them their tokens in time, whatever prompts wait.
 
@@ -193,7 +193,7 @@ class _Blocks:
     def check(self) -> None:
         held: dict[int, set[int]] = {at: set() for at in self._held}
         for block, bits in self._bits.items():
-            assert any(bits), "a block that nobody has is known"
+            assert any(bits), "a block is known that no replica has"
             for at in _places(bits[0] | bits[1] | bits[2] | bits[3]):
                 held[at].add(block)
         assert held == self._held, "blocks of replicas and replicas of blocks differ"
@@ -393,7 +393,7 @@ class Router:
         wait, compute = np.maximum(waiting * each, room), uncomputed * each
         restore = restored * (each if read is None else read)
         start = np.maximum(wait, restore)
-        others = compute * rate * (start + compute)
+        others = compute * (1 + rate * (start + compute))
         seconds = start + compute + others
         doubt, tie = self._doubt(have // self._size, hashes, candidates)
         key = np.where(candidates, seconds + doubt * each, np.inf)

@@ -8,7 +8,7 @@ from kvcellar.engine.stats import EngineStats
 
 _NAMES = [one.name for one in fields(EngineStats)]
 LARGEST = ("layers", "deepest")
-MEANS = ("token_seconds", "decode_seconds", "restore_seconds")  # of those that have measured them
+MEANS = ("token_seconds", "restore_seconds")  # of those that have measured them
 
 
 def summed(every: Sequence[EngineStats]) -> EngineStats:

@@ -194,7 +194,6 @@ class EngineStats:
     prefilling: int  # of the running completions, those whose prompt is not computed yet
     max_sequences: int  # completions that run at once, at most
     token_seconds: float  # that a token of a prompt takes, by what was measured lately; 0.0: nothing was
-    decode_seconds: float  # of a step that computes no prompt, by what was measured lately; 0.0: nothing was
     restore_seconds: float  # that a token read back from the store takes, by what was measured; 0.0: nothing was
     ended: int  # requests that have ended since the start
     sequences: int  # sequences in memory: those of running completions

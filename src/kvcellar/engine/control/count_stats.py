@@ -32,7 +32,6 @@ def stats(built: "Built") -> EngineStats:
         prefilling=scheduler.prefilling,
         max_sequences=built.settings.max_sequences,
         token_seconds=loop.token_seconds,
-        decode_seconds=loop.decode_seconds,
         restore_seconds=_restore_seconds(loop.manager.store),
         ended=loop.last.count,
         sequences=len(memory.sequences),

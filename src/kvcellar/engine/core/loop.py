@@ -82,7 +82,7 @@ class Loop:
         self.silences = 0  # how often they waited for nothing
         self.ending, self.ended = Ending(manager), False
         self.steps, self.started = 0, time.time()
-        self.token_seconds = self.decode_seconds = 0.0  # of a token of a prompt; of a step without: lately
+        self.token_seconds = 0.0  # of a token of a prompt, lately
         self.turn_began: float | None = None  # seconds of the clock; None: it rests
 
     def start(
@@ -384,8 +384,6 @@ class Loop:
         self.steps += 1
         if prompts >= MEASURED:
             self.token_seconds = _lately(self.token_seconds, seconds / prompts)
-        elif not prompts:
-            self.decode_seconds = _lately(self.decode_seconds, seconds)
         self.scheduler.stepped(scheduled, prompts, seconds)
         if self.manager.store is not None:
             self.manager.store.stepped(sum(one.tokens for one in scheduled), seconds)

@@ -137,8 +137,8 @@ def gateway(replicas: Mapping[str, Replica], **how: Any) -> Iterator[tuple[Engin
     client = client_of()
     client.found([address_of(name, one, **how) for name, one in replicas.items()])
     with closing(client):
-        client.wait()
         eventually(lambda: set(client.replicas.values()) == {"ready"}, "all are used")
+        client.wait()
         with closing(Engine.of(client)) as engine:
             yield engine, client
             eventually(lambda: not client._running, "all requests end")

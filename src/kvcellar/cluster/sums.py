@@ -33,10 +33,9 @@ def _sum(values: Sequence[Any], name: str = "") -> Any:
         return {key: sum(value.get(key, 0) for value in there) for key in dict.fromkeys(k for v in there for k in v)}
     if is_dataclass(first):
         return type(first)(**{one.name: _sum([getattr(v, one.name) for v in there], one.name) for one in fields(first)})
-    records: list[Any] = [one for value in there for one in value] if isinstance(first, tuple) else []
-    if records and is_dataclass(records[0]):
+    if isinstance(first, tuple) and any(map(is_dataclass, every := [one for value in there for one in value])):
         named: dict[str, list[Any]] = {}
-        for one in records:
+        for one in every:
             named.setdefault(one.name, []).append(one)
         return tuple(map(_sum, named.values()))
     return first

@@ -158,6 +158,15 @@ def test_what_is_dropped_makes_room_for_the_next_ones_and_not_for_what_never_fit
     assert len(archive.stamps("a")) == 7, "what never fits has dropped others"
 
 
+def test_what_was_deleted_is_not_there_to_be_used(make: Make) -> None:
+    archive = forgetting(make, Clock())
+    for name in "xy":
+        archive.put("a", name, b"", b"")
+    assert archive.touch("a", ["x", "y", "z"], archive.stamp) == [True, True, False]
+    archive.delete("a", "x")
+    assert archive.touch("a", ["x", "y"], archive.stamp) == [False, True]
+
+
 def test_the_owner_that_has_the_most_loses_first(make: Make) -> None:
     archive = forgetting(make, Clock())
     for owner, names, size in (("small", "s", 200), ("large", "abc", 600), ("other", "xy", 900)):

@@ -425,6 +425,7 @@ class Archive:
         """Raises `FileNotFoundError`."""
         if self._contents.pop(file, None) is None:
             raise FileNotFoundError(file)
+        del self._used[file]
 
 
 class Space(NamedTuple):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ ENVIRONMENT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # for HAProxy to leave out a gateway that ends
     "RAY_USAGE_STATS_ENABLED": "0",
 }
+PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0
 
@@ -54,7 +56,8 @@ def serve(
     files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
     described = {"models": list(models), "replicas": replicas, "gateways": gateways, "server": server}
     described |= {name: str(file) for name, file in files.items() if file is not None}
-    for name, value in ENVIRONMENT.items():
+    own_ports = {} if address is not None else {name: _free_port() for name in PORTS}
+    for name, value in (ENVIRONMENT | own_ports).items():
         os.environ.setdefault(name, value)
     try:
         ray, ray_serve = import_module("ray"), import_module("ray.serve")
@@ -77,6 +80,12 @@ def serve(
             ray_serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return str(free.getsockname()[1])
 
 
 def _signalled() -> list[int]:

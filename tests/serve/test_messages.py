@@ -686,7 +686,7 @@ ROOT = Path(__file__).parents[2] / "src" / "kvcellar"
 SERVE = {*(ROOT / "serve").rglob("*.py")} - {*(ROOT / "serve" / "anthropic").glob("*.py")}
 NO_SOURCES = ("serve/settings.py", "serve/http/server.py", "serve/http/keys.py")
 ENGINE = ("arguments", "core/intake", "load/allocate", "load/build")
-FRONTEND = ("engine", "process_client", "request_builder", "text_codec")
+FRONTEND = ("engine", "process_client", "remote_client", "request_builder", "text_codec")
 SOURCES = [
     *sorted(SERVE - {ROOT / name for name in NO_SOURCES}),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),

@@ -1,6 +1,7 @@
 """A real Valkey or Redis server on a socket in a directory, started and killed by tests."""
 
 import shutil
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -22,9 +23,14 @@ class RedisServer:
         self._process = subprocess.Popen(
             [*command, *options], cwd=self._directory, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
         )
-        while not self._socket.exists():
+        while not self._listens():
             assert self._process.poll() is None, "the server did not start"
             time.sleep(0.005)
+
+    def _listens(self) -> bool:
+        """Its socket is there before it listens."""
+        with socket.socket(socket.AF_UNIX) as client:
+            return client.connect_ex(str(self._socket)) == 0
 
     def kill(self) -> None:
         """As `kill -9`."""

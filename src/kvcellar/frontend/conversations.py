@@ -155,7 +155,11 @@ class Conversations:
     def list(self, *, owner: str = "") -> list[ConversationInfo]:
         """By name. One that cannot be read is left out, with a line in the log."""
         found: list[ConversationInfo] = []
-        for head in self._archive.heads(owner):
+        try:
+            heads = list(self._archive.heads(owner))
+        except OSError as error:
+            raise ConversationUnreadable(f"conversations cannot be listed: {_why(error)}") from error
+        for head in heads:
             try:
                 if isinstance(head, Exception):
                     raise head

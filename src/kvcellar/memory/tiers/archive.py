@@ -328,9 +328,8 @@ class Archive:
             return False
         space, others = Space(own, cap, self._forgets.most), {name: one for name, one in found.items() if name != file}
         gone = to_drop(others, file, size + (found[file].size if file in found else 0), space, self._oldest)
-        for name in gone:
-            self._remove(name, found[name].used)
-        return bool(gone)
+        removed = [self._remove(name, found[name].used) for name in gone]
+        return any(removed)
 
     def check(self) -> None:
         """Assert what is always true, while nothing is changed."""
@@ -393,12 +392,12 @@ class Archive:
     def _opened(self, file: str, *, whole: bool = True) -> Generator[Source | None]:
         """None if it is not there, or forgotten. `whole`: its body will be read."""
         found = self._contents.get(file)
-        yield None if found is None or self._used[file] < self._oldest else Content(found)
+        yield None if found is None or self._used.get(file, -1) < self._oldest else Content(found)
 
     def _entries(self, owner: str = "") -> Mapping[str, Stored]:
         """All, or those of the owner with this digest."""
         found = [(file, content) for file, content in [*self._contents.items()] if file.startswith(owner)]
-        return {file: Stored(len(content), self._used[file]) for file, content in found}
+        return {file: Stored(len(content), self._used.get(file, -1)) for file, content in found}
 
     def _counted(self) -> Sizes:
         with self._locked():

@@ -3,8 +3,9 @@
 What others have stored is looked up by name, by what a text begins with (see `buckets`): the calls for it do not depend
 on how many objects there are. What is stored already is not written again.
 
-Each process keeps the cap for what it knows: what it has stored, looked up, and found when `entries` was called. A
-store that deletes objects by itself may do so: each is a miss.
+Each process keeps the cap for what it knows: what it has stored, looked up, and found when `entries` was called. For
+that it deletes what it has stored, and forgets what others have. A store that deletes objects by itself may do so: each
+is a miss.
 
 Always true:
   * each entry has a snapshot, and what is no entry has none, unless it could not be deleted yet;
@@ -107,6 +108,7 @@ class RemoteTier(Tier):
         self._snapshots: dict[str, Snapshot] = {}  # by name: that of the object, and a number
         self._numbers, self._secret = count(), secret
         self._read: dict[str, tuple[float, list[Member]]] = {}  # buckets, and when they were read
+        self._own: set[str] = set()  # names of what this process has stored
         self._undeleted: set[str] = set()  # what could not be deleted yet: its bytes are counted
 
     # -- entries ------------------------------------------------------------------------------------------------
@@ -143,6 +145,7 @@ class RemoteTier(Tier):
         except BaseException:
             self._index.release([name])
             raise
+        self._own.add(name)
         self._enter(name, _Object(snapshot, retention, size, content[-DIGEST:]))
         return True
 
@@ -225,7 +228,7 @@ class RemoteTier(Tier):
         if self._snapshot(key, reader.header) != kept.snapshot:
             raise Replaced("it has another description")
         if not self._cipher.overhead and kept.seal not in (b"", reader.seal):
-            raise Damaged("it is not what this process has stored")
+            raise Replaced("it is not what this process has stored")
         return tuple(reader.chunks(kept.snapshot, self._cipher, lambda _: next(space)))
 
     def _described(self, key: bytes, size: int | None = None) -> _Object | None:
@@ -355,21 +358,33 @@ class RemoteTier(Tier):
         """Assert what is always true."""
         names = self._index.names()
         assert names <= self._snapshots.keys() <= names | self._undeleted
+        assert self._own <= names
 
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _remove(self, keys: list[bytes], why: Why = "removed") -> None:
         """Also objects that are not known."""
-        known = {key for key in keys if self.contains(key)}
+        rows = [self._index.find(key) for key in keys]
+        found = [row.name for row in rows if row is not None and row.name not in self._own]
+        self._own.update(found)  # so that they are deleted, too
         self._index.remove(keys, why)
-        self._objects.delete([key.hex() for key in keys if key not in known])
+        self._objects.delete([key.hex() for key, row in zip(keys, rows, strict=True) if row is None])
 
     def delete(self, names: list[str]) -> list[str]:
-        self._undeleted.update(names)
-        self._objects.delete([name[: 2 * KEY] for name in names])
-        self._strike(names)
+        """What others have stored is only forgotten: they may use it."""
+        own = [name for name in names if name in self._own]
+        self._undeleted.update(own)
+        self._objects.delete([name[: 2 * KEY] for name in own])
+        self._strike(own)
         self._undeleted.difference_update(names)
+        for name in names:
+            self._drop(name)
         return names
+
+    def _drop(self, name: str) -> None:
+        """It is no entry any longer."""
+        self._snapshots.pop(name, None)
+        self._own.discard(name)
 
     def _strike(self, names: Iterable[str]) -> None:
         """Snapshots are not there any longer: their buckets do not name them."""
@@ -377,7 +392,7 @@ class RemoteTier(Tier):
         members = [self._rest(snapshot).named(snapshot.key) for snapshot, _ in gone]
         self._objects.strike([(member.bucket, member.text) for member in members])
         for _, name in gone:
-            self._snapshots.pop(name, None)
+            self._drop(name)
 
     def _missing(self, key: bytes) -> None:
         """An object is not there. It counts as a failure if it was known: the store has lost or evicted it."""
@@ -393,7 +408,7 @@ class RemoteTier(Tier):
         if isinstance(error, Replaced):
             self.failures["replaced"] += 1
             if (row := self._index.find(key)) is not None:
-                self._snapshots.pop(row.name, None)
+                self._drop(row.name)
                 self._index.forget([row.name])
             return
         self.failures["damaged"] += 1

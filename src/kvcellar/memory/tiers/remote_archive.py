@@ -72,7 +72,7 @@ return {}
 _REMOVE = (
     _ADDS
     + """
-if ARGV[3] ~= '' and tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or -1) ~= tonumber(ARGV[3]) then return 0 end
+if ARGV[3] ~= '' and tonumber(redis.call('ZSCORE', KEYS[3], ARGV[1]) or 0) ~= tonumber(ARGV[3]) then return 0 end
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('ZREM', KEYS[3], ARGV[1])
 add(-size, -count)

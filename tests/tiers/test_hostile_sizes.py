@@ -257,7 +257,7 @@ def test_without_a_cipher_a_process_reads_what_it_has_stored_or_nothing() -> Non
     reader = RemoteTier(objects, identity=IDENTITY, cap=1 << 20)
     assert content(reader, ONE[0].key) == other, "what another process has stored cannot be verified without a key"
     assert content(writer, ONE[0].key) is None
-    assert writer.failures == {"damaged": 1}
+    assert writer.failures == {"replaced": 1}
     assert not objects.content
 
 

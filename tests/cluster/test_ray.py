@@ -98,8 +98,19 @@ class Cluster:
         return text, usage
 
 
+RAY = """
+import ray
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+assert ray.get(ray.remote(lambda: 1).remote()) == 1
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    environment = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = subprocess.run([sys.executable, "-c", RAY], env=environment, capture_output=True, text=True, check=False)
+    if ray.returncode:
+        pytest.skip(f"Ray itself does not run on this machine: {ray.stderr[-300:]}")
     found = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         found.wait()

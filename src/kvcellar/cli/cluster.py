@@ -26,6 +26,7 @@ ENVIRONMENT = {
 PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0
+OBJECTS = 100 << 20  # bytes of shared memory: nothing of requests is in it
 
 
 @click.group("cluster")
@@ -64,7 +65,7 @@ def serve(
     except ImportError as error:
         raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
     application = import_module("kvcellar.cluster.application").app(described | {"engine": given(**options)})
-    own = {"include_dashboard": False} if address is None else {}
+    own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
     ray.init(address=address, log_to_driver=False, **own)
     stop = _signalled()
     try:

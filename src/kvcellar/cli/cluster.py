@@ -15,7 +15,9 @@ import click
 from kvcellar.cli.options import Command, adapter_option, engine_options, given, together
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
 from kvcellar.cli.store_options import store_options, stored
-from kvcellar.errors import BadRequest
+from kvcellar.engine.load.in_library import located
+from kvcellar.engine.models.weights.find import find
+from kvcellar.errors import BadRequest, EngineFailed
 
 NAME = "kvcellar"  # of the application
 ENVIRONMENT = {
@@ -53,9 +55,12 @@ def serve(
     """Serve models until a signal: each MODEL has its engines, and requests go where memory has most of their text, or
     will have soonest. Needs kvcellar[cluster]."""
     stored(options)
+    if address is None:
+        for model in models:
+            find(located(model))  # raises, before anything is started
     server = {name: options.pop(name) for name in HTTP_OPTIONS}
     files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
-    described = {"models": list(models), "replicas": replicas, "gateways": gateways, "server": server}
+    described = {"models": list(map(_absolute, models)), "replicas": replicas, "gateways": gateways, "server": server}
     described |= {name: str(file) for name, file in files.items() if file is not None}
     own_ports = {} if address is not None else {name: _free_port() for name in PORTS}
     for name, value in (ENVIRONMENT | own_ports).items():
@@ -64,13 +69,16 @@ def serve(
         ray, ray_serve = import_module("ray"), import_module("ray.serve")
     except ImportError as error:
         raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
-    application = import_module("kvcellar.cluster.application").app(described | {"engine": given(**options)})
+    application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})
     own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
     ray.init(address=address, log_to_driver=False, **own)
     stop = _signalled()
     try:
         ray_serve.start(http_options={"host": server["host"], "port": server["port"]})
-        ray_serve.run(application, name=NAME, route_prefix="/")
+        try:
+            ray_serve.run(application, name=NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise EngineFailed(f"the cluster could not be started: {error}") from error
         url = f"http://{server['host']}:{server['port']}"
         if _ready(url, stop):
             click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
@@ -83,9 +91,27 @@ def serve(
         ray.shutdown()
 
 
+def _absolute(text: str) -> str:
+    """A path that is there, as processes in other directories find it; anything else as it is."""
+    path = Path(text).expanduser()
+    return str(path.absolute()) if path.exists() else text
+
+
+def _engine(options: dict[str, Any]) -> dict[str, Any]:
+    """Settings of engines. The store may not be there yet."""
+    engine = given(**options)
+    if "store" in engine:
+        engine["store"] = str(Path(engine["store"]).expanduser().absolute())
+    if "draft" in engine:
+        engine["draft"] = _absolute(engine["draft"])
+    if "adapters" in engine:
+        engine["adapters"] = {name: list(map(_absolute, paths)) for name, paths in engine["adapters"].items()}
+    return engine
+
+
 def _free_port() -> str:
     with socket.socket() as free:
-        free.bind(("", 0))
+        free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
 
 

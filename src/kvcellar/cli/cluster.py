@@ -1,11 +1,13 @@
 """cluster: the subcommands of a cluster of engines on Ray Serve."""
 
 import os
+import random
 import signal
 import socket
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ ENVIRONMENT = {
 PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0
+FREE = range(20_000, 30_000)  # below are ports of Ray's workers, above those of its gateways, and of the system
 OBJECTS = 100 << 20  # bytes of shared memory: nothing of requests is in it
 
 
@@ -62,7 +65,7 @@ def serve(
     files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
     described = {"models": list(map(_absolute, models)), "replicas": replicas, "gateways": gateways, "server": server}
     described |= {name: str(file) for name, file in files.items() if file is not None}
-    own_ports = {} if address is not None else {name: _free_port() for name in PORTS}
+    own_ports = {} if address is not None else {name: str(free_port()) for name in PORTS}
     for name, value in (ENVIRONMENT | own_ports).items():
         os.environ.setdefault(name, value)
     try:
@@ -109,10 +112,12 @@ def _engine(options: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def _free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+def free_port() -> int:
+    """One that neither the system nor Ray gives to others before it is used."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port := random.choice(FREE)))
+            return port
 
 
 def _signalled() -> list[int]:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.cluster import free_port
+from kvcellar.cli.cluster import free_ports
 from tests.engine.places import eventually
 
 pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
@@ -32,7 +32,7 @@ class Cluster:
     """One that runs, found by a secret in the environment of its processes."""
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self._mark = secrets.token_hex(32)
         # Ray's sockets have paths of at most 107 bytes, and those of pytest are long.
         environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._mark, "OMP_NUM_THREADS": "1"}

@@ -7,7 +7,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ ENVIRONMENT = {
 PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0
-FREE = range(20_000, 30_000)  # below are ports of Ray's workers, above those of its gateways, and of the system
+FREE = range(2_000, 10_000)  # above are ports that Ray gives to workers and gateways, and systems to connections
 OBJECTS = 100 << 20  # bytes of shared memory: nothing of requests is in it
 
 
@@ -65,7 +65,7 @@ def serve(
     files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
     described = {"models": list(map(_absolute, models)), "replicas": replicas, "gateways": gateways, "server": server}
     described |= {name: str(file) for name, file in files.items() if file is not None}
-    own_ports = {} if address is not None else {name: str(free_port()) for name in PORTS}
+    own_ports = {} if address is not None else dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
     for name, value in (ENVIRONMENT | own_ports).items():
         os.environ.setdefault(name, value)
     try:
@@ -112,12 +112,16 @@ def _engine(options: dict[str, Any]) -> dict[str, Any]:
     return engine
 
 
-def free_port() -> int:
-    """One that neither the system nor Ray gives to others before it is used."""
-    while True:
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", port := random.choice(FREE)))
-            return port
+def free_ports(number: int) -> list[int]:
+    """Ports, all different, that neither the system nor Ray gives to others before they are used."""
+    with ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < number:
+            free = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                free.bind(("", port := random.choice(FREE)))  # the system says whether it is used, at any address
+                found.append(port)
+        return found
 
 
 def _signalled() -> list[int]:

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvcellar.serve import Server, ServeSettings
+from kvcellar.serve.http.event_loop import SOCKETS
 from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import (
     CHAT,
@@ -182,6 +183,23 @@ def test_the_second_request_of_a_connection_has_its_own_time_limit(short_limits)
             assert shape(read_response(wire)) == (408, "request_timeout")
             return
     pytest.fail("no request arrived in time, in 20 connections")
+
+
+def test_requests_that_arrive_while_the_server_is_late_are_answered(short_limits):
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(connected(short_limits)) for _ in range(4 * SOCKETS)]
+        wires[0].sendall(request("/health"))
+        assert read_response(wires[0])[0] == 200  # the others were accepted before it was read
+        short_limits._uvicorn._loop.call_soon_threadsafe(time.sleep, 3 * LIMIT_SECONDS)
+        for wire in wires[1:]:
+            wire.sendall(request("/health"))
+        assert [read_response(wire)[0] for wire in wires[1:]] == [200] * (len(wires) - 1)
+
+
+def test_an_error_of_a_connection_has_its_reason_phrase(short_limits):
+    with connected(short_limits) as wire:
+        wire.sendall(b"P")
+        assert read_until(wire, b"\r\n") == b"HTTP/1.1 408 Request Timeout\r\n"
 
 
 def test_an_idle_connection_is_closed(shared_engine):

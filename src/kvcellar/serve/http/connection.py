@@ -12,10 +12,12 @@ Always true:
 """
 
 import asyncio
+import selectors
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any, cast
 
 import h11
@@ -206,9 +208,19 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _read_timeout(self) -> None:
-        if not self._request_running:
+        if self._unread():
+            self._read_timer.start()
+        elif not self._request_running:
             message = f"a whole request did not arrive within {self._settings.header_seconds:g} seconds"
             self._send_error(ApiError(408, message, code="request_timeout"))
+
+    def _unread(self) -> bool:
+        """Whether something has arrived that this process has not read yet: then it is late, and not the client."""
+        if not self.transport.is_reading():
+            return True
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.transport.get_extra_info("socket"), selectors.EVENT_READ)
+            return bool(selector.select(0))
 
     def _abort(self) -> None:
         if self._request_running:
@@ -235,6 +247,7 @@ class Connection(H11Protocol, asyncio.BufferedProtocol):
 
     def _write_response(self, response: Response, request_id: str) -> None:
         headers = [*response.raw_headers, (b"connection", b"close"), (b"x-request-id", request_id.encode())]
-        start = h11.Response(status_code=response.status_code, headers=headers)
+        reason = HTTPStatus(response.status_code).phrase.encode()  # some clients show nothing else of an error
+        start = h11.Response(status_code=response.status_code, headers=headers, reason=reason)
         for event in (start, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")

@@ -14,22 +14,22 @@ from kvcellar.memory.tiers.remote_archive import RedisArchive
 LIMITS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cache_bytes": 32_000_000, "context": 256, "threads": 1}
 
 
-def shown(documents: Documents) -> tuple[str, str | None, bool]:
+def shown(documents: Documents) -> tuple[str, str | None]:
     archive = documents.archive("conversations")
     place = str(documents.directory) if documents.directory else documents.server
-    return type(archive).__name__, place, documents.shared
+    return type(archive).__name__, place
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, (Archive, None, False)),
-        ({"store": "/disk"}, (DiskArchive, "/disk", False)),
-        ({"store_remote": "s3://bucket/path"}, (Archive, None, False)),
-        ({"store": "/disk", "store_remote": "s3://bucket/path"}, (DiskArchive, "/disk", False)),
-        ({"store": "/disk", "store_remote": "file:///elsewhere"}, (DiskArchive, "/elsewhere", True)),
-        ({"store": "/disk", "store_remote": "valkey://host:6379/0"}, (RedisArchive, "redis://host:6379/0", True)),
-        ({"store_remote": "unix:///redis.sock"}, (RedisArchive, "unix:///redis.sock", True)),
+        ({}, (Archive, None)),
+        ({"store": "/disk"}, (DiskArchive, "/disk")),
+        ({"store_remote": "s3://bucket/path"}, (Archive, None)),
+        ({"store": "/disk", "store_remote": "s3://bucket/path"}, (DiskArchive, "/disk")),
+        ({"store": "/disk", "store_remote": "file:///elsewhere"}, (DiskArchive, "/elsewhere")),
+        ({"store": "/disk", "store_remote": "valkey://host:6379/0"}, (RedisArchive, "redis://host:6379/0")),
+        ({"store_remote": "unix:///redis.sock"}, (RedisArchive, "unix:///redis.sock")),
     ],
 )
 def test_documents_are_in_the_place_that_most_front_ends_share(given: dict[str, Any], found: tuple[Any, ...]) -> None:

@@ -36,7 +36,7 @@ class Ends:
         """The prompt at one front end, with whose reply the chat goes on."""
         rendered = self.alone.template.render([*self.alone.messages, user(question)])
         prompt = self.replays[which].encode(rendered, self.alone.namespace)
-        self.replays[which].replied(prompt_key(self.alone.namespace, prompt), reply)
+        self.replays[which].replied(prompt_key(self.alone.namespace, prompt), "", reply)
         self.alone.ask(question, reply)
         self.settle()
         return prompt
@@ -78,7 +78,7 @@ def test_replies_that_two_front_ends_gave_to_one_prompt_are_both_known() -> None
     rendered = ends.alone.template.render([user("a")])
     for replays, reply in zip(ends.replays, replies, strict=True):
         prompt = replays.encode(rendered, "")
-        replays.replied(prompt_key("", prompt), reply)
+        replays.replied(prompt_key("", prompt), "", reply)
         ends.settle()
     third = Replays(ends.alone.words, MIB, shared=ArchivedReplies(ends.place, TOKENIZER, seconds=60.0))
     for reply in replies:
@@ -158,9 +158,9 @@ def test_what_does_not_fit_a_prompt_is_not_used_and_replaced(what: str) -> None:
     assert ends.replays[1].encode(rendered, "") == rendered.encode(ends.alone.words)
     first = ends.alone.template.render(ends.alone.messages[:1])
     prompt = ends.replays[1].encode(first, "")
-    ends.replays[1].replied(prompt_key("", prompt), [*b"to be"])
+    ends.replays[1].replied(prompt_key("", prompt), "", [*b"to be"])
     ends.settle()
-    assert ends.shared[0].find("", bytes.fromhex(_history(ends))) is not None
+    assert ends.shared[0].find("", "", bytes.fromhex(_history(ends))) is not None
 
 
 def _history(ends: Ends) -> str:
@@ -185,9 +185,9 @@ class Blocked(Archive):
 def test_a_request_waits_for_no_archive_and_asks_it_no_more_while_it_fails() -> None:
     place = Blocked()
     shared = ArchivedReplies(place, TOKENIZER, seconds=0.01)
-    assert shared.find("", b"x") is None
+    assert shared.find("", "", b"x") is None
     assert place.entered.acquire(timeout=60)
-    assert shared.find("", b"x") is None
+    assert shared.find("", "", b"x") is None
     assert not place.entered.acquire(blocking=False), "it was asked again at once"
     place.go.set()
 
@@ -200,12 +200,12 @@ def test_replies_do_not_wait_for_an_archive_and_those_that_are_too_many_are_left
     shared = ArchivedReplies(place, TOKENIZER, seconds=60.0)
     for number in range(9):
         answered = Answered("", bytes([number]), 0, (), b"", ())
-        shared.keep(lambda answered=answered: answered)
+        shared.keep("", lambda answered=answered: answered)
         shared.check()
     place.go.set()
     shared.rest()
     assert len(place._contents) == 3
-    shared.keep(lambda: Answered("", b"later", 0, (), b"", ()))
+    shared.keep("", lambda: Answered("", b"later", 0, (), b"", ()))
     shared.rest()
     assert len(place._contents) == 4
 

@@ -23,11 +23,10 @@ DIRECTORY = "file"
 @dataclass(frozen=True, slots=True)
 class Documents:
     """The place: a server, a directory, or, without either, memory. `cap` is on the bytes of each kind, of which one
-    owner may have a `share`. `shared`: by front ends of other machines."""
+    owner may have a `share`."""
 
     server: str | None = None
     directory: Path | None = None
-    shared: bool = False
     cap: int = MEMORY_BYTES
     share: float = 1.0
     cipher: Cipher = field(default_factory=Plain)
@@ -60,9 +59,9 @@ def documents_of(settings: Settings) -> Documents:
     scheme, _, rest = (settings.store_remote or "").partition("://")
     if scheme in SCHEMES:
         url = f"{SCHEMES[scheme]}://{rest}"
-        return about(server=url, shared=True, cap=document_bytes(settings.store_remote_bytes))
+        return about(server=url, cap=document_bytes(settings.store_remote_bytes))
     if scheme == DIRECTORY:
-        return about(directory=Path(rest), shared=True, cap=document_bytes(settings.store_remote_bytes))
+        return about(directory=Path(rest), cap=document_bytes(settings.store_remote_bytes))
     if settings.store is not None:
         return about(directory=Path(settings.store), cap=document_bytes(settings.store_bytes))
     return about()

@@ -48,7 +48,7 @@ class Calls:
     def __init__(self, monkeypatch) -> None:
         self.made: list[str] = []
         for kind in (RedisObjects, DirectoryObjects):
-            for name in ("read", "size", "write", "delete", "sizes", "add", "members", "strike"):
+            for name in ("read", "write", "delete", "names", "add", "members", "strike"):
                 monkeypatch.setattr(kind, name, self._counted(name, getattr(kind, name)))
 
     def _counted(self, name, call):
@@ -84,7 +84,7 @@ def test_what_one_has_computed_another_restores_and_answers_alike(saved, url, na
             prompt = (*prompt, *found, *tokens(draw, 130))
         with opened(saved[name], None, store_remote=url) as third:
             assert asked(third, prompt)[1] >= 680, "a replica that starts is warm"
-    assert "sizes" not in calls.made
+    assert "names" not in calls.made
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])

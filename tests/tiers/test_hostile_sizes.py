@@ -184,14 +184,10 @@ class Endless(InMemory):
         super().__init__()
         self.lengths: dict[str, int] = {}
 
-    def read(self, name: str, n: int) -> bytes | None:
-        found = super().read(name, n)
-        more = min(n, self.lengths.get(name, 0))
-        assert more <= MOST
-        return found if found is None else found + bytes(max(0, more - len(found)))
-
-    def sizes(self, most: int) -> dict[str, int]:
-        return super().sizes(most) | self.lengths
+    def read(self, name: str, n: int) -> tuple[bytes, int] | None:
+        found, length = super().read(name, n), self.lengths.get(name, 0)
+        assert min(n, length) <= MOST
+        return found if found is None else (found[0] + bytes(max(0, min(n, length) - len(found[0]))), length)
 
 
 @kinds

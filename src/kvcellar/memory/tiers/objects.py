@@ -1,5 +1,5 @@
 """objects: named byte strings in a store elsewhere, by the clients of Valkey and Redis, and by fsspec; and buckets of
-names beside them, by which they are found (see `buckets`). Only `sizes` and `tidy` cost more where there are more.
+names beside them, by which they are found (see `buckets`). Only `names` and `tidy` cost more where there are more.
 
 Every call ends within a time, and raises `RemoteFailed` for whatever the store or its client does.
 """
@@ -11,7 +11,6 @@ import os
 import secrets
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -20,14 +19,34 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from kvcellar.memory.snapshot import KEY
+from kvcellar.memory.tiers.buckets import LONGEST
 from kvcellar.places import make_private
 
 T = TypeVar("T")
 SCANNED = 500  # names for each call of a listing
 MOST_MEMBERS = 1024  # of a bucket that are read
-MOST_LISTED = MOST_MEMBERS * 160  # bytes of a bucket that are read, where it is a string
 UNLISTED = 30 * 86400  # seconds after a name was added to a bucket of Valkey or Redis until that is deleted
 TIDIED = 3600.0  # seconds between two times that one of the processes that share a directory deletes files
+
+
+# KEYS: bucket. ARGV: name, most names, seconds until it is deleted
+_ADD = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[1], now[1] * 1000000 + now[2], ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[2] - 1)
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+"""
+# KEYS: bucket. ARGV: most names, and characters of each
+_MEMBERS = """
+local found = {}
+if redis.call('TYPE', KEYS[1]).ok == 'zset' then
+  for _, name in ipairs(redis.call('ZRANGE', KEYS[1], -ARGV[1], -1)) do
+    if #name <= tonumber(ARGV[2]) then found[#found + 1] = name end
+  end
+end
+return found
+"""
 
 
 class RemoteFailed(Exception):
@@ -37,12 +56,9 @@ class RemoteFailed(Exception):
 class Objects(Protocol):
     """Objects by name. Names are of letters and digits."""
 
-    def read(self, name: str, n: int) -> bytes | None:
-        """The first `n` bytes, fewer at the end; None if there is no such object."""
-        ...
-
-    def size(self, name: str) -> int | None:
-        """The bytes of an object; None if there is no such object, or it is empty."""
+    def read(self, name: str, n: int) -> tuple[bytes, int] | None:
+        """The first `n` bytes, fewer at the end, and how many it has; None if there is no such object, or it is
+        empty."""
         ...
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
@@ -53,12 +69,12 @@ class Objects(Protocol):
         """Whether they are there or not."""
         ...
 
-    def sizes(self, most: int) -> dict[str, int]:
-        """The bytes of all objects, or of `most` of them."""
+    def names(self, most: int) -> list[str]:
+        """Of all objects, or of `most` of them."""
         ...
 
     def add(self, bucket: str, member: str) -> None:
-        """Add a name to a bucket."""
+        """Add a name to a bucket, or make it the newest one there."""
         ...
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
@@ -66,7 +82,7 @@ class Objects(Protocol):
         ...
 
     def strike(self, listed: Sequence[tuple[str, str]]) -> None:
-        """Remove names from their buckets. One that another process adds at this moment may be lost."""
+        """Remove names from their buckets."""
         ...
 
     def tidy(self, most: int) -> None:
@@ -86,21 +102,27 @@ def open_objects(url: str, prefix: str) -> Objects:
     return DirectoryObjects(url, prefix) if scheme in ("file", "local") else FsspecObjects(url, prefix)
 
 
+def open_redis(url: str, timeout: float) -> tuple[Any, type[Exception]]:
+    """A client of a Valkey or Redis server, and what it raises. `url` such as redis://host:6379/0, rediss:// or
+    unix://path; `timeout` in seconds to connect, and for each part that is sent or received. Calls nothing yet. Raises
+    `ImportError` where `redis` is not installed, `ValueError` for another URL."""
+    from redis import Redis, RedisError
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+    return Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits), RedisError
+
+
 class RedisObjects:
     """Strings of a Valkey or Redis server, which may evict them by itself."""
 
     def __init__(self, url: str, prefix: str, *, timeout: float = 2.0) -> None:
-        """`url` such as redis://host:6379/0, rediss:// or unix://path; `timeout` in seconds to connect, and for each
-        part that is sent or received. Raises `ImportError` where `redis` is not installed, `ValueError` for another
-        URL."""
-        from redis import Redis, RedisError
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
-        self._prefix, self._errors = prefix, (RedisError, OSError)
-        self._redis: Any = Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
-        )
+        """As `open_redis`, which says what is raised."""
+        self._prefix = prefix
+        self._redis, error = open_redis(url, timeout)
+        self._errors = (error, OSError)
+        self._adding, self._listing = map(self._redis.register_script, (_ADD, _MEMBERS))
 
     @contextmanager
     def _failing(self) -> Generator[None]:
@@ -109,16 +131,12 @@ class RedisObjects:
         except self._errors as error:
             raise RemoteFailed(f"{type(error).__name__}: {error}") from error
 
-    def read(self, name: str, n: int) -> bytes | None:
+    def read(self, name: str, n: int) -> tuple[bytes, int] | None:
         with self._failing(), self._redis.pipeline(transaction=True) as together:  # else it is written in between
             together.getrange(self._prefix + name, 0, n - 1)
-            together.exists(self._prefix + name)
-            found, there = together.execute()
-            return found if there else None
-
-    def size(self, name: str) -> int | None:
-        with self._failing():
-            return self._redis.strlen(self._prefix + name) or None
+            together.strlen(self._prefix + name)
+            found, size = together.execute()
+            return (found, size) if size else None
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
         milliseconds = None if seconds is None else max(1, int(1000 * seconds))
@@ -130,47 +148,30 @@ class RedisObjects:
             for some in _batches(names):
                 self._redis.unlink(*(self._prefix + name for name in some))
 
-    def sizes(self, most: int) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def names(self, most: int) -> list[str]:
         with self._failing():
-            for some in _batches(islice(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED), most)):
-                with self._redis.pipeline(transaction=False) as together:
-                    for name in some:
-                        together.strlen(name)
-                    sizes = together.execute(raise_on_error=False)
-                names = (name.decode(errors="replace").removeprefix(self._prefix) for name in some)
-                found |= {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int)}
-        return found
+            found = islice(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED), most)
+            return [name.decode(errors="replace").removeprefix(self._prefix) for name in found]
 
     def _bucket(self, name: str) -> str:
-        """A string of lines: unlike of a set, no more bytes of it are read than are asked for."""
+        """A sorted set, by the time of the server at which names were added."""
         return f"bucket-{self._prefix}{name}"
 
     def add(self, bucket: str, member: str) -> None:
-        name = self._bucket(bucket)
-        with self._failing(), self._redis.pipeline(transaction=False) as together:
-            together.append(name, f"{member}\n")
-            together.expire(name, UNLISTED)
-            if together.execute()[0] > 2 * MOST_LISTED:
-                self._redis.set(name, _joined(_lines(self._redis.getrange(name, -MOST_LISTED, -1))), ex=UNLISTED)
+        with self._failing():
+            self._adding([self._bucket(bucket)], [member, MOST_MEMBERS, UNLISTED])
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
         with self._failing(), self._redis.pipeline(transaction=False) as together:
             for bucket in buckets:
-                together.getrange(self._bucket(bucket), -MOST_LISTED, -1)
-            return [_lines(found) for found in together.execute(raise_on_error=False)]
+                self._listing([self._bucket(bucket)], [MOST_MEMBERS, LONGEST], together)
+            return [[member.decode(errors="replace") for member in found] for found in together.execute()]
 
     def strike(self, listed: Sequence[tuple[str, str]]) -> None:
-        struck: defaultdict[str, set[str]] = defaultdict(set)
-        for bucket, member in listed:
-            struck[bucket].add(member)
-        for some in _batches(struck):
-            there = zip(some, self.members(some), strict=True)
-            with self._failing(), self._redis.pipeline(transaction=False) as together:
-                for bucket, members in there:
-                    name, lines = self._bucket(bucket), [one for one in members if one not in struck[bucket]]
-                    together.set(name, _joined(lines), keepttl=True) if lines else together.unlink(name)
-                together.execute()
+        with self._failing(), self._redis.pipeline(transaction=False) as together:
+            for bucket, member in listed:
+                together.zrem(self._bucket(bucket), member)
+            together.execute(raise_on_error=False)
 
     def tidy(self, most: int) -> None:
         """The server has a bound and an order of its own: `maxmemory` and its policy."""
@@ -201,22 +202,14 @@ class FsspecObjects:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def read(self, name: str, n: int) -> bytes | None:
+    def read(self, name: str, n: int) -> tuple[bytes, int] | None:
         return self._bounded(lambda: self._read(name, n))
 
-    def _read(self, name: str, n: int) -> bytes | None:
+    def _read(self, name: str, n: int) -> tuple[bytes, int] | None:
         try:
-            return bytes(self._files.cat_file(self._path(name), start=0, end=n))
-        except FileNotFoundError:
-            return None
-
-    def size(self, name: str) -> int | None:
-        return self._bounded(lambda: self._size(name)) or None
-
-    def _size(self, name: str) -> int | None:
-        self._files.invalidate_cache(self._root)
-        try:
-            return self._files.size(self._path(name))
+            found = bytes(self._files.cat_file(self._path(name), start=0, end=n))
+            self._files.invalidate_cache(self._root)
+            return (found, len(found) if len(found) < n else self._files.size(self._path(name))) if found else None
         except FileNotFoundError:
             return None
 
@@ -234,17 +227,16 @@ class FsspecObjects:
         with suppress(FileNotFoundError):
             self._files.rm_file(path)
 
-    def sizes(self, most: int) -> dict[str, int]:
-        return self._bounded(lambda: self._sizes(most))
+    def names(self, most: int) -> list[str]:
+        return self._bounded(lambda: self._names(most))
 
-    def _sizes(self, most: int) -> dict[str, int]:
+    def _names(self, most: int) -> list[str]:
         self._files.invalidate_cache(self._root)
         try:
             found = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
-            return {}
-        files = (one for one in found if one["type"] == "file")
-        return {one["name"].rpartition("/")[2]: int(one["size"]) for one in islice(files, most)}
+            return []
+        return [one["name"].rpartition("/")[2] for one in islice((one for one in found if one["type"] == "file"), most)]
 
     def _bucket(self, name: str) -> str:
         """A directory with an empty file for each name."""
@@ -281,7 +273,7 @@ class FsspecObjects:
 class DirectoryObjects(FsspecObjects):
     """Files of a directory, which other processes and machines may share. When a file was read last is its time."""
 
-    def _read(self, name: str, n: int) -> bytes | None:
+    def _read(self, name: str, n: int) -> tuple[bytes, int] | None:
         with suppress(FileNotFoundError, PermissionError):  # what another user has stored is read all the same
             os.utime(self._path(name))
         return super()._read(name, n)
@@ -366,18 +358,6 @@ class Bounded:
         else:
             self._free.release()
             result.set_result(found)
-
-
-def _lines(content: object) -> list[str]:
-    """Those of the end of a bucket; none of what is no string."""
-    if not isinstance(content, bytes):
-        return []
-    lines = content.decode(errors="replace").split("\n")[:-1]
-    return lines[len(content) >= MOST_LISTED :][-MOST_MEMBERS:]
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
 
 
 def _batches(names: Iterable[T]) -> Iterator[tuple[T, ...]]:

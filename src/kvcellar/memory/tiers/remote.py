@@ -152,25 +152,22 @@ class RemoteTier(Tier):
     def _stored(self, snapshot: Snapshot, retention: Retention) -> bool:
         """Whether others have stored a snapshot, to be kept as long: then it is known, and can be looked up. Two that
         store it at once both write it, and the last one is read."""
-        size = self._objects.size(snapshot.key.hex())
-        if size is None:
-            return False
         try:
-            found = self._described(snapshot.key, size)
+            found = self._described(snapshot.key)
         except (Damaged, Foreign):  # it is replaced
             return False
-        kept = found.retention if found is not None else retention
-        if found is None or kept.expired(self._clock()) or stronger(kept, retention) != kept:
+        if found is None or found.retention.expired(self._clock()):
+            return False
+        if stronger(found.retention, retention) != found.retention:
             return False
         self._name(snapshot)
         self._enter(self._named(snapshot), found)
         return True
 
     def _name(self, snapshot: Snapshot) -> None:
-        """Let others find it, where it is not in its bucket: its object may have been lost since it was named."""
+        """Let others find it."""
         member = self._rest(snapshot).named(snapshot.key)
-        if member.text not in self._objects.members([member.bucket])[0]:
-            self._objects.add(member.bucket, member.text)
+        self._objects.add(member.bucket, member.text)
 
     def _rest(self, snapshot: Snapshot) -> Rest:
         """The tokens of a snapshot, which continue its parent."""
@@ -218,10 +215,10 @@ class RemoteTier(Tier):
     def _chunks(self, kept: _Object, take: Take) -> tuple[memoryview, ...] | None:
         """The verified chunks of an object; None if there is none. Memory for them is taken before it is read."""
         key, space = kept.snapshot.key, iter([take(size) for size in kept.snapshot.sizes])
-        content = self._objects.read(key.hex(), kept.size + 1)
-        if content is None:
+        if (found := self._objects.read(key.hex(), kept.size + 1)) is None:
             return None
-        if len(content) != kept.size:
+        content, size = found
+        if size != kept.size:
             error = Damaged if head_sizes(content)[1] == kept.size else Replaced
             raise error(f"it has not the {kept.size} bytes that it had")
         reader = Reader(Content(content))
@@ -231,14 +228,14 @@ class RemoteTier(Tier):
             raise Replaced("it is not what this process has stored")
         return tuple(reader.chunks(kept.snapshot, self._cipher, lambda _: next(space)))
 
-    def _described(self, key: bytes, size: int | None = None) -> _Object | None:
-        """An object by its header; None if there is none. `size`: how many bytes it has, if that is known."""
-        head = self._objects.read(key.hex(), FIRST)
-        if head is not None and (needed := head_sizes(head)[0]) > len(head):
-            head = self._objects.read(key.hex(), needed)
-        if head is None:
+    def _described(self, key: bytes) -> _Object | None:
+        """An object by its header; None if there is none."""
+        found = self._objects.read(key.hex(), FIRST)
+        if found is not None and (needed := head_sizes(found[0])[0]) > len(found[0]):
+            found = self._objects.read(key.hex(), needed)
+        if found is None:
             return None
-        header = read_header(Content(head, head_sizes(head)[1] if size is None else size))
+        header = read_header(Content(*found))
         return _Object(self._snapshot(key, header), header.retention, header.end)
 
     def _snapshot(self, key: bytes, header: Header) -> Snapshot:
@@ -253,30 +250,30 @@ class RemoteTier(Tier):
 
     def _list(self) -> None:
         """Bring the index up to date with the store: forget what is gone, and read the headers of what is new."""
-        sizes = self._objects.sizes(MOST_LISTED)
-        there = {bytes.fromhex(name): size for name, size in sizes.items() if _NAME.fullmatch(name)}
+        names = self._objects.names(MOST_LISTED)
+        there = {bytes.fromhex(name) for name in names if _NAME.fullmatch(name)}
         before = {bytes.fromhex(name[: 2 * KEY]): name for name in self._index.names()}
-        if len(sizes) < MOST_LISTED:  # else what is not listed may be there
-            gone = [before[key] for key in before.keys() - there.keys()]
+        if len(names) < MOST_LISTED:  # else what is not listed may be there
+            gone = [before[key] for key in before.keys() - there]
             self._strike(gone)
             self._index.forget(gone)
         left = MOST_DESCRIBED
-        for key in there.keys() - before.keys():
+        for key in there - before.keys():
             try:
-                left -= self._admit(key, there[key])
+                left -= self._admit(key)
             except (Damaged, Foreign) as error:
                 self._unusable(key, error)
             if left < 0:
                 break
-        if left < 0 or len(sizes) >= MOST_LISTED:
+        if left < 0 or len(names) >= MOST_LISTED:
             log.warning("the remote store has more snapshots than this process lists: others are computed again")
 
-    def _admit(self, key: bytes, size: int) -> int:
+    def _admit(self, key: bytes) -> int:
         """Know an object by its header; returns about how many bytes that takes."""
-        kept = self._described(key, size)
+        kept = self._described(key)
         if kept is None:
             return 0
-        self._enter(self._named(kept.snapshot), kept._replace(size=size))
+        self._enter(self._named(kept.snapshot), kept)
         return len(kept.snapshot.tokens) + len(kept.snapshot.record) + 8 * len(kept.snapshot.sizes)
 
     # -- what others have stored --------------------------------------------------------------------------------

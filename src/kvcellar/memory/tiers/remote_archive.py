@@ -30,6 +30,7 @@ from kvcellar.memory.tiers.archive import (
     Stored,
 )
 from kvcellar.memory.tiers.codec import Content, Source
+from kvcellar.memory.tiers.objects import open_redis
 
 OVERHEAD = 1 << 12  # more than the bytes of a document beside its head and body
 SCANNED, HEADS = 1000, 100  # names, and heads, for each call of a listing
@@ -106,17 +107,10 @@ class RedisArchive(Archive):
     def __init__(
         self, url: str, prefix: str, cap: int, *, timeout: float = 2.0, **options: Unpack[ArchiveOptions]
     ) -> None:
-        """`url` as in `RedisObjects`; `timeout` in seconds to connect, and for each part that is sent or received.
-        Calls nothing yet. Raises `ImportError` where `redis` is not installed, `ValueError` for another URL."""
-        from redis import Redis, RedisError
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
+        """As `open_redis`, which says what is raised."""
         super().__init__(cap, **options)
-        self._prefix, self._errors = prefix, (RedisError, ValueError)
-        self._redis: Any = Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
-        )
+        self._redis, error = open_redis(url, timeout)
+        self._prefix, self._errors = prefix, (error, ValueError)
         scripts = (_REPLACE, _REMOVE, _TOUCH, _READ)
         self._replacing, self._removing, self._touching, self._reading = map(self._redis.register_script, scripts)
         self._keys = [prefix + name for name in ("sizes", "used", "totals")]

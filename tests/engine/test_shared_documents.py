@@ -1,5 +1,7 @@
 """Engines of one remote store have the same conversations, and go on with each other's chats token by token."""
 
+import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,12 @@ def test_documents_are_in_the_place_that_most_front_ends_share(given: dict[str, 
 
 def test_a_url_that_is_none_is_refused_without_it() -> None:
     pytest.importorskip("redis", reason="the extra `remote` is not installed")
-    documents = documents_of(Settings(store_remote="redis://secret@host:port/0"))
-    with pytest.raises(BadRequest, match="store_remote cannot be opened") as raised:
-        documents.archive("conversations")
-    assert "secret" not in str(raised.value)
+    for url in ("redis://secret@host:port/0", "redis://me:secret/1@host"):
+        documents = documents_of(Settings(store_remote=url))
+        for opens in (partial(documents.archive, "conversations"), partial(Engine, **LIMITS, store_remote=url)):
+            with pytest.raises(BadRequest, match="store_remote cannot be opened") as raised:
+                opens()
+            assert "secret" not in "".join(traceback.format_exception(raised.value, limit=0))
     assert documents_of(Settings(store_remote="file:///x", store_remote_bytes=1 << 20)).cap == document_bytes(1 << 20)
 
 

@@ -297,6 +297,18 @@ def test_what_was_not_used_for_its_time_is_gone_with_its_turns() -> None:
     assert sorted(json.loads(head)["id"] for head in archive.heads("me")) == ["b", "b2", "b2", "c", "c"]
 
 
+def test_in_memory_responses_are_continued_too_and_end_with_the_server() -> None:
+    one = opened(Documents())
+    first = kept("a")
+    one.add("me", "a", first)
+    one.add("me", "b", kept("b", one.get("me", "a")))
+    one.delete("me", "a")
+    assert said_in(one.get("me", "b")) == ["a", "b"]
+    assert not has(opened(Documents()), "me", "b")
+    one.add("me", "large", kept("large", size=OWN))
+    assert not has(one, "me", "large")
+
+
 DAMAGE: dict[str, dict[str, Any]] = {
     "another owner": {"owner": "you"},
     "another response": {"id": "r9"},

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvcellar.frontend import shared_replies
 from kvcellar.frontend.shared_replies import ArchivedReplies
-from kvcellar.memory.tiers.archive import Archive, Document, Forgets
+from kvcellar.memory.tiers.archive import Archive, Document, Forgets, file_of
+from kvcellar.memory.tiers.bounded import Bounded
 from kvcellar.text.replay import Answered, Replays
 from kvcellar.text.turns import packed, prompt_key
 from tests.text.test_replay import CONVERSATIONS, EXACT, MIB, SPACED, Chat, assistant, pieces, user
@@ -85,6 +86,34 @@ def test_replies_that_two_front_ends_gave_to_one_prompt_are_both_known() -> None
         said = [user("a"), assistant(ends.alone.words.decode(reply)), user("b")]
         found = third.encode(ends.alone.template.render(said), "")
         assert found[: len(prompt) + len(reply)] == [*prompt, *reply]
+
+
+def test_replies_count_for_their_owner_and_are_found_for_it_alone() -> None:
+    """A client that chooses namespaces has no more space by that."""
+    ends, words = Ends("byte_level"), Chat("byte_level").words
+    reply = [token for letter in "the hills" for token in words.encode_marked(letter, ())]
+    for namespace, owner in (("n", "me"), ("m", "me"), ("n", None)):
+        rendered = ends.alone.template.render([user(f"a {namespace} {owner}")])
+        prompt = ends.replays[0].encode(rendered, namespace, owner=owner or "")
+        ends.replays[0].replied(prompt_key(namespace, prompt), owner, reply)
+    ends.settle()
+    assert len(ends.place._contents) == 2
+    assert {file.partition("-")[0] for file in ends.place._contents} == {file_of("me", "").partition("-")[0]}
+    said = ends.alone.template.render([user("a n me"), assistant(words.decode(reply)), user("b")])
+    known = [*ends.replays[0].encode(ends.alone.template.render([user("a n me")]), "n"), *reply]
+    for owner in ("you", "me"):
+        fresh = Replays(words, MIB, shared=ends.shared[1])
+        found = fresh.encode(said, "n", owner=owner)
+        assert (found[: len(known)] == known) == (owner == "me")
+
+
+def test_lookups_that_find_others_under_way_do_not_count_as_failures() -> None:
+    place = Blocked()
+    shared = ArchivedReplies(place, TOKENIZER, seconds=0.01)
+    shared._bounded = Bounded(0.01, most=0)
+    assert shared.find("", "", b"x") is None
+    assert not shared._breaker.down
+    place.go.set()
 
 
 @pytest.mark.parametrize(("namespace", "tokenizer"), [("other", TOKENIZER), ("", "another tokenizer")])

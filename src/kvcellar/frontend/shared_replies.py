@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from kvcellar.frontend.documents import Documents
-from kvcellar.memory.tiers.archive import Archive, Changed, Forgets, Full
+from kvcellar.memory.tiers.archive import Archive, Changed, Full
+from kvcellar.memory.tiers.bounded import Bounded, RemoteFailed
 from kvcellar.memory.tiers.codec import Damaged, Foreign, TooLarge
-from kvcellar.memory.tiers.objects import Bounded, RemoteFailed
 from kvcellar.memory.tiers.tier import Breaker
 from kvcellar.places import NoPlace
 from kvcellar.text.replay import Answered
@@ -35,8 +35,8 @@ def open_replies(documents: Documents, tokenizer: str | None) -> "ArchivedReplie
     """For models whose tokenizer files have this digest. None where nothing outlives this front end."""
     if not documents.durable or tokenizer is None:
         return None
-    own = int(documents.share * documents.cap)
-    return ArchivedReplies(documents.archive("replies", timeout=SECONDS, forgets=Forgets(LASTS, own)), tokenizer)
+    forgets = documents.forgets(LASTS, int(documents.share * documents.cap))
+    return ArchivedReplies(documents.archive("replies", timeout=SECONDS, forgets=forgets), tokenizer)
 
 
 class ArchivedReplies:
@@ -53,7 +53,7 @@ class ArchivedReplies:
             return None
         try:
             found = self._bounded(lambda: self._read(owner, namespace, history))[0]
-        except RemoteFailed as error:
+        except OSError as error:
             self._failed(error)
             return None
         self._breaker.succeeded()
@@ -117,6 +117,8 @@ class ArchivedReplies:
         return f"{self._tokenizer} {history.hex()}"
 
     def _failed(self, error: Exception) -> None:
+        if isinstance(error, RemoteFailed) and error.answers:
+            return
         log.warning("replies are not shared with other front ends for a time: %s", error)
         self._breaker.failed()
 

@@ -24,7 +24,7 @@ import msgspec
 
 from kvcellar.frontend.documents import Documents
 from kvcellar.frontend.transcript import Turn
-from kvcellar.memory.tiers.archive import SLACK, Archive, Changed, Forgets, Full
+from kvcellar.memory.tiers.archive import SLACK, Archive, Changed, Full
 from kvcellar.memory.tiers.codec import Damaged, Foreign, TooLarge
 from kvcellar.places import NoPlace
 from kvcellar.serve.http.api_errors import ApiError
@@ -80,7 +80,7 @@ def open_responses(documents: Documents, *, bytes_of_key: int, seconds: float) -
     """In the store, if there is one, else in memory."""
     documents = documents if documents.durable else replace(documents, cap=MEMORY_BYTES)
     own = min(bytes_of_key, int(documents.share * documents.cap))
-    return ResponseStore(documents.archive("responses", forgets=Forgets(seconds, own)), own - own // SLACK)
+    return ResponseStore(documents.archive("responses", forgets=documents.forgets(seconds, own)), own - own // SLACK)
 
 
 class ResponseStore:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
-from kvcellar.memory.tiers.objects import MOST_MEMBERS, RemoteFailed
+from kvcellar.memory.tiers.objects import MOST_MEMBERS, Found, RemoteFailed
 
 
 class InMemory:
@@ -24,11 +24,10 @@ class InMemory:
         if self.fails:
             raise RemoteFailed("it is gone")
 
-    def read(self, name: str, n: int) -> tuple[bytes, int] | None:
+    def read(self, names: Sequence[str], n: int) -> list[Found]:
         self._call("read")
-        self.asked += n
-        found = self.content.get(name)
-        return (found[:n], len(found)) if found else None
+        self.asked += n * len(names)
+        return [(found[:n], len(found)) if (found := self.content.get(name)) else None for name in names]
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
         self._call("write")

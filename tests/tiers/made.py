@@ -19,11 +19,12 @@ IDENTITY = bytes(range(32))
 
 def sizes_of(objects: Objects) -> dict[str, int]:
     """The bytes of all objects that are not empty."""
-    return {name: found[1] for name in objects.names(MOST_LISTED) if (found := objects.read(name, 1)) is not None}
+    names = objects.names(MOST_LISTED)
+    return {name: found[1] for name, found in zip(names, objects.read(names, 1), strict=True) if found is not None}
 
 
 def whole(objects: Objects, name: str) -> bytes | None:
-    found = objects.read(name, 1 << 30)
+    (found,) = objects.read([name], 1 << 30)
     return None if found is None else found[0]
 
 

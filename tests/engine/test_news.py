@@ -64,10 +64,10 @@ class Machine:
         self.posted = threading.Semaphore(0)
         look = tier.look
 
-        def waits(*text: Any) -> None:
+        def waits(*text: Any, **how: Any) -> None:
             self.looked += 1
             assert self.go.wait(SOON)
-            look(*text)
+            look(*text, **how)
 
         tier.look = waits
         self.news = News(
@@ -159,11 +159,22 @@ def test_a_tier_that_hangs_delays_requests_once(tmp_path) -> None:  # noqa: F811
 def test_a_look_that_fails_for_an_unknown_reason_is_over() -> None:
     tier = RemoteTier(InMemory(), identity=IDENTITY, cap=1 << 20)
     with transfers(tier) as opened:
-        tier.look = lambda *text: 1 / 0
+        tier.look = lambda *text, **how: 1 / 0
         machine = Machine(opened, tier)
         looks = machine.ask(b"")
         machine.end()
         assert machine.news.left(looks) == 0
+
+
+def test_a_look_that_no_request_waits_for_any_more_calls_no_store() -> None:
+    objects = InMemory()
+    tier = RemoteTier(objects, identity=IDENTITY, cap=1 << 20)
+    with transfers(tier) as opened:
+        machine = Machine(opened, tier)
+        machine.ask(key_of([1] * 100))
+        machine.now = PATIENCE
+        machine.end()
+        assert not objects.calls
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -1,5 +1,7 @@
 """Engines of one remote store have the same conversations, and go on with each other's chats token by token."""
 
+import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +16,22 @@ from kvcellar.memory.tiers.remote_archive import RedisArchive
 LIMITS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "cache_bytes": 32_000_000, "context": 256, "threads": 1}
 
 
-def shown(documents: Documents) -> tuple[str, str | None, bool]:
+def shown(documents: Documents) -> tuple[str, str | None]:
     archive = documents.archive("conversations")
     place = str(documents.directory) if documents.directory else documents.server
-    return type(archive).__name__, place, documents.shared
+    return type(archive).__name__, place
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ({}, (Archive, None, False)),
-        ({"store": "/disk"}, (DiskArchive, "/disk", False)),
-        ({"store_remote": "s3://bucket/path"}, (Archive, None, False)),
-        ({"store": "/disk", "store_remote": "s3://bucket/path"}, (DiskArchive, "/disk", False)),
-        ({"store": "/disk", "store_remote": "file:///elsewhere"}, (DiskArchive, "/elsewhere", True)),
-        ({"store": "/disk", "store_remote": "valkey://host:6379/0"}, (RedisArchive, "redis://host:6379/0", True)),
-        ({"store_remote": "unix:///redis.sock"}, (RedisArchive, "unix:///redis.sock", True)),
+        ({}, (Archive, None)),
+        ({"store": "/disk"}, (DiskArchive, "/disk")),
+        ({"store_remote": "s3://bucket/path"}, (Archive, None)),
+        ({"store": "/disk", "store_remote": "s3://bucket/path"}, (DiskArchive, "/disk")),
+        ({"store": "/disk", "store_remote": "file:///elsewhere"}, (DiskArchive, "/elsewhere")),
+        ({"store": "/disk", "store_remote": "valkey://host:6379/0"}, (RedisArchive, "redis://host:6379/0")),
+        ({"store_remote": "unix:///redis.sock"}, (RedisArchive, "unix:///redis.sock")),
     ],
 )
 def test_documents_are_in_the_place_that_most_front_ends_share(given: dict[str, Any], found: tuple[Any, ...]) -> None:
@@ -40,10 +42,12 @@ def test_documents_are_in_the_place_that_most_front_ends_share(given: dict[str, 
 
 def test_a_url_that_is_none_is_refused_without_it() -> None:
     pytest.importorskip("redis", reason="the extra `remote` is not installed")
-    documents = documents_of(Settings(store_remote="redis://secret@host:port/0"))
-    with pytest.raises(BadRequest, match="store_remote cannot be opened") as raised:
-        documents.archive("conversations")
-    assert "secret" not in str(raised.value)
+    for url in ("redis://secret@host:port/0", "redis://me:secret/1@host"):
+        documents = documents_of(Settings(store_remote=url))
+        for opens in (partial(documents.archive, "conversations"), partial(Engine, **LIMITS, store_remote=url)):
+            with pytest.raises(BadRequest, match="store_remote cannot be opened") as raised:
+                opens()
+            assert "secret" not in "".join(traceback.format_exception(raised.value, limit=0))
     assert documents_of(Settings(store_remote="file:///x", store_remote_bytes=1 << 20)).cap == document_bytes(1 << 20)
 
 

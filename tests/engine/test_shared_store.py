@@ -9,9 +9,11 @@ import pytest
 
 from kvcellar import Engine, RetentionOptions
 from kvcellar.memory import restore_plan
+from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.tiers import remote
 from kvcellar.memory.tiers.objects import DirectoryObjects, RedisObjects
 from tests.engine.mixes import tokens
+from tests.engine.test_restores import until
 from tests.engine.test_store import GREEDY, acknowledged, always, cache, kept, opened, saved  # noqa: F401
 from tests.engine.tiered import store_of
 from tests.tiers.redis_server import BINARY, RedisServer
@@ -48,7 +50,7 @@ class Calls:
     def __init__(self, monkeypatch) -> None:
         self.made: list[str] = []
         for kind in (RedisObjects, DirectoryObjects):
-            for name in ("read", "size", "write", "delete", "sizes", "add", "members", "strike"):
+            for name in ("read", "write", "delete", "names", "add", "members", "strike"):
                 monkeypatch.setattr(kind, name, self._counted(name, getattr(kind, name)))
 
     def _counted(self, name, call):
@@ -84,7 +86,25 @@ def test_what_one_has_computed_another_restores_and_answers_alike(saved, url, na
             prompt = (*prompt, *found, *tokens(draw, 130))
         with opened(saved[name], None, store_remote=url) as third:
             assert asked(third, prompt)[1] >= 680, "a replica that starts is warm"
-    assert "sizes" not in calls.made
+    assert "names" not in calls.made
+
+
+def test_what_a_look_finds_is_read_while_the_request_waits_for_its_turn(saved, url) -> None:  # noqa: F811
+    prompt = tokens(random.Random(f"ahead {url}"), 300)
+    with opened(saved["llama"], None, store_remote=url) as one, opened(saved["llama"], None, store_remote=url) as two:
+        asked(one, prompt)
+        acknowledged(one)
+        restores, loop, key = store_of(two).restores, two._loop, key_of(prompt)
+        fetch = loop.call(lambda: restores.prefetch("", lambda: key))
+        looks = list(fetch.looks)
+        until(lambda: all(look.ended for look in looks), "the look does not end")
+        assert looks
+        assert not fetch.reads
+        loop.call(lambda: restores.advance(fetch, lambda: key, enters=False))
+        assert fetch.node is None
+        assert fetch.missing >= 250
+        assert fetch.reads, "it is not read ahead"
+        loop.call(lambda: restores.cancel(fetch))
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])

@@ -256,6 +256,7 @@ class FakeEngine:
         add_generation_prompt: bool = True,
         limit: int | None = None,
         namespace: str = "",
+        owner: str = "",
         replay: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         continue_final_message: bool = False,

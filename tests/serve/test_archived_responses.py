@@ -21,8 +21,7 @@ from kvcellar.memory.tiers.archive import Archive, Forgets
 from kvcellar.memory.tiers.remote_archive import RedisArchive
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.http.api_errors import ApiError
-from kvcellar.serve.responses.archived import ArchivedResponses, open_responses
-from kvcellar.serve.responses.store import Kept
+from kvcellar.serve.responses.store import Kept, ResponseStore, open_responses
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.test_responses_api import events_of
 from tests.serve.wire import error_of
@@ -32,10 +31,13 @@ PATH = "/v1/responses"
 OWN = 1 << 20
 
 
-def opened(documents: Documents) -> ArchivedResponses:
-    made = open_responses(documents, bytes_of_key=OWN, seconds=1000.0)
-    assert isinstance(made, ArchivedResponses)
-    return made
+def opened(documents: Documents) -> ResponseStore:
+    return open_responses(documents, bytes_of_key=OWN, seconds=1000.0)
+
+
+def has(store: ResponseStore, owner: str, id: str) -> bool:
+    """Whether it is kept; that is no use of it."""
+    return store._archive.get(owner, f"response {id}") is not None
 
 
 def kept(id: str, parent: Kept | None = None, size: int = 0) -> Kept:
@@ -99,7 +101,7 @@ class World:
             one.check()
             for owner in "ab":
                 for number in range(self.number):
-                    assert one.has(owner, f"r{number}") == ((owner, f"r{number}") in self.lines)
+                    assert has(one, owner, f"r{number}") == ((owner, f"r{number}") in self.lines)
 
     def check_texts(self) -> None:
         """Each is continued with all that was said, and nothing is stored that no response needs."""
@@ -173,7 +175,7 @@ NEW = ("add", "late", "full")
 STAYS = {"add": {*LINE}, "delete": {"r0", "r2", "r3"}}  # whatever happens, of what was acknowledged
 
 
-def change(one: ArchivedResponses, owner: str, what: str, last: Kept) -> None:
+def change(one: ResponseStore, owner: str, what: str, last: Kept) -> None:
     match what:
         case "add" | "late":
             one.add(owner, "new", kept("new", last))
@@ -199,7 +201,7 @@ def test_a_kill_between_two_changes_loses_nothing_that_was_acknowledged(document
         with killed_at(dying._archive, number) as done:
             change(dying, owner, what, last)
         after = opened(documents)
-        found = {id: after.get(owner, id) for id in (*LINE, "new") if after.has(owner, id)}
+        found = {id: after.get(owner, id) for id in (*LINE, "new") if has(after, owner, id)}
         for id, one in found.items():
             said = [*LINE, "new"]
             assert said_in(one) == said[: said.index(id) + 1]
@@ -255,8 +257,8 @@ def test_a_killed_process_leaves_whole_responses_in_a_directory(tmp_path: Path) 
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         after = opened(place)
         assert said_in(after.get("me", "r0")) == ["r0"]
-        assert not acknowledged or after.has("me", "r1")
-        if after.has("me", "r1"):
+        assert not acknowledged or has(after, "me", "r1")
+        if has(after, "me", "r1"):
             assert said_in(after.get("me", "r1")) == ["r0", "r1"]
         after.add("me", "r2", kept("r2", after.get("me", "r0")))
         number += 1
@@ -269,30 +271,42 @@ def test_what_a_key_keeps_beyond_its_bytes_drops_its_own_that_were_not_used(docu
     for number in range(40):
         parent = kept(f"r{number}", parent, OWN // 20)
         one.add("me", f"r{number}", parent)
-    there = [number for number in range(40) if one.has("me", f"r{number}")]
+    there = [number for number in range(40) if has(one, "me", f"r{number}")]
     assert there == list(range(there[0], 40))
     assert 10 < len(there) < 20
     assert said_in(opened(documents).get("me", "r39")) == [f"r{number}" for number in range(40)]
-    assert one.has("other", "o")
+    assert has(one, "other", "o")
     one.add("me", "huge", kept("huge", None, OWN))
-    assert not one.has("me", "huge")
-    assert one.has("me", "r39")
+    assert not has(one, "me", "huge")
+    assert has(one, "me", "r39")
 
 
 def test_what_was_not_used_for_its_time_is_gone_with_its_turns() -> None:
     now = [1e9]
     archive = Archive(1 << 20, forgets=Forgets(10.0, 1 << 19), clock=lambda: now[0])
-    one, other = (ArchivedResponses(archive, 1 << 18) for _ in range(2))
+    one, other = (ResponseStore(archive, 1 << 18) for _ in range(2))
     for id in "ab":
         one.add("me", id, kept(id))
     one.add("me", "b2", kept("b2", one.get("me", "b")))
     now[0] += 9
     other.get("me", "b2")
     now[0] += 9
-    assert [one.has("me", id) for id in ("a", "b", "b2")] == [False, False, True]
+    assert [has(one, "me", id) for id in ("a", "b", "b2")] == [False, False, True]
     assert said_in(one.get("me", "b2")) == ["b", "b2"]
     one.add("me", "c", kept("c"))
     assert sorted(json.loads(head)["id"] for head in archive.heads("me")) == ["b", "b2", "b2", "c", "c"]
+
+
+def test_in_memory_responses_are_continued_too_and_end_with_the_server() -> None:
+    one = opened(Documents())
+    first = kept("a")
+    one.add("me", "a", first)
+    one.add("me", "b", kept("b", one.get("me", "a")))
+    one.delete("me", "a")
+    assert said_in(one.get("me", "b")) == ["a", "b"]
+    assert not has(opened(Documents()), "me", "b")
+    one.add("me", "large", kept("large", size=OWN))
+    assert not has(one, "me", "large")
 
 
 DAMAGE: dict[str, dict[str, Any]] = {
@@ -340,7 +354,7 @@ def test_what_contradicts_itself_in_the_store_is_no_response(documents: Document
 def test_a_long_conversation_is_read_once() -> None:
     """Each later turn of it reads the response that it continues, and no turn."""
     archive, read = Archive(1 << 22, forgets=Forgets(1000.0, 1 << 22)), list[str]()
-    one, get = ArchivedResponses(archive, 1 << 21), archive.get
+    one, get = ResponseStore(archive, 1 << 21), archive.get
 
     def counted(owner: str, name: str) -> Any:
         read.append(name)
@@ -352,7 +366,7 @@ def test_a_long_conversation_is_read_once() -> None:
         one.add("me", f"r{number}", kept(f"r{number}", parent))
         parent = one.get("me", f"r{number}")
     assert read == [f"response r{number}" for number in range(50)]
-    other = ArchivedResponses(archive, 1 << 21)
+    other = ResponseStore(archive, 1 << 21)
     read.clear()
     assert len(said_in(other.get("me", "r49"))) == 50
     assert len(read) == 51

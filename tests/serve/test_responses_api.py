@@ -1,11 +1,9 @@
 """The Responses API: what its input becomes, its objects and events, and responses that are continued."""
 
-import gc
 import itertools
 import json
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import openai
@@ -13,13 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvcellar.frontend.transcript import Turn, as_json
 from kvcellar.serve import Server, ServeSettings, key_digest
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.responses import routes
 from kvcellar.serve.responses.items import messages_of
 from kvcellar.serve.responses.routes import page
-from kvcellar.serve.responses.store import Kept, ResponseStore
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 from kvcellar.text.replies.detection import known
 from tests.serve.fake_engine import FakeEngine
@@ -557,172 +553,6 @@ def test_auto_truncation_omits_the_oldest_turns(http, engine):
     assert prompt_of(engine) == "<system>be brief<user>hi"
     created(http, engine, "two", input="more", previous_response_id=first["id"], truncation="auto")
     assert prompt_of(engine) == "<user>hi<assistant>one<user>more"
-
-
-def kept(size: int, parent: Kept | None = None, turn: str = "x") -> Kept:
-    messages, reply = ({"role": role, "content": f"{turn}{role[0]}"} for role in ("user", "assistant"))
-    before = None if parent is None else parent.turn
-    return Kept(b"r" * size, b"", Turn(before, as_json([messages, reply])))
-
-
-TURN = kept(0).turn.total
-
-
-class Plain:
-    """What is kept of responses, in the dumb way: each has its whole history, and bytes are counted anew."""
-
-    def __init__(self) -> None:
-        self.kept: dict[tuple[str, str], tuple[Kept, list[Kept]]] = {}  # the last used ones last
-
-    def bytes_of(self, owner: str) -> int:
-        mine = [found for (own, _), found in self.kept.items() if own == owner]
-        turns = {id(one): len(one.turn.messages) for _, line in mine for one in line}
-        return sum(one.own for one, _ in mine) + sum(turns.values())
-
-    def shrink(self, owner: str, most: int) -> None:
-        while self.bytes_of(owner) > most:
-            del self.kept[next(key for key in self.kept if key[0] == owner)]
-
-
-STEPS = st.lists(
-    st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 300), st.integers(0, 3)), max_size=40
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(STEPS)
-def test_the_store_keeps_what_a_plain_one_does_and_its_histories_survive_what_they_continue(steps):
-    """A random tree of responses; some are deleted, read again, or dropped by the limit of their key alone."""
-    most = 8 * TURN
-    store, plain = ResponseStore(most_bytes_of_key=most), Plain()
-    for number, (owner, back, size, what) in enumerate(steps):
-        name, mine = str(number - back), (owner, str(number - back))
-        if what == 0:
-            with suppress(ApiError):
-                store.delete(owner, name)
-            plain.kept.pop(mine, None)
-        else:
-            parent = None
-            with suppress(ApiError):
-                parent = store.get(owner, name)
-            if mine in plain.kept:
-                plain.kept[mine] = plain.kept.pop(mine)
-            made = kept(size, parent, str(number))
-            store.add(owner, str(number), made)
-            line = [made, *(plain.kept[mine][1] if parent is not None else [])]
-            if made.own + sum(len(one.turn.messages) for one in line) <= most:
-                plain.kept[owner, str(number)] = made, line
-                plain.shrink(owner, most)
-        store.check()
-        for own in "ab":
-            for other in range(number + 1):
-                there = plain.kept.get((own, str(other)))
-                if there is None:
-                    assert not store.has(own, str(other))
-                else:
-                    assert store.has(own, str(other))
-                    said = [message["content"] for message in there[0].turn.all_messages()]
-                    asked = [one.turn.own_messages()[0]["content"] for one in reversed(there[1])]
-                    assert said[::2] == asked
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 200), st.booleans()), max_size=40))
-def test_the_store_stays_within_its_caps(steps):
-    store = ResponseStore(most=6, most_bytes=12 * TURN)
-    for number, (owner, back, size, delete) in enumerate(steps):
-        if not delete:
-            store.add(owner, str(number), kept(size))
-        else:
-            with suppress(ApiError):  # it is not there, or belongs to another owner
-                store.delete(owner, str(number - back))
-        store.check()
-
-
-def names_in(store: ResponseStore, *every: tuple[str, str]) -> str:
-    return "".join(name for owner, name in every if store.has(owner, name))
-
-
-def test_the_store_drops_what_was_not_used_of_the_largest_owner():
-    store = ResponseStore(most=100, most_bytes=5 * TURN)
-    for owner, name in (("small", "s"), ("large", "a"), ("large", "b"), ("large", "c")):
-        store.add(owner, name, kept(0))
-    store.get("large", "a")
-    store.add("large", "d", kept(0))
-    store.add("large", "e", kept(0))
-    assert names_in(store, ("small", "s"), *(("large", name) for name in "abcde")) == "sacde"
-    store.add("small", "huge", kept(5 * TURN))
-    assert not store.has("small", "huge")
-
-
-def test_a_key_that_keeps_too_much_drops_its_own_and_nothing_of_others():
-    store = ResponseStore(most_bytes=100 * TURN, most_bytes_of_key=3 * TURN)
-    store.add("other", "o", kept(0))
-    for name in "abcdefgh":
-        store.add("busy", name, kept(0))
-    assert names_in(store, ("other", "o"), *(("busy", name) for name in "abcdefgh")) == "ofgh"
-
-
-def test_a_conversation_takes_the_bytes_of_its_turns_once():
-    store, parent = ResponseStore(most_bytes_of_key=210 * TURN), None
-    for number in range(200):
-        parent = kept(0, parent)
-        store.add("me", str(number), parent)
-    assert all(store.has("me", str(number)) for number in range(200))
-    assert len(store.get("me", "199").turn.all_messages()) == 400
-
-
-def test_keeping_a_response_visits_as_many_turns_of_a_long_conversation_as_of_a_short_one(monkeypatch):
-    """The event loop does it, which serves all others meanwhile."""
-    visited, line = list[Turn](), Turn.line
-
-    def counted(turn: Turn) -> Iterator[Turn]:
-        for one in line(turn):
-            visited.append(one)
-            yield one
-
-    store, before = ResponseStore(), None
-    for number in range(300):
-        before = kept(0, before, str(number))
-        with monkeypatch.context() as patch:
-            patch.setattr(Turn, "line", counted)
-            store.add("me", str(number), before)
-        assert len(visited) <= 2
-        visited.clear()
-    store.check()
-    assert before is not None
-    assert len(before.turn.all_messages()) == 600
-
-
-def test_a_response_that_was_dropped_is_freed_while_its_turn_is_continued():
-    """Else a conversation would hold every response of it, which are larger than its turns, beyond all caps."""
-    store, parent = ResponseStore(most_bytes_of_key=110 * TURN + 2000), None
-    for number in range(100):
-        parent = kept(1000, parent)
-        store.add("me", str(number), parent)
-    assert not store.has("me", "0")
-    turns, seen = set[int](), [store.get("me", "99").turn]
-    while seen:
-        turns.add(id(one := seen.pop()))
-        holds = gc.get_referents(one)
-        assert not any(isinstance(held, Kept) for held in holds), "a turn holds a whole response"
-        seen += [held for held in holds if isinstance(held, Turn)]
-    assert len(turns) == 100
-    store.check()
-
-
-def test_what_was_not_used_for_too_long_is_gone():
-    now = [0.0]
-    store = ResponseStore(seconds=10.0, clock=lambda: now[0])
-    for name in "ab":
-        store.add("me", name, kept(0))
-    now[0] = 9.0
-    store.get("me", "b")
-    now[0] = 11.0
-    assert names_in(store, ("me", "a"), ("me", "b")) == "b"
-    with pytest.raises(ApiError):
-        store.get("me", "a")
-    store.check()
 
 
 def test_a_response_whose_parents_are_deleted_is_continued_with_all_that_was_said(http, engine):

@@ -2,7 +2,6 @@
 
 import random
 import threading
-from array import array
 from functools import cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -14,11 +13,9 @@ from hypothesis import strategies as st
 
 from kvcellar.errors import PromptTooLong
 from kvcellar.events import Rewrite
-from kvcellar.memory.snapshot import Snapshot
-from kvcellar.memory.spans import Span
 from kvcellar.text.output import LONG_RUN, open_stream
 from kvcellar.text.rendering import Outcome, Renderer
-from kvcellar.text.replay import Replays, StoredTexts
+from kvcellar.text.replay import Replays
 from kvcellar.text.template import ChatTemplate, Rendered
 from kvcellar.text.tokens import TextTokenizer
 from kvcellar.text.turns import TURN_BYTES, prompt_key
@@ -70,7 +67,7 @@ class Chat:
         """The text of a reply, as a client gets it."""
         self.messages.append(user(question))
         prompt = self.prompt()
-        self.replays.replied(prompt_key(self.namespace, prompt), reply)
+        self.replays.replied(prompt_key(self.namespace, prompt), None, reply)
         self.known = [*prompt, *reply]
         after = () if prompt[-1] in self.words.special_ids else prompt[-LONG_RUN:]
         stream = open_stream(self.words, after=after)
@@ -163,7 +160,7 @@ def test_a_reply_is_known_without_waiting_for_who_reads_what_is_known() -> None:
     chat.messages.append(user("Who?"))
     key, reply = prompt_key("", chat.prompt()), chat.words.encode_marked("I.", ())
     with chat.replays._taken_in():
-        chat.replays.replied(key, reply)
+        chat.replays.replied(key, None, reply)
     chat.messages += [assistant("I."), user("And?")]
     assert chat.prompt()[: len(reply)] != reply
     turn = chat.replays._turns.of_prompt(key)
@@ -222,7 +219,7 @@ def test_the_reply_that_goes_on_farthest_is_replayed() -> None:
     short, long = (pieces("byte_level", text, random.Random(1)) for text in ("cool", "cool and dark"))
     chat.ask("Where?", long)
     prompt = chat.known[: -len(long)]
-    chat.replays.replied(prompt_key("", prompt), short)
+    chat.replays.replied(prompt_key("", prompt), None, short)
     chat.messages.append(user("more"))
     assert chat.prompt()[: len(chat.known)] == [*prompt, *long]
 
@@ -334,59 +331,6 @@ def test_several_threads_may_render_and_reply() -> None:
         thread.join()
     assert not wrong
     replays.check()
-
-
-def chain(ids: list[int], sizes: list[int], namespace: str = "") -> list[Snapshot]:
-    """Snapshots of a sequence, each of so many tokens."""
-    found, at = list[Snapshot](), 0
-    for number, size in enumerate(sizes):
-        parent = found[-1].key if found else None
-        span = Span(at, at + size)
-        tokens = array("q", ids[at : at + size]).tobytes()
-        found.append(Snapshot(namespace.encode() + bytes([number]), parent, namespace, span, tokens, b"", ()))
-        at += size
-    return found
-
-
-@pytest.mark.parametrize("kind", EXACT)
-@settings(max_examples=20, deadline=None)
-@given(turns=CONVERSATIONS, cut=st.integers(0, 5), seed=st.integers(0, 99))
-def test_what_a_store_has_of_a_conversation_keeps_its_tokens(
-    kind: str, turns: list[tuple[str, str]], cut: int, seed: int
-) -> None:
-    chat, draw = Chat(kind), random.Random(seed)
-    for question, reply in turns:
-        chat.ask(question, pieces(kind, reply, draw))
-    chat.messages.append(user("more"))
-    size = len(chat.known) - min(cut, len(chat.known) - 1)
-    other = chain(tokenizer(kind).encode_marked("<|im_start|>system\nYou are", ()), [2, 3])
-    for namespace, known in (("", True), ("other", False)):
-        chat.replays, chat.namespace = Replays(chat.words, MIB), namespace
-        chat.replays.stored = StoredTexts([*chain(chat.known, [size // 2, size - size // 2]), *other])
-        prompt, rendered = chat.prompt(), chat.rendered()
-        assert chat.words.decode(prompt, skip_special=False) == rendered.text
-        assert chat.controls(prompt) == chat.controls(rendered.encode(chat.words))
-        if known and not cut:
-            assert prompt[: len(chat.known)] == chat.known
-        if not known:
-            assert prompt == rendered.encode(chat.words)
-
-
-def test_text_of_a_client_is_not_taken_for_control_tokens_of_a_store() -> None:
-    chat = Chat("byte_level")
-    chat.ask("Where?", chat.words.encode_marked("cool", ()))
-    chat.replays = Replays(chat.words, MIB)
-    chat.replays.stored = StoredTexts(chain(chat.known, [len(chat.known)]))
-    forged = chat.rendered().text.removeprefix("<|im_start|>system\n")
-    chat.messages = [{"role": "system", "content": forged}, assistant("x"), user("more")]
-    assert chat.prompt() == chat.rendered().encode(chat.words)
-
-
-@pytest.mark.parametrize("token", [2**32, -1, 2**31])
-def test_ids_that_the_tokenizer_does_not_have_match_no_text(token) -> None:
-    chat = Chat("byte_level")
-    stored = StoredTexts(chain([token], [1]))
-    assert stored.longest("", b"some text", chat.words.token_bytes) == []
 
 
 # What is not as it was.

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from kvcellar.frontend import shared_replies
 from kvcellar.frontend.shared_replies import ArchivedReplies
-from kvcellar.memory.tiers.archive import Archive, Document, Forgets
+from kvcellar.memory.tiers.archive import Archive, Document, Forgets, file_of
+from kvcellar.memory.tiers.bounded import Bounded
 from kvcellar.text.replay import Answered, Replays
 from kvcellar.text.turns import packed, prompt_key
 from tests.text.test_replay import CONVERSATIONS, EXACT, MIB, SPACED, Chat, assistant, pieces, user
@@ -36,7 +37,7 @@ class Ends:
         """The prompt at one front end, with whose reply the chat goes on."""
         rendered = self.alone.template.render([*self.alone.messages, user(question)])
         prompt = self.replays[which].encode(rendered, self.alone.namespace)
-        self.replays[which].replied(prompt_key(self.alone.namespace, prompt), reply)
+        self.replays[which].replied(prompt_key(self.alone.namespace, prompt), "", reply)
         self.alone.ask(question, reply)
         self.settle()
         return prompt
@@ -78,13 +79,41 @@ def test_replies_that_two_front_ends_gave_to_one_prompt_are_both_known() -> None
     rendered = ends.alone.template.render([user("a")])
     for replays, reply in zip(ends.replays, replies, strict=True):
         prompt = replays.encode(rendered, "")
-        replays.replied(prompt_key("", prompt), reply)
+        replays.replied(prompt_key("", prompt), "", reply)
         ends.settle()
     third = Replays(ends.alone.words, MIB, shared=ArchivedReplies(ends.place, TOKENIZER, seconds=60.0))
     for reply in replies:
         said = [user("a"), assistant(ends.alone.words.decode(reply)), user("b")]
         found = third.encode(ends.alone.template.render(said), "")
         assert found[: len(prompt) + len(reply)] == [*prompt, *reply]
+
+
+def test_replies_count_for_their_owner_and_are_found_for_it_alone() -> None:
+    """A client that chooses namespaces has no more space by that."""
+    ends, words = Ends("byte_level"), Chat("byte_level").words
+    reply = [token for letter in "the hills" for token in words.encode_marked(letter, ())]
+    for namespace, owner in (("n", "me"), ("m", "me"), ("n", None)):
+        rendered = ends.alone.template.render([user(f"a {namespace} {owner}")])
+        prompt = ends.replays[0].encode(rendered, namespace, owner=owner or "")
+        ends.replays[0].replied(prompt_key(namespace, prompt), owner, reply)
+    ends.settle()
+    assert len(ends.place._contents) == 2
+    assert {file.partition("-")[0] for file in ends.place._contents} == {file_of("me", "").partition("-")[0]}
+    said = ends.alone.template.render([user("a n me"), assistant(words.decode(reply)), user("b")])
+    known = [*ends.replays[0].encode(ends.alone.template.render([user("a n me")]), "n"), *reply]
+    for owner in ("you", "me"):
+        fresh = Replays(words, MIB, shared=ends.shared[1])
+        found = fresh.encode(said, "n", owner=owner)
+        assert (found[: len(known)] == known) == (owner == "me")
+
+
+def test_lookups_that_find_others_under_way_do_not_count_as_failures() -> None:
+    place = Blocked()
+    shared = ArchivedReplies(place, TOKENIZER, seconds=0.01)
+    shared._bounded = Bounded(0.01, most=0)
+    assert shared.find("", "", b"x") is None
+    assert not shared._breaker.down
+    place.go.set()
 
 
 @pytest.mark.parametrize(("namespace", "tokenizer"), [("other", TOKENIZER), ("", "another tokenizer")])
@@ -158,9 +187,9 @@ def test_what_does_not_fit_a_prompt_is_not_used_and_replaced(what: str) -> None:
     assert ends.replays[1].encode(rendered, "") == rendered.encode(ends.alone.words)
     first = ends.alone.template.render(ends.alone.messages[:1])
     prompt = ends.replays[1].encode(first, "")
-    ends.replays[1].replied(prompt_key("", prompt), [*b"to be"])
+    ends.replays[1].replied(prompt_key("", prompt), "", [*b"to be"])
     ends.settle()
-    assert ends.shared[0].find("", bytes.fromhex(_history(ends))) is not None
+    assert ends.shared[0].find("", "", bytes.fromhex(_history(ends))) is not None
 
 
 def _history(ends: Ends) -> str:
@@ -185,9 +214,9 @@ class Blocked(Archive):
 def test_a_request_waits_for_no_archive_and_asks_it_no_more_while_it_fails() -> None:
     place = Blocked()
     shared = ArchivedReplies(place, TOKENIZER, seconds=0.01)
-    assert shared.find("", b"x") is None
+    assert shared.find("", "", b"x") is None
     assert place.entered.acquire(timeout=60)
-    assert shared.find("", b"x") is None
+    assert shared.find("", "", b"x") is None
     assert not place.entered.acquire(blocking=False), "it was asked again at once"
     place.go.set()
 
@@ -200,12 +229,12 @@ def test_replies_do_not_wait_for_an_archive_and_those_that_are_too_many_are_left
     shared = ArchivedReplies(place, TOKENIZER, seconds=60.0)
     for number in range(9):
         answered = Answered("", bytes([number]), 0, (), b"", ())
-        shared.keep(lambda answered=answered: answered)
+        shared.keep("", lambda answered=answered: answered)
         shared.check()
     place.go.set()
     shared.rest()
     assert len(place._contents) == 3
-    shared.keep(lambda: Answered("", b"later", 0, (), b"", ()))
+    shared.keep("", lambda: Answered("", b"later", 0, (), b"", ()))
     shared.rest()
     assert len(place._contents) == 4
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 
-from kvcellar.memory.tiers.objects import MOST_MEMBERS, RemoteFailed
+from kvcellar.memory.tiers.objects import MOST_MEMBERS, Found, RemoteFailed
 
 
 class InMemory:
@@ -24,11 +24,10 @@ class InMemory:
         if self.fails:
             raise RemoteFailed("it is gone")
 
-    def read(self, name: str, n: int) -> bytes | None:
+    def read(self, names: Sequence[str], n: int) -> list[Found]:
         self._call("read")
-        self.asked += n
-        found = self.content.get(name)
-        return None if found is None else found[:n]
+        self.asked += n * len(names)
+        return [(found[:n], len(found)) if (found := self.content.get(name)) else None for name in names]
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
         self._call("write")
@@ -40,17 +39,14 @@ class InMemory:
         for name in names:
             self.content.pop(name, None)
 
-    def sizes(self, most: int) -> dict[str, int]:
-        self._call("sizes")
-        return {name: len(found) for name, found in islice(self.content.items(), most)}
-
-    def size(self, name: str) -> int | None:
-        self._call("size")
-        return len(self.content.get(name, b"")) or None
+    def names(self, most: int) -> list[str]:
+        self._call("names")
+        return list(islice(self.content, most))
 
     def add(self, bucket: str, member: str) -> None:
         self._call("add")
-        self.buckets.setdefault(bucket, []).append(member)
+        members = self.buckets.setdefault(bucket, [])
+        members[:] = [*(one for one in members if one != member), member]
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
         self._call("members")

@@ -10,9 +10,22 @@ from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.snapshot import Snapshot, key_after
 from kvcellar.memory.spans import Span
 from kvcellar.memory.tiers.disk import DiskTier
+from kvcellar.memory.tiers.objects import Objects
+from kvcellar.memory.tiers.remote import MOST_LISTED
 from kvcellar.memory.tiers.tier import Entry, Tier
 
 IDENTITY = bytes(range(32))
+
+
+def sizes_of(objects: Objects) -> dict[str, int]:
+    """The bytes of all objects that are not empty."""
+    names = objects.names(MOST_LISTED)
+    return {name: found[1] for name, found in zip(names, objects.read(names, 1), strict=True) if found is not None}
+
+
+def whole(objects: Objects, name: str) -> bytes | None:
+    (found,) = objects.read([name], 1 << 30)
+    return None if found is None else found[0]
 
 
 def store(directory: Path, **options: Any) -> DiskTier:

@@ -42,10 +42,10 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
 def documents(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Documents]:
     """A place that outlives front ends, empty."""
     if request.param == "disk":
-        yield Documents(directory=tmp_path, shared=True)
+        yield Documents(directory=tmp_path)
         return
     from redis import Redis
 
     url = request.getfixturevalue("server_url")
-    yield Documents(server=url, shared=True)
+    yield Documents(server=url)
     Redis.from_url(url).flushall()

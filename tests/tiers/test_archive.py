@@ -5,6 +5,8 @@ import os
 import stat
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,18 @@ from hypothesis import strategies as st
 
 from kvcellar.files import Files
 from kvcellar.memory.tiers import archive as module
-from kvcellar.memory.tiers.archive import PART, Archive, Changed, DiskArchive, Document, Full, TooLarge, file_of
+from kvcellar.memory.tiers.archive import (
+    FOLLOWED,
+    PART,
+    Archive,
+    Changed,
+    DiskArchive,
+    Document,
+    Full,
+    Sizes,
+    TooLarge,
+    file_of,
+)
 from kvcellar.memory.tiers.codec import AesGcm, Damaged, Foreign
 from kvcellar.places import NoPlace
 from tests.tiers.places import Make
@@ -198,6 +211,67 @@ def test_what_a_killed_process_was_writing_is_deleted_and_never_read(disk: DiskA
     assert list(disk.heads("a")) == [b"head"]
     seals(DiskArchive(folder, CAP), "y")
     assert not left.exists()
+
+
+def test_a_new_directory_is_durable_before_its_first_document(folder: Path) -> None:
+    synced = list[Path]()
+
+    class Recording(Files):
+        def sync_directory(self, path: Path) -> None:
+            synced.append(path)
+            super().sync_directory(path)
+
+    disk = DiskArchive(folder, CAP, files=Recording())
+    seals(disk, "x", "y")
+    assert synced == [folder.parent, folder, folder]
+
+
+class Listing(Files):
+    """Counts how often a directory is listed."""
+
+    def __init__(self) -> None:
+        self.listed = 0.0
+
+    def names(self, directory: Path) -> Iterator[str]:
+        self.listed += 0.5  # once for files that are being written, and for sizes
+        return super().names(directory)
+
+
+def test_two_that_write_in_turn_list_the_directory_once_each(folder: Path) -> None:
+    files = Listing(), Listing()
+    both = [DiskArchive(folder, 50 * CAP, files=one) for one in files]
+    for number in range(40):
+        one = both[number % 2]
+        one.put("ab"[number % 3 == 0], f"x{number % 7}", b"head", bytes(number))
+        with suppress(Full, Changed):
+            one.put("a", "new", b"", bytes(60 * CAP if number % 4 else 1), after=b"")
+        one.delete("a", f"x{number % 5}")
+        one.delete("a", "none")
+    assert [one.listed for one in files] == [1, 1]
+    assert [vars(one._counted()) for one in both] == [
+        vars(Sizes((f.name, f.stat().st_size) for f in folder.iterdir()))
+    ] * 2
+
+
+def test_after_more_changes_than_are_followed_or_a_change_that_failed_files_are_counted(folder: Path) -> None:
+    files = Listing()
+    one, other = DiskArchive(folder, 50 * CAP, files=files), DiskArchive(folder, 50 * CAP)
+    seals(one, "x")
+    seals(other, *(f"y{number}" for number in range(FOLLOWED)))
+    seals(one, "x")
+    assert files.listed == 1
+    seals(other, *(f"y{number}" for number in range(FOLLOWED + 1)))
+    seals(one, "x")
+    assert files.listed == 2
+    failing = Failing()
+    third = DiskArchive(folder, 50 * CAP, files=failing)
+    seals(third, "x")
+    failing.operation = "create"
+    with pytest.raises(OSError, match="space"):
+        seals(third, "z")
+    seals(one, "x")
+    assert files.listed == 3
+    one.check()
 
 
 def test_of_many_that_replace_the_same_document_one_succeeds(folder: Path) -> None:

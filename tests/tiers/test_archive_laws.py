@@ -15,9 +15,10 @@ from kvcellar.errors import ConversationConflict, ConversationNotSaved, Conversa
 from kvcellar.frontend.conversations import Conversations, TokenSource
 from kvcellar.frontend.documents import Documents
 from kvcellar.frontend.transcript import Transcript
-from kvcellar.memory.tiers.archive import Archive, Changed, Forgets, Full, TooLarge, file_of
+from kvcellar.memory.tiers.archive import BESIDE_HEAD, Archive, Changed, Forgets, Full, TooLarge, file_of
 from kvcellar.memory.tiers.codec import Damaged, Foreign
 from kvcellar.memory.tiers.remote_archive import RedisArchive
+from kvcellar.memory.tiers.tier import Breaker
 from tests.tiers.places import Make, needs_server
 from tests.tiers.redis_server import RedisServer
 
@@ -240,7 +241,7 @@ def test_no_more_is_read_of_a_value_than_a_document_may_have(
         assert len(found.read(1 << 23, 0)) < 1 << 17
     with pytest.raises(Damaged, match="bytes"):
         redis.get("a", "x")
-    assert isinstance(next(redis.heads("a")), Damaged)
+    assert isinstance(redis.heads("a")[0], Damaged)
 
 
 @needs_server
@@ -265,10 +266,47 @@ def test_what_the_server_has_evicted_is_as_if_it_was_deleted(redis: RedisArchive
     assert not redis.delete("a", "x")
     redis.put("a", "x", b"head", b"x", after=b"")
     client(server_url).delete(*(f"{tmp_path}-{name}" for name in ("sizes", "used", "totals")))
-    assert (redis.get("a", "y"), redis._entries()) == (None, {})
+    assert redis.get("a", "y").body == b"y"
     redis.put("a", "y", b"head", b"y")
     assert redis._entries()[file_of("a", "y")].size == 61
     assert redis._redis.hget(f"{tmp_path}-totals", "all#") == b"1"
+
+
+@needs_server
+@pytest.mark.parametrize("gone", [["sizes"], ["used"], ["totals"], ["sizes", "totals"], ["used", "totals"]])
+def test_counts_that_the_server_has_evicted_are_counted_anew(
+    redis: RedisArchive, server_url: str, tmp_path: Path, gone: list[str]
+) -> None:
+    for owner in "ab":
+        for name in "xy":
+            redis.put(owner, name, b"head", name.encode() * 1000)
+    client(server_url).delete(*(f"{tmp_path}-{name}" for name in gone))
+    assert all(redis.get(owner, name).body == name.encode() * 1000 for owner in "ab" for name in "xy")
+    redis.put("a", "x", b"head", b"new")
+    redis.check()
+    assert len(redis._entries()) == 4
+    with pytest.raises(Full, match="no space"):
+        redis.put("a", "z", b"head", bytes(3000))
+
+
+@needs_server
+def test_what_the_server_has_evicted_takes_no_space(redis: RedisArchive, server_url: str, tmp_path: Path) -> None:
+    for name in "xyz":
+        redis.put("a", name, b"head", bytes(1500))
+    with pytest.raises(Full, match="6000 bytes are allowed"):
+        redis.put("a", "w", b"head", bytes(1500))
+    client(server_url).delete(f"{tmp_path}-{file_of('a', 'x')}")
+    redis.put("a", "w", b"head", bytes(1500))
+    redis.check()
+    assert sorted(redis._entries()) == sorted(file_of("a", name) for name in "wyz")
+
+
+@needs_server
+def test_heads_are_read_without_bodies(redis: RedisArchive) -> None:
+    redis.put("a", "x", b"head", bytes(4000))
+    size, content = redis._read(file_of("a", "x"), whole=False)
+    assert (size, len(content)) == (4060, BESIDE_HEAD + 4)
+    assert [*redis.heads("a")] == [b"head"]
 
 
 @needs_server
@@ -371,7 +409,9 @@ def test_a_server_that_cannot_be_reached_is_as_a_disk_that_fails(caplog: pytest.
     with tempfile.TemporaryDirectory() as directory:
         server = RedisServer(Path(directory))
         server.start()
-        conversations = Conversations(Documents(server=server.url).archive("conversations"), SOURCE)
+        archive = Documents(server=server.url).archive("conversations")
+        archive._guard._breaker = Breaker(wait=0.0)
+        conversations = Conversations(archive, SOURCE)
         conversations.save("x", transcript("x"))
         server.kill()
         for change in (lambda: conversations.save("x", transcript("y")), lambda: conversations.delete("x")):

@@ -15,7 +15,7 @@ from kvcellar.memory.tiers import remote
 from kvcellar.memory.tiers.buckets import BLOCK, LONGEST, Member, Rest, member_of
 from kvcellar.memory.tiers.codec import AesGcm
 from kvcellar.memory.tiers.objects import MOST_MEMBERS, Objects, RedisObjects, open_objects
-from kvcellar.memory.tiers.remote import AHEAD, MOST_ALIKE, RemoteTier
+from kvcellar.memory.tiers.remote import AHEAD, CLOCKS, MOST_ALIKE, RemoteTier
 from kvcellar.memory.tiers.tier import NEXT_LOOK, Breaker
 from tests.tiers.in_memory import InMemory
 from tests.tiers.made import IDENTITY, content
@@ -93,7 +93,7 @@ def test_what_others_store_is_found_at_the_next_look_and_places_are_read_once_un
     assert store.calls == calls, "it was read just now"
     reader.now += NEXT_LOOK
     assert reader.looks(TEXT) == keys(stored)
-    assert not store.by_kind["sizes"]
+    assert not store.by_kind["names"]
 
 
 def test_processes_at_random_find_all_that_is_stored_of_a_text() -> None:
@@ -128,7 +128,7 @@ def test_processes_at_random_find_all_that_is_stored_of_a_text() -> None:
                         reached.add(one.key)
                         assert process.tier.contains(one.key)
                         assert content(process.tier, one.key) == there[one.key]
-        assert not store.by_kind["sizes"]
+        assert not store.by_kind["names"]
         assert not any(set(process.tier.failures) - {"gone"} for process in processes)
         named = [member[:64] for members in store.buckets.values() for member in members]
         assert len(named) == len(set(named))
@@ -143,7 +143,7 @@ def test_calls_do_not_depend_on_how_many_objects_there_are(others) -> None:
         store.content[name], store.buckets[name] = b"other", [f"{name}{64:08x}"]
     writer = Process(store)
     assert all(writer.tier.put(*one) for one in stored)
-    assert store.by_kind == {"size": 2, "write": 2, "members": 2, "add": 2}
+    assert store.by_kind == {"read": 2, "write": 2, "add": 2}
     store.by_kind.clear()
     assert Process(store).looks(TEXT) == keys(stored)
     assert store.by_kind == {"members": 2, "read": 2}
@@ -156,7 +156,73 @@ def test_long_texts_are_looked_up_many_snapshots_at_a_time() -> None:
     assert all(writer.tier.put(*one) for one in stored)
     store.by_kind.clear()
     assert Process(store).looks(text) == keys(stored)
-    assert store.by_kind == {"members": 1 + -(-98 // AHEAD), "read": 99}
+    assert store.by_kind == {"members": 1 + -(-98 // AHEAD), "read": 1 + -(-98 // AHEAD)}
+
+
+def test_a_look_ends_when_it_is_not_wanted_any_more() -> None:
+    text = key_of(range(1, 100 * SEGMENT))
+    store, stored = InMemory(), chain_of(text, *range(SEGMENT, 100 * SEGMENT, SEGMENT))
+    writer, reader = Process(store), Process(store)
+    assert all(writer.tier.put(*one) for one in stored)
+    store.by_kind.clear()
+    wanted = iter([True, True, False, False])
+    reader.tier.look("n", text, [], wanted=lambda: next(wanted))
+    assert [one.key for one in reader.known.whole("n", text)] == keys(stored)[:1]
+    assert store.by_kind == {"members": 1, "read": 1}
+
+
+def test_of_a_full_bucket_what_has_as_many_tokens_as_most_is_found() -> None:
+    store, stored = InMemory(), chain_of(TEXT, SEGMENT, 2 * SEGMENT)
+    writer = Process(store)
+    assert all(writer.tier.put(*one) for one in stored)
+    for number in range(MOST_MEMBERS):
+        store.buckets[listed(stored[0][0]).bucket].append(f"{number:064x}{100:08x}{'0' * 12}")
+    assert Process(store).looks(TEXT) == keys(stored)
+    assert Process(store).looks(TEXT[: (SEGMENT - 1) * TOKEN]) == []
+
+
+@pytest.mark.parametrize("late", [1.0, CLOCKS])
+def test_what_has_expired_by_the_clock_of_another_machine_is_a_miss_and_stays(late: float) -> None:
+    store, one = InMemory(), of(TEXT, 0, 100)
+    assert Process(store).tier.put(*one, Retention(expires=150.0))
+    reader = Process(store)
+    reader.now = 150.0 + late
+    assert reader.looks(TEXT) == []
+    assert content(reader.tier, one[0].key) is None
+    there = late < CLOCKS
+    assert (one[0].key.hex() in store.content, listed(one[0]).bucket in store.buckets) == (there, there)
+
+
+def test_what_is_stored_for_about_as_long_is_not_written_again() -> None:
+    store, one = InMemory(), of(TEXT, 0, 100)
+    for expires, writes in ((200.0, 1), (210.0, 1), (290.0, 1), (310.0, 2), (None, 3), (400.0, 3)):
+        assert Process(store).tier.put(*one, Retention(expires=expires, priority=writes))
+        assert store.by_kind["write"] == writes
+
+
+def test_what_others_have_pinned_is_not_pinned_here() -> None:
+    store, one = InMemory(), of(TEXT, 0, 100)
+    assert Process(store).tier.put(*one, Retention(pinned=True))
+    reader = Process(store)
+    assert reader.looks(TEXT) == [one[0].key]
+    assert [entry.retention.pinned for entry in reader.tier.entries()] == [False]
+
+
+@needs_server
+def test_a_bucket_of_a_server_has_its_time_and_no_name_that_is_too_long(running) -> None:  # noqa: F811
+    opened = RedisObjects(running.url, PREFIX)
+    key, at = opened._bucket("b"), opened._redis
+    at.set(key, "of another kind")
+    assert opened.members(["b", "c"]) == [[], []]
+    for name in ("x", "y", "x"):
+        opened.add("b", name)
+    at.zadd(key, {"z" * (LONGEST + 1): 1e20})
+    assert opened.members(["b"]) == [["y", "x"]]
+    at.expire(key, 1000)
+    opened.strike([("b", "x"), ("c", "x")])
+    assert opened.members(["b"]) == [["y"]]
+    assert 0 < at.ttl(key) <= 1000
+    at.flushall()
 
 
 def test_a_known_chain_is_looked_up_with_one_call() -> None:
@@ -247,7 +313,7 @@ def test_members_that_are_missing_foreign_expired_or_of_other_tokens_are_removed
     assert writer.tier.put(forged, other[1])
     store.buckets[listed(good[0]).bucket].append(listed(of(TEXT, 0, 95)[0]).text)
     reader = Process(store)
-    reader.now = 150.0
+    reader.now = 150.0 + CLOCKS
     assert reader.looks(TEXT) == [good[0].key]
     assert reader.tier.failures == {"damaged": 2, "foreign": 1}
     assert store.buckets[listed(good[0]).bucket] == [listed(good[0]).text]
@@ -269,7 +335,7 @@ def test_a_bucket_of_many_costs_as_many_as_its_limit(objects) -> None:  # noqa: 
     (found,) = opened.members([bucket])
     assert len(found) == MOST_MEMBERS
     assert all(member_of(bucket, name) for name in found)
-    assert opened._redis.strlen(opened._bucket(bucket)) <= 2 * MOST_MEMBERS * 160 + LONGEST + 1
+    assert opened._redis.zcard(opened._bucket(bucket)) == MOST_MEMBERS
     assert not reader.tier.failures
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.events import Pooling
-from kvcellar.memory.snapshot import Snapshot
 from kvcellar.sampling_params import SamplingParams, check_ids
 from kvcellar.text.conversation import NO_PREAMBLE, Preamble
 from kvcellar.text.tokens import TextAssets
@@ -44,7 +43,6 @@ class TextCard:
     preamble: Preamble = NO_PREAMBLE  # before all messages
     borders: bool = False  # the model can resume only at checkpoints, so where messages begin is found
     replay_bytes: int = 0  # CPU memory for the texts and tokens of chats
-    stored: tuple[Snapshot, ...] = ()  # what its store has, as far as `replay_bytes` allow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,23 +11,25 @@ from typing import Literal, Unpack
 
 from kvcellar.engine.load.settings import Settings, cipher_of, document_bytes, secret_of
 from kvcellar.errors import BadRequest
-from kvcellar.memory.tiers.archive import MEMORY_BYTES, Archive, ArchiveOptions, DiskArchive
+from kvcellar.memory.tiers.archive import LEAST_FILES, MEMORY_BYTES, Archive, ArchiveOptions, DiskArchive, Forgets
 from kvcellar.memory.tiers.codec import Cipher, Plain
+from kvcellar.memory.tiers.objects import about_url
 from kvcellar.memory.tiers.remote_archive import RedisArchive
 
 Kind = Literal["conversations", "responses", "replies"]
 SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}  # of redis-py
 DIRECTORY = "file"
+EACH = 16 << 10  # bytes for each document of a kind that forgets
+SECONDS = 10.0  # that a call of a place takes at most
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
     """The place: a server, a directory, or, without either, memory. `cap` is on the bytes of each kind, of which one
-    owner may have a `share`. `shared`: by front ends of other machines."""
+    owner may have a `share`."""
 
     server: str | None = None
     directory: Path | None = None
-    shared: bool = False
     cap: int = MEMORY_BYTES
     share: float = 1.0
     cipher: Cipher = field(default_factory=Plain)
@@ -37,9 +39,15 @@ class Documents:
     def durable(self) -> bool:
         return self.server is not None or self.directory is not None
 
+    def forgets(self, seconds: float, own: int) -> Forgets:
+        """What is dropped of one kind: as many documents are kept as have `EACH` bytes on the average."""
+        return Forgets(seconds, own, max(LEAST_FILES, self.cap // EACH))
+
     def archive(self, kind: Kind, *, timeout: float = 2.0, **options: Unpack[ArchiveOptions]) -> Archive:
         """Reads and writes nothing yet. `timeout` in seconds of the calls of a server. Raises `BadRequest`."""
         made: ArchiveOptions = {"share": self.share, "cipher": self.cipher, "secret": self.secret, **options}
+        if self.durable:
+            made["seconds"] = SECONDS
         if self.directory is not None:
             return DiskArchive(self.directory / kind, self.cap, **made)
         if self.server is None:
@@ -51,7 +59,8 @@ class Documents:
             needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
             raise BadRequest(needs, "store_remote") from error
         except ValueError as error:
-            raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
+            why = about_url(self.server, error)
+            raise BadRequest(f"store_remote cannot be opened: {why}", "store_remote") from None
 
 
 def documents_of(settings: Settings) -> Documents:
@@ -60,9 +69,9 @@ def documents_of(settings: Settings) -> Documents:
     scheme, _, rest = (settings.store_remote or "").partition("://")
     if scheme in SCHEMES:
         url = f"{SCHEMES[scheme]}://{rest}"
-        return about(server=url, shared=True, cap=document_bytes(settings.store_remote_bytes))
+        return about(server=url, cap=document_bytes(settings.store_remote_bytes))
     if scheme == DIRECTORY:
-        return about(directory=Path(rest), shared=True, cap=document_bytes(settings.store_remote_bytes))
+        return about(directory=Path(rest), cap=document_bytes(settings.store_remote_bytes))
     if settings.store is not None:
         return about(directory=Path(settings.store), cap=document_bytes(settings.store_bytes))
     return about()

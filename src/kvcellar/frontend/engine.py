@@ -201,6 +201,7 @@ class Engine:
         *,
         limit: int | None = None,
         namespace: str = "",
+        owner: str = "",
         replay: bool = True,
         **options: Unpack[RenderOptions],
     ) -> list[int]:
@@ -212,10 +213,11 @@ class Engine:
         Each has no effect where the template does not read it. With `continue_final_message`, the answer continues the
         last message, which is the assistant's.
 
-        With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with;
-        otherwise they have those that the tokenizer gives their text.
+        With `replay`, replies to earlier requests of the `namespace` have the tokens that they were generated with,
+        also where another front end has them in the store for this `owner`; otherwise they have those that the
+        tokenizer gives their text.
         """
-        return self._codec.render(messages, limit=limit, namespace=namespace, replay=replay, **options)
+        return self._codec.render(messages, limit=limit, namespace=namespace, owner=owner, replay=replay, **options)
 
     # -- requests -----------------------------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class RequestBuilder:
         params, deliver = arguments.parameters(params), arguments.receiver(deliver)
         client, replays, reading = self.client, self.codec.replays, how.get("reading")
         submission, chat = self._submission(prompt_ids, params, how)
+        owner = submission.retention.owner if submission.retention.stored else None  # of replies that are shared
         number, machine = submission.number, None if reading is None else reading.opened
         processor = OutputProcessor(
             params,
@@ -58,7 +59,7 @@ class RequestBuilder:
             deliver,
             stop=partial(client.stop, number),
             fail=partial(client.fail, number),
-            replied=partial(replays.replied, chat.key) if replays is not None and chat is not None else None,
+            replied=None if replays is None or chat is None else partial(replays.replied, chat.key, owner),
         )
         client.submit(submission, processor.receive)
         return Ticket(partial(client.cancel, number), lambda: processor.begun)

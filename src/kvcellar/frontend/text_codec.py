@@ -11,7 +11,7 @@ from kvcellar.frontend.shared_replies import ArchivedReplies
 from kvcellar.text.conversation import Preamble, caps_for
 from kvcellar.text.output import LONG_RUN, Output, ReadOutput, Stops, open_stream
 from kvcellar.text.rendering import Renderer
-from kvcellar.text.replay import Replays, StoredTexts
+from kvcellar.text.replay import Replays
 from kvcellar.text.replies.machine import Machine
 from kvcellar.text.template import ChatTemplate, RenderOptions
 from kvcellar.text.tokens import TextAssets, TextTokenizer, longest_text
@@ -37,8 +37,6 @@ class TextCodec:
                 assets.tokenizer, end_ids=card.end_ids, special_tokens=assets.special, most_bytes=most
             )
             self.replays = Replays(self._tokenizer, card.replay_bytes, borders=card.borders, shared=shared)
-            if card.stored:
-                self.replays.stored = StoredTexts(card.stored)
             self._template = self._opened(assets.chat_template, self._tokenizer)
 
     def variant(self, assets: TextAssets | None, preamble: Preamble) -> "TextCodec":
@@ -83,6 +81,7 @@ class TextCodec:
         *,
         limit: int | None = None,
         namespace: str = "",
+        owner: str = "",
         replay: bool = True,
         **options: Unpack[RenderOptions],
     ) -> list[int]:
@@ -90,7 +89,7 @@ class TextCodec:
         namespace, tokenizer = namespace_name(namespace), self._checked()
         rendered = self.template.render(self._preamble.before(messages), **options)
         if replay and self.replays is not None:
-            return self.replays.encode(rendered, namespace, limit=limit)
+            return self.replays.encode(rendered, namespace, owner=owner, limit=limit)
         return rendered.encode(tokenizer, limit=limit)
 
     def rest(self) -> None:

@@ -145,8 +145,8 @@ class News:
         news.left(looks)                            # seconds for which it should wait: what is found is known when 0
 
     A tier is looked into by a thread of its lane, at the same place (see `Tier.place`) at most once in `NEXT_LOOK`
-    seconds. A tier that hangs delays requests by `PATIENCE` seconds in all. All but the look itself runs on the
-    engine's thread.
+    seconds, and as long as a request waits for it: a tier that hangs delays requests by `PATIENCE` seconds in all. All
+    but the look itself runs on the engine's thread.
     """
 
     def __init__(
@@ -194,8 +194,9 @@ class News:
         return max(0.0, until - self._clock())
 
     def _find(self, look: Look, number: int, namespace: str, key: bytes) -> None:
-        """On a thread of the lane."""
+        """On a thread of the lane, as long as a request waits for it."""
+        known, until = self._catalogue.whole(namespace, key), look.began + PATIENCE
         try:
-            self._transfers.tiers[number].look(namespace, key, self._catalogue.whole(namespace, key))
+            self._transfers.tiers[number].look(namespace, key, known, wanted=lambda: self._clock() < until)
         finally:
             self._post(lambda: setattr(look, "ended", True))

@@ -33,7 +33,7 @@ from kvcellar.memory.prefix.node import TOKEN, Node
 from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefixes import Prefixes
-from kvcellar.memory.restore_plan import Look, News, Part, Planner
+from kvcellar.memory.restore_plan import Look, News, Part, Plan, Planner
 from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.admission import Rate
 from kvcellar.memory.tiers.tier import Chunk, Loaded
@@ -157,8 +157,7 @@ class Restores:
         fetch = Fetch(namespace, deque())
         self._fetches.add(fetch)
         fetch.looks = self._news.ask(namespace, key, lambda: self.planner.misses(namespace, key()))
-        if len(self._catalogue):
-            self._plan(fetch, key())
+        self._plan(fetch, key)
         self._read(fetch)
         return fetch
 
@@ -168,6 +167,8 @@ class Restores:
             if self._news.left(fetch.looks):
                 return True
             fetch.looks = []
+            if fetch.node is None and not enters:
+                self._plan(fetch, key)
         if not fetch.done and fetch.node is None and enters:
             self._begin(fetch, key)
         if not fetch.done:
@@ -198,10 +199,12 @@ class Restores:
         """What has not entered memory yet is dropped."""
         self._end(fetch)
 
-    def _plan(self, fetch: Fetch, key: bytes) -> None:
-        """Decide which snapshots a request needs."""
-        plan = self.planner.plan(fetch.namespace, key)
+    def _plan(self, fetch: Fetch, key: Callable[[], bytes]) -> None:
+        """Decide which snapshots a request needs; what was read of others for it is dropped."""
+        plan = self.planner.plan(fetch.namespace, key()) if len(self._catalogue) else Plan()
         fetch.chain, fetch.skipped, fetch.unavailable = deque(plan.parts), plan.skipped, plan.unavailable
+        fetch.reads.clear()
+        self._leave(fetch, keep={part.snapshot.key for part in fetch.chain})
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -289,17 +292,12 @@ class Restores:
     def _begin(self, fetch: Fetch, key: Callable[[], bytes]) -> None:
         """The turn of a request has come: lock what memory has, and decide again, since both may have changed."""
         fetch.began = self._clock()
-        fetch.reads.clear()
-        fetch.chain.clear()
-        fetch.skipped = fetch.unavailable = ""
-        if len(self._catalogue):
-            fetch.key = key()
-            self._plan(fetch, fetch.key)
+        self._plan(fetch, key)
         self.declined += bool(fetch.skipped)
-        self._leave(fetch, keep={part.snapshot.key for part in fetch.chain})
         if not fetch.chain:
             self._end(fetch)
             return
+        fetch.key = key()
         tree = self._prefixes.tree
         fetch.root = tree.root(fetch.namespace)
         fetch.node = tree.lock(fetch.root, tree.match(fetch.root, fetch.key, len(fetch.key) // TOKEN - 1))

@@ -17,10 +17,6 @@ with others, every prompt has the tokens that the tokenizer gives it.
 
 `SharedReplies` are those of other front ends: where a chat was answered elsewhere, its last prompt and the replies to
 it are looked up once, and used like those that are known here.
-
-`StoredTexts` has the token sequences that a store had when its engine was made, found by their text, so that the
-replies of a chat keep their tokens across a restart. What the store removes meanwhile only costs that its tokens are
-used without their K/V.
 """
 
 import json
@@ -36,73 +32,11 @@ from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvcellar.events import Rewrite
-from kvcellar.memory.snapshot import Snapshot, requested
 from kvcellar.text.conversation import common, texts
 from kvcellar.text.output import DecoderKind, decoder_kind
 from kvcellar.text.template import Rendered
 from kvcellar.text.tokens import KNOWN_BYTES, TextTokenizer
 from kvcellar.text.turns import Node, PromptTurn, Turns, Walk, packed, prompt_key, unpacked
-
-MOST_COMPARED = 2**17  # tokens that one text is compared with: some 50 ms
-Spell = Callable[[int], bytes]  # the bytes of a token
-
-
-def first_of(snapshots: Iterable[Snapshot], most_bytes: int) -> tuple[Snapshot, ...]:
-    """As many as have `most_bytes` of tokens."""
-    found: list[Snapshot] = []
-    for snapshot in snapshots:
-        most_bytes -= len(snapshot.tokens)
-        if most_bytes < 0:
-            break
-        found.append(snapshot)
-    return tuple(found)
-
-
-class StoredTexts:
-    """Of snapshots, each of which comes after the one that it continues."""
-
-    def __init__(self, snapshots: Iterable[Snapshot]) -> None:
-        self._after: dict[tuple[str, bytes | None], list[Snapshot]] = {}
-        for snapshot in snapshots:
-            self._after.setdefault((requested(snapshot.namespace), snapshot.parent), []).append(snapshot)
-
-    def longest(self, namespace: str, text: bytes, spell: Spell) -> list[int]:
-        """The tokens of the longest chain of snapshots with whose text the text begins."""
-        best: tuple[Snapshot, ...] = ()
-        rest: list[tuple[int, tuple[Snapshot, ...]]] = [(0, ())]
-        left = MOST_COMPARED
-        while rest and left > 0:
-            at, before = rest.pop()
-            if at and (not best or before[-1].span.end > best[-1].span.end):
-                best = before
-            for snapshot in reversed(self._after.get((namespace, before[-1].key if before else None), ())):
-                end, compared = _spelled(snapshot, text, at, spell)
-                left -= compared
-                if end is not None:
-                    rest.append((end, (*before, snapshot)))
-                if left <= 0:
-                    break
-        return list(chain.from_iterable(map(_tokens, best)))
-
-
-def _spelled(snapshot: Snapshot, text: bytes, at: int, spell: Spell) -> tuple[int | None, int]:
-    """Where the text of a snapshot ends in a text that has it at `at`, None if it has another one there; and how many
-    tokens were compared."""
-    compared = 0
-    for compared, token in enumerate(_tokens(snapshot), start=1):
-        try:
-            piece = spell(token)
-        except OverflowError:  # ids of a tokenizer have 32 bits
-            return None, compared
-        if not piece or not text.startswith(piece, at):  # an id that the tokenizer does not have has no bytes
-            return None, compared
-        at += len(piece)
-    return at, compared
-
-
-def _tokens(snapshot: Snapshot) -> memoryview:
-    return memoryview(snapshot.tokens).cast("q")
-
 
 DIGEST = 8  # bytes, of one message
 
@@ -199,13 +133,13 @@ class Answered(NamedTuple):
 
 
 class SharedReplies(Protocol):
-    """Of all front ends of a model."""
+    """Of all front ends of a model, by `owner`, the tenant that quotas count them for."""
 
-    def find(self, namespace: str, history: bytes) -> Answered | None:
+    def find(self, owner: str, namespace: str, history: bytes) -> Answered | None:
         """The prompt with this `history`. None if it is not known, or not within a small time."""
         ...
 
-    def keep(self, made: Callable[[], Answered | None]) -> None:
+    def keep(self, owner: str, made: Callable[[], Answered | None]) -> None:
         """Keep what `made` returns, which is called later, on another thread. Returns at once."""
         ...
 
@@ -221,7 +155,6 @@ class Replays:
         self._most = 0 if decoder_kind(tokenizer.decoder_steps) is DecoderKind.WHOLE else most_bytes
         self._turns = Turns(self._most)
         self.used = False  # whether a chat was rendered
-        self.stored: StoredTexts | None = None
         self._lock = threading.Lock()
         self._arrived: deque[tuple[bytes, Sequence[int]]] = deque()  # replies, by key of the prompt
         self._bytes_of = lru_cache(KNOWN_BYTES)(partial(_bytes_of, tokenizer))
@@ -234,8 +167,8 @@ class Replays:
         alone = b"".join(map(self._tokenizer.token_bytes, self._tokenizer.encode_marked("a", ())))
         return ("", *leads[:2]) if alone == b"a" else leads
 
-    def encode(self, rendered: Rendered, namespace: str, *, limit: int | None = None) -> list[int]:
-        """The tokens of a prompt. Raises what `Rendered.encode` raises."""
+    def encode(self, rendered: Rendered, namespace: str, *, owner: str = "", limit: int | None = None) -> list[int]:
+        """The tokens of a prompt. `owner`: whose shared replies it may have. Raises what `Rendered.encode` raises."""
         if 4 * len(rendered.text) > self._most:  # also where no replies are kept
             return rendered.encode(self._tokenizer, limit=limit)
         self._tokenizer.check_length(rendered.text, limit)
@@ -245,7 +178,7 @@ class Replays:
         now = history(rendered, namespace)
         if known and known[-1].end == len(rendered.text):
             ids, fit = known[-1].all_ids(), None
-        elif (fit := self._best_fit(known, rendered, namespace, now)) is not None:
+        elif (fit := self._best_fit(known, rendered, namespace, owner, now)) is not None:
             ids = fit.turn.all_ids() + fit.ids
         else:
             ids = rendered.encode(self._tokenizer, limit=limit)
@@ -262,12 +195,12 @@ class Replays:
             turn = self._turns.of_prompt(key)
             return Known(key, turn.borders, turn.rewrite) if turn is not None else None
 
-    def replied(self, key: bytes, reply: Sequence[int]) -> None:
-        """Know a reply to the prompt of this key, from the next call of another method on. Costs nothing and waits for
-        no lock: it is called on the engine's thread."""
+    def replied(self, key: bytes, owner: str | None, reply: Sequence[int]) -> None:
+        """Know a reply to the prompt of this key, from the next call of another method on; share it for its `owner`,
+        unless that is None. Costs nothing and waits for no lock: it is called on the engine's thread."""
         self._arrived.append((key, reply))
-        if self._shared is not None:
-            self._shared.keep(partial(self._answered, key))
+        if self._shared is not None and owner is not None:
+            self._shared.keep(owner, partial(self._answered, key))
 
     def _answered(self, key: bytes) -> Answered | None:
         with self._taken_in():
@@ -297,13 +230,15 @@ class Replays:
 
     # -- a prompt that continues another one ------------------------------------------------------------------------
 
-    def _best_fit(self, known: Sequence[PromptTurn], rendered: Rendered, namespace: str, now: History) -> Fit | None:
-        here, elsewhere = self._fitting(known, rendered), self._from_elsewhere(rendered, namespace, now)
+    def _best_fit(
+        self, known: Sequence[PromptTurn], rendered: Rendered, namespace: str, owner: str, now: History
+    ) -> Fit | None:
+        here, elsewhere = self._fitting(known, rendered), self._from_elsewhere(rendered, namespace, owner, now)
         if here is None or (elsewhere is not None and elsewhere.turn.end > here.turn.end):
-            here = elsewhere
-        return here or self._from_store(rendered, namespace)
+            return elsewhere
+        return here
 
-    def _from_elsewhere(self, rendered: Rendered, namespace: str, now: History) -> Fit | None:
+    def _from_elsewhere(self, rendered: Rendered, namespace: str, owner: str, now: History) -> Fit | None:
         """The fit of the last prompt of the conversation that was answered, if that was not here."""
         answers = (at for at in reversed(range(len(rendered.messages))) if rendered.messages[at]["role"] == "assistant")
         if self._shared is None or (last := next(answers, None)) is None:
@@ -311,7 +246,7 @@ class Replays:
         key = now.keys[last]
         with self._taken_in():
             turn = self._turns.of_history(key)
-        if (turn is not None and turn.replies) or (found := self._shared.find(namespace, key)) is None:
+        if (turn is not None and turn.replies) or (found := self._shared.find(owner, namespace, key)) is None:
             return None
         ids, replies = unpacked(found.ids), tuple(map(unpacked, found.replies))
         text, marks = rendered.text[: found.end], _marks_before(rendered, found.end)
@@ -339,26 +274,6 @@ class Replays:
         """The fit of the longest prompt that has a reply with which the text goes on."""
         answered = [turn for turn in reversed(known) if turn.replies][:TRIED]
         return next((fit for turn in answered if (fit := self._fit(turn, rendered)) is not None), None)
-
-    def _from_store(self, rendered: Rendered, namespace: str) -> Fit | None:
-        """The fit of what a store has of a conversation. What follows its last control token is taken for a reply."""
-        if self.stored is None or all(message["role"] != "assistant" for message in rendered.messages):
-            return None
-        ids = self.stored.longest(namespace, rendered.text.encode(), self._spelled)
-        last = next((at for at in reversed(range(len(ids))) if ids[at] in self._tokenizer.control), -1)
-        before, reply = ids[: last + 1], ids[last + 1 :]
-        try:
-            end = len(b"".join(map(self._spelled, before)).decode())
-        except UnicodeDecodeError:
-            return None
-        marks = _marks_before(rendered, end)
-        if self._controls(before) != self._controls(self._tokenizer.encode_marked(rendered.text[:end], marks)):
-            return None
-        node = Node(None, "", namespace)
-        return self._fit(
-            PromptTurn(node, None, packed(before), end, len(before), marks, (), b"", b"", replies=(packed(reply),)),
-            rendered,
-        )
 
     def _spelled(self, token: int) -> bytes:
         """The bytes of a token, and the text of a control token."""

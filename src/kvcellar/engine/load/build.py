@@ -54,7 +54,6 @@ from kvcellar.memory.prefixes import Shares
 from kvcellar.memory.shapes import StoredAs
 from kvcellar.progress import report
 from kvcellar.text.conversation import Preamble
-from kvcellar.text.replay import first_of
 
 if TYPE_CHECKING:  # imports transformers
     from transformers import PreTrainedModel
@@ -363,7 +362,7 @@ def _context(settings: Settings, limits: Limits) -> int:
 def card_of(built: Built) -> EngineCard:
     """Before the engine runs. Raises `ModelRefused` if the model has default sampling parameters that it cannot
     follow."""
-    loaded, settings, memory, store = built.loaded, built.settings, built.memory, built.loop.manager.store
+    loaded, settings, memory = built.loaded, built.settings, built.memory
     context, cells = built.intake.context, built.capacity.cells
     return EngineCard(
         model=_model_card(built),
@@ -376,7 +375,6 @@ def card_of(built: Built) -> EngineCard:
             preamble=built.preamble,
             borders=memory.rows.capacity is not None or any(group.bounded for group in memory.storage.groups),
             replay_bytes=settings.replay_bytes,
-            stored=first_of(store.catalogue, settings.replay_bytes) if store is not None else (),
         ),
         padding=built.intake.padding,
         cells={

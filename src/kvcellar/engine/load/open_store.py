@@ -28,7 +28,7 @@ from kvcellar.memory.tiers.codec import Cipher
 from kvcellar.memory.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.memory.tiers.host import HostTier
 from kvcellar.memory.tiers.identity import FileDigests, identity
-from kvcellar.memory.tiers.objects import RemoteFailed, open_objects
+from kvcellar.memory.tiers.objects import about_url, open_objects
 from kvcellar.memory.tiers.remote import RemoteTier, prefix_of
 from kvcellar.memory.tiers.tier import Tier
 from kvcellar.places import NoPlace, cache
@@ -133,13 +133,14 @@ def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, open
         cap = int(share * (settings.store_remote_bytes - DOCUMENTS * document_bytes(settings.store_remote_bytes)))
         try:
             objects = open_objects(settings.store_remote, prefix_of(name))
-        except (RemoteFailed, OSError) as error:
+        except OSError as error:
             log.warning("running without the remote store: %s", error)
         except ImportError as error:
             needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
             raise BadRequest(needs, "store_remote") from error
         except ValueError as error:
-            raise BadRequest(f"store_remote cannot be opened: {error}", "store_remote") from error
+            why = about_url(settings.store_remote, error)
+            raise BadRequest(f"store_remote cannot be opened: {why}", "store_remote") from None
         else:
             remote = partial(RemoteTier, objects, cap=cap, quota=int(quota * cap), cipher=cipher)
             found.append(opened.enter_context(closing(remote(identity=name, secret=secret_of(settings)))))

@@ -2,7 +2,9 @@
 
     conversations/<digest of owner>-<digest of name>    a file for each document
     conversations/*.part                                files that are being written
-    conversations.lock                                  locked while a document is changed, and the number of changes
+    conversations.lock                                  locked while a document is changed; how many changes were begun,
+                                                        and the last ones that were completed: who knows what was before
+                                                        them need not list the files
 
 A file is a start (magic, version, and the sizes of both parts), the head, a digest of these, the body, and a digest of
 the first digest and the body: the seal. Heads are small, so that documents can be listed without reading bodies. With a
@@ -28,11 +30,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple, TypedDict, Unpack
+from typing import Concatenate, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack
 
 from kvcellar.files import Files, lock_within
+from kvcellar.memory.tiers.bounded import Guard
 from kvcellar.memory.tiers.codec import (
     DIGEST,
     Cipher,
@@ -49,7 +53,10 @@ from kvcellar.memory.tiers.codec import (
 from kvcellar.places import make_private
 from kvcellar.values import UNBOUNDED
 
+P = ParamSpec("P")
+T = TypeVar("T")
 MOST = 1024  # documents of one owner
+LEAST_FILES = 10_000  # most documents of all owners, where documents are dropped, unless more are allowed
 HEAD_LIMIT = 64 << 10
 BODY_LIMIT = 8 << 20  # bytes of one document
 MEMORY_BYTES = 64 << 20
@@ -59,7 +66,10 @@ BUSY = "another process or thread has been writing for {:g} s"
 SLACK = 16  # where documents are dropped, this part of each limit becomes free, so that the next ones fit
 PART, LOCK = ".part", ".lock"
 _MAGIC, _VERSION = b"kvc-docs", 1
+FOLLOWED = 64  # changes that the lock file has, the last ones
+_CHANGE = struct.Struct(f"<QQ{4 * DIGEST + 1}s")  # its number, and the file with its new size
 _START = struct.Struct("<8sIIQ")
+BESIDE_HEAD = _START.size + DIGEST  # bytes before the body
 
 
 class Full(Exception):
@@ -87,7 +97,7 @@ class Forgets:
 
     seconds: float
     own: int
-    most: int = 10_000
+    most: int = LEAST_FILES
 
 
 class Stored(NamedTuple):
@@ -136,6 +146,7 @@ class Sizes:
 
 
 class ArchiveOptions(TypedDict, total=False):
+    seconds: float | None  # that a call takes at most; None: as many as it takes
     share: float  # of the cap: what one owner may have
     forgets: Forgets | None  # None: nothing is dropped
     cipher: Cipher | None
@@ -155,6 +166,11 @@ def _owner(file: str) -> str:
 
 def _hex(text: str, secret: bytes = b"") -> str:
     return digest(secret, text.encode()).hex()
+
+
+def _at(number: int) -> int:
+    """Where a change is in the lock file."""
+    return 8 + number % FOLLOWED * _CHANGE.size
 
 
 def _place(file: str, part: str) -> bytes:
@@ -196,6 +212,14 @@ def document_of(source: Source, limit: int) -> Document:
     return Document(head, found[:size], found[size:])
 
 
+def _guarded(method: "Callable[Concatenate[Archive, P], T]") -> "Callable[Concatenate[Archive, P], T]":
+    @wraps(method)
+    def call(archive: "Archive", *given: P.args, **named: P.kwargs) -> T:
+        return archive.within(lambda: method(archive, *given, **named))
+
+    return call
+
+
 class Archive:
     """Documents in memory: they end with the process. All methods may be called from any thread. They raise
     `OSError`."""
@@ -205,6 +229,7 @@ class Archive:
         cap: int = MEMORY_BYTES,
         share: float = 1.0,
         *,
+        seconds: float | None = None,
         forgets: Forgets | None = None,
         cipher: Cipher | None = None,
         secret: bytes = b"",
@@ -212,15 +237,21 @@ class Archive:
     ) -> None:
         """`share` of the `cap` on bytes: what one owner may have."""
         self._cap, self._share, self._forgets = cap, share, forgets
+        self._guard = None if seconds is None else Guard(seconds)
         self._cipher, self._secret, self._clock = cipher or Plain(), secret, clock
         self._contents, self._used = dict[str, bytes](), dict[str, int]()
         self._sizes, self._lock = Sizes(), Lock()
+
+    def within(self, act: Callable[[], T]) -> T:
+        """What a call returns, if that is in time. Raises `OSError`, too."""
+        return act() if self._guard is None else self._guard(act)
 
     @property
     def stamp(self) -> int:
         """Of what is used now."""
         return int(self._clock() * 1e6)
 
+    @_guarded
     def get(self, owner: str, name: str) -> Document | None:
         """Raises `Damaged` and `Foreign`."""
         file = file_of(owner, name, self._secret)
@@ -232,6 +263,7 @@ class Archive:
         head, body = (bytes(self._cipher.unseal(part, _place(file, what))) for part, what in parts)
         return Document(head, body, found.seal)
 
+    @_guarded
     def put(
         self, owner: str, name: str, head: bytes, body: bytes, *, after: bytes | None = None, used: int | None = None
     ) -> bytes:
@@ -250,13 +282,18 @@ class Archive:
                 if not self._drop(file, len(content)):
                     raise
 
+    @_guarded
     def touch(self, owner: str, names: Sequence[str], used: int) -> list[bool]:
         """Documents are used: the first one gets this stamp, each other one the next higher one, and each a higher one
         than it had. Returns which are there."""
         return self._touch([file_of(owner, name, self._secret) for name in names], used)
 
-    def heads(self, owner: str) -> Iterator[bytes | Exception]:
+    @_guarded
+    def heads(self, owner: str) -> list[bytes | Exception]:
         """The heads of all documents of an owner in any order, or the error of one that cannot be read."""
+        return [*self._heads(owner)]
+
+    def _heads(self, owner: str) -> Iterator[bytes | Exception]:
         for file in self._entries(self._prefix_of(owner)):
             try:
                 with self._opened(file, whole=False) as found:
@@ -271,10 +308,12 @@ class Archive:
         except (OSError, Damaged, Foreign) as error:
             return error
 
+    @_guarded
     def stamps(self, owner: str) -> Mapping[str, int]:
         """Of all documents of an owner, for `delete`."""
         return {file: found.used for file, found in self._entries(self._prefix_of(owner)).items()}
 
+    @_guarded
     def delete(self, owner: str, name: str, *, unused_since: Mapping[str, int] | None = None) -> bool:
         """Also where it cannot be read. False if there is none, or if it was used since these `stamps`."""
         file = file_of(owner, name, self._secret)
@@ -363,17 +402,17 @@ class Archive:
                 raise Changed
             beside = self._sizes.beside(file)
             self._check_size(len(content), beside, self._most(beside.bytes))
-            self._write(file, content, used)
-            self._sizes.set(file, len(content))
+            with self._changing(file, len(content)):
+                self._write(file, content, used)
 
     def _remove(self, file: str, used: int | None) -> bool:
         """In one step, if it has this stamp; None: whatever it has. False if it is not there, or has another one."""
         try:
             with self._locked():
-                if used not in (None, self._stamp(file)):
+                if (stamp := self._stamp(file)) is None or used not in (None, stamp):
                     return False
-                self._unlink(file)
-                self._sizes.set(file, 0)
+                with self._changing(file, 0):
+                    self._unlink(file)
         except FileNotFoundError:
             return False
         return True
@@ -402,6 +441,12 @@ class Archive:
     def _counted(self) -> Sizes:
         with self._locked():
             return self._sizes
+
+    @contextmanager
+    def _changing(self, file: str, size: int) -> Generator[None]:
+        """While it is locked: a file gets this size in the block; 0: it is deleted."""
+        yield
+        self._sizes.set(file, size)
 
     def _make(self) -> None:
         """Something is going to be stored."""
@@ -473,9 +518,13 @@ class DiskArchive(Archive):
         super().__init__(cap, **options)
         self._directory, self._files = directory, files or Files()
         self._changes: int | None = None  # of all processes, when `_sizes` were those of the files
+        self._opened_lock = -1  # while it is locked
 
     def _make(self) -> None:
+        new = not self._directory.exists()
         make_private(self._directory)
+        if new:
+            self._files.sync_directory(self._directory.parent)
 
     @contextmanager
     def _locked(self, *, sizes: bool = True) -> Generator[None]:
@@ -485,25 +534,47 @@ class DiskArchive(Archive):
             opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 lock_within(WAIT, opened, BUSY.format(WAIT))
+                self._opened_lock = opened
                 if sizes:
                     self._count(opened)
                 yield
-            except BaseException:
-                self._changes = None
-                raise
             finally:
                 os.close(opened)
 
+    @contextmanager
+    def _changing(self, file: str, size: int) -> Generator[None]:
+        before, self._changes = self._changes, None
+        assert before is not None, "files were not counted"
+        os.pwrite(self._opened_lock, (before + 1).to_bytes(8, "little"), 0)
+        with super()._changing(file, size):
+            yield
+        os.pwrite(self._opened_lock, _CHANGE.pack(before + 1, size, file.encode()), _at(before + 1))
+        self._changes = before + 1
+
     def _count(self, lock: int) -> None:
-        """Count the files, if another process has changed some; what it was writing when it ended is deleted."""
+        """Follow what other processes have changed. Where they have ended while they did, or changed too much, count
+        the files; what they were writing is deleted."""
         changes = int.from_bytes(os.pread(lock, 8, 0), "little")
-        if changes != self._changes:
+        if not self._follow(lock, changes):
             for name in list(self._files.names(self._directory)):
                 if name.endswith(PART):
                     self._files.unlink(self._directory / name)
             self._sizes = Sizes((file, one.size) for file, one in self._entries().items())
-        self._changes = changes + 1
-        os.pwrite(lock, self._changes.to_bytes(8, "little"), 0)
+        self._changes = changes
+
+    def _follow(self, lock: int, changes: int) -> bool:
+        """Whether `_sizes` are those of the files after so many changes of all processes."""
+        if self._changes is None or not 0 <= changes - self._changes <= FOLLOWED:
+            return False
+        for number in range(self._changes + 1, changes + 1):
+            content = os.pread(lock, _CHANGE.size, _at(number))
+            if len(content) != _CHANGE.size:
+                return False
+            found, size, file = _CHANGE.unpack(content)
+            if found != number:
+                return False
+            self._sizes.set(file.decode("ascii", "replace"), size)
+        return True
 
     @contextmanager
     def _opened(self, file: str, *, whole: bool = True) -> Generator[Source | None]:

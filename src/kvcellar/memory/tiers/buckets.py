@@ -74,6 +74,10 @@ class Rest:
     def marks(self) -> str:
         return "".join(self.key(n * BLOCK).hex()[:MARK] for n in range(1, min(self.left // BLOCK, MOST_MARKS) + 1))
 
+    def first(self) -> "Rest":
+        """As many tokens as most snapshots have."""
+        return replace(self, text=self.text[: (self.at + SEGMENT) * TOKEN])
+
     def next(self) -> "Rest":
         """The tokens after a snapshot of as many tokens as most have."""
         return replace(self, parent=self.key(SEGMENT), at=self.at + SEGMENT)

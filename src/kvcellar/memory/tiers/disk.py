@@ -116,7 +116,9 @@ class DiskTier(Tier):
         self._index.expire()
         return self._readable(self._rows())
 
-    def look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
+    def look(
+        self, namespace: str, key: bytes, known: Sequence[Snapshot], *, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         """It costs one small read of the index where no other process has changed it."""
         self.news()
 

@@ -1,5 +1,5 @@
 """objects: named byte strings in a store elsewhere, by the clients of Valkey and Redis, and by fsspec; and buckets of
-names beside them, by which they are found (see `buckets`). Only `sizes` and `tidy` cost more where there are more.
+names beside them, by which they are found (see `buckets`). Only `names` and `tidy` cost more where there are more.
 
 Every call ends within a time, and raises `RemoteFailed` for whatever the store or its client does.
 """
@@ -7,58 +7,77 @@ Every call ends within a time, and raises `RemoteFailed` for whatever the store 
 # pyright: standard
 # (fsspec has no types, and those of redis are partial)
 
+import logging
 import os
 import secrets
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from kvcellar.memory.snapshot import KEY
+from kvcellar.memory.tiers.bounded import Bounded, RemoteFailed
+from kvcellar.memory.tiers.buckets import LONGEST
 from kvcellar.places import make_private
 
 T = TypeVar("T")
-SCANNED = 500  # names for each call of a listing
+log = logging.getLogger("kvcellar.memory.tiers")
+
+SCANNED = 500  # names for each call of a listing or deletion
 MOST_MEMBERS = 1024  # of a bucket that are read
-MOST_LISTED = MOST_MEMBERS * 160  # bytes of a bucket that are read, where it is a string
-UNLISTED = 30 * 86400  # seconds after a name was added to a bucket of Valkey or Redis until that is deleted
+LASTS = 30 * 86400  # seconds until Valkey or Redis deletes an object that was written, or a bucket that was added to
+EVICTS = "it may evict conversations and what is counted of them; set volatile-lru, or noeviction"
 TIDIED = 3600.0  # seconds between two times that one of the processes that share a directory deletes files
 
 
-class RemoteFailed(Exception):
-    """A call to a store elsewhere has failed."""
+# KEYS: bucket. ARGV: name, most names, seconds until it is deleted
+_ADD = """
+if redis.call('TYPE', KEYS[1]).ok ~= 'zset' then redis.call('DEL', KEYS[1]) end
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[1], now[1] * 1000000 + now[2], ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[2] - 1)
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+"""
+# KEYS: bucket. ARGV: most names, and characters of each
+_MEMBERS = """
+local found = {}
+if redis.call('TYPE', KEYS[1]).ok == 'zset' then
+  for _, name in ipairs(redis.call('ZRANGE', KEYS[1], -ARGV[1], -1)) do
+    if #name <= tonumber(ARGV[2]) then found[#found + 1] = name end
+  end
+end
+return found
+"""
+
+
+Found = tuple[bytes, int] | None  # the first bytes of an object, and how many it has; None if it is not there, or empty
 
 
 class Objects(Protocol):
     """Objects by name. Names are of letters and digits."""
 
-    def read(self, name: str, n: int) -> bytes | None:
-        """The first `n` bytes, fewer at the end; None if there is no such object."""
-        ...
-
-    def size(self, name: str) -> int | None:
-        """The bytes of an object; None if there is no such object, or it is empty."""
+    def read(self, names: Sequence[str], n: int) -> list[Found]:
+        """The first `n` bytes of each."""
         ...
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        """Replace an object; the store may delete it after so many seconds. Readers find all of one content."""
+        """Replace an object; the store may delete it after so many seconds, or `LASTS`. Readers find all of one
+        content."""
         ...
 
     def delete(self, names: Sequence[str]) -> None:
         """Whether they are there or not."""
         ...
 
-    def sizes(self, most: int) -> dict[str, int]:
-        """The bytes of all objects, or of `most` of them."""
+    def names(self, most: int) -> list[str]:
+        """Of all objects, or of `most` of them."""
         ...
 
     def add(self, bucket: str, member: str) -> None:
-        """Add a name to a bucket."""
+        """Add a name to a bucket, or make it the newest one there."""
         ...
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
@@ -66,7 +85,7 @@ class Objects(Protocol):
         ...
 
     def strike(self, listed: Sequence[tuple[str, str]]) -> None:
-        """Remove names from their buckets. One that another process adds at this moment may be lost."""
+        """Remove names from their buckets."""
         ...
 
     def tidy(self, most: int) -> None:
@@ -86,94 +105,100 @@ def open_objects(url: str, prefix: str) -> Objects:
     return DirectoryObjects(url, prefix) if scheme in ("file", "local") else FsspecObjects(url, prefix)
 
 
+class RedisServer:
+    """A client of a Valkey or Redis server."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        """`url` such as redis://host:6379/0, rediss:// or unix://path; `timeout` in seconds to connect, and for each
+        part that is sent or received. Calls nothing yet. Raises `ImportError` where `redis` is not installed,
+        `ValueError` for another URL."""
+        from redis import Redis, RedisError, ResponseError
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        self._errors, self._refused = (RedisError, OSError, ValueError), ResponseError
+        self.client: Any = Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
+
+    @contextmanager
+    def calls(self) -> Generator[None]:
+        """What fails in the block raises `RemoteFailed`."""
+        try:
+            yield
+        except self._errors as error:
+            raise failed(error, answers=isinstance(error, self._refused)) from error
+
+
+def about_url(url: str, error: Exception) -> str:
+    """What is wrong with it, but for one that may have a password, of which the error may have a part."""
+    return type(error).__name__ if "@" in url else str(error)
+
+
+def failed(error: Exception, *, answers: bool = False) -> RemoteFailed:
+    return RemoteFailed(f"the store elsewhere has failed: {type(error).__name__}", answers=answers)
+
+
 class RedisObjects:
     """Strings of a Valkey or Redis server, which may evict them by itself."""
 
     def __init__(self, url: str, prefix: str, *, timeout: float = 2.0) -> None:
-        """`url` such as redis://host:6379/0, rediss:// or unix://path; `timeout` in seconds to connect, and for each
-        part that is sent or received. Raises `ImportError` where `redis` is not installed, `ValueError` for another
-        URL."""
-        from redis import Redis, RedisError
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
+        """As `RedisServer`."""
+        server = RedisServer(url, timeout)
+        self._prefix, self._unchecked = prefix, True
+        self._redis, self._failing = server.client, server.calls
+        self._adding, self._listing = map(self._redis.register_script, (_ADD, _MEMBERS))
 
-        self._prefix, self._errors = prefix, (RedisError, OSError)
-        self._redis: Any = Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
-        )
-
-    @contextmanager
-    def _failing(self) -> Generator[None]:
-        try:
-            yield
-        except self._errors as error:
-            raise RemoteFailed(f"{type(error).__name__}: {error}") from error
-
-    def read(self, name: str, n: int) -> bytes | None:
-        with self._failing(), self._redis.pipeline(transaction=True) as together:  # else it is written in between
-            together.getrange(self._prefix + name, 0, n - 1)
-            together.exists(self._prefix + name)
-            found, there = together.execute()
-            return found if there else None
-
-    def size(self, name: str) -> int | None:
-        with self._failing():
-            return self._redis.strlen(self._prefix + name) or None
+    def read(self, names: Sequence[str], n: int) -> list[Found]:
+        with self._failing(), self._redis.pipeline(transaction=True) as together:  # else one is written in between
+            for name in names:
+                together.getrange(self._prefix + name, 0, n - 1)
+                together.strlen(self._prefix + name)
+            found = together.execute()
+        return [one if one[1] else None for one in zip(found[::2], found[1::2], strict=True)]
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        milliseconds = None if seconds is None else max(1, int(1000 * seconds))
+        milliseconds = max(1, int(1000 * min(LASTS if seconds is None else seconds, LASTS)))
         with self._failing():
             self._redis.set(self._prefix + name, content, px=milliseconds)
 
     def delete(self, names: Sequence[str]) -> None:
         with self._failing():
-            for some in _batches(names):
-                self._redis.unlink(*(self._prefix + name for name in some))
+            for at in range(0, len(names), SCANNED):
+                self._redis.unlink(*(self._prefix + name for name in names[at : at + SCANNED]))
 
-    def sizes(self, most: int) -> dict[str, int]:
-        found: dict[str, int] = {}
+    def names(self, most: int) -> list[str]:
         with self._failing():
-            for some in _batches(islice(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED), most)):
-                with self._redis.pipeline(transaction=False) as together:
-                    for name in some:
-                        together.strlen(name)
-                    sizes = together.execute(raise_on_error=False)
-                names = (name.decode(errors="replace").removeprefix(self._prefix) for name in some)
-                found |= {name: size for name, size in zip(names, sizes, strict=True) if isinstance(size, int)}
-        return found
+            found = islice(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED), most)
+            return [name.decode(errors="replace").removeprefix(self._prefix) for name in found]
 
     def _bucket(self, name: str) -> str:
-        """A string of lines: unlike of a set, no more bytes of it are read than are asked for."""
+        """A sorted set, by the time of the server at which names were added."""
         return f"bucket-{self._prefix}{name}"
 
     def add(self, bucket: str, member: str) -> None:
-        name = self._bucket(bucket)
-        with self._failing(), self._redis.pipeline(transaction=False) as together:
-            together.append(name, f"{member}\n")
-            together.expire(name, UNLISTED)
-            if together.execute()[0] > 2 * MOST_LISTED:
-                self._redis.set(name, _joined(_lines(self._redis.getrange(name, -MOST_LISTED, -1))), ex=UNLISTED)
+        with self._failing():
+            self._adding([self._bucket(bucket)], [member, MOST_MEMBERS, LASTS])
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
         with self._failing(), self._redis.pipeline(transaction=False) as together:
             for bucket in buckets:
-                together.getrange(self._bucket(bucket), -MOST_LISTED, -1)
-            return [_lines(found) for found in together.execute(raise_on_error=False)]
+                self._listing([self._bucket(bucket)], [MOST_MEMBERS, LONGEST], together)
+            return [[member.decode(errors="replace") for member in found] for found in together.execute()]
 
     def strike(self, listed: Sequence[tuple[str, str]]) -> None:
-        struck: defaultdict[str, set[str]] = defaultdict(set)
-        for bucket, member in listed:
-            struck[bucket].add(member)
-        for some in _batches(struck):
-            there = zip(some, self.members(some), strict=True)
-            with self._failing(), self._redis.pipeline(transaction=False) as together:
-                for bucket, members in there:
-                    name, lines = self._bucket(bucket), [one for one in members if one not in struck[bucket]]
-                    together.set(name, _joined(lines), keepttl=True) if lines else together.unlink(name)
-                together.execute()
+        with self._failing(), self._redis.pipeline(transaction=False) as together:
+            for bucket, member in listed:
+                together.zrem(self._bucket(bucket), member)
+            together.execute(raise_on_error=False)
 
     def tidy(self, most: int) -> None:
-        """The server has a bound and an order of its own: `maxmemory` and its policy."""
+        """The server has a bound and an order of its own: `maxmemory` and its policy, which is looked at once."""
+        if self._unchecked:
+            self._unchecked = False
+            with suppress(RemoteFailed), self._failing():  # some servers do not tell
+                policy = self._redis.config_get("maxmemory-policy").get("maxmemory-policy", "")
+                if policy.startswith("allkeys"):
+                    log.warning("the remote store has the maxmemory-policy %s: %s", policy, EVICTS)
 
     def close(self) -> None:
         with self._failing():
@@ -194,71 +219,70 @@ class FsspecObjects:
         files, root = url_to_fs(url, **options)
         self._files, self._root, self._bounded = files, f"{root.rstrip('/')}/{prefix}", Bounded(timeout)
         if isinstance(files, LocalFileSystem):
-            self._bounded(lambda: make_private(Path(self._root)))
+            self._within(lambda: make_private(Path(self._root)))
         else:
-            self._bounded(lambda: files.makedirs(self._root, exist_ok=True))
+            self._within(lambda: files.makedirs(self._root, exist_ok=True))
+
+    def _within(self, act: Callable[[], T]) -> T:
+        try:
+            return self._bounded(act)
+        except RemoteFailed:
+            raise
+        except Exception as error:  # file systems raise what the packages that they use raise
+            raise failed(error) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def read(self, name: str, n: int) -> bytes | None:
-        return self._bounded(lambda: self._read(name, n))
+    def read(self, names: Sequence[str], n: int) -> list[Found]:
+        return self._within(lambda: [self._read(name, n) for name in names])
 
-    def _read(self, name: str, n: int) -> bytes | None:
+    def _read(self, name: str, n: int) -> Found:
         try:
-            return bytes(self._files.cat_file(self._path(name), start=0, end=n))
-        except FileNotFoundError:
-            return None
-
-    def size(self, name: str) -> int | None:
-        return self._bounded(lambda: self._size(name)) or None
-
-    def _size(self, name: str) -> int | None:
-        self._files.invalidate_cache(self._root)
-        try:
-            return self._files.size(self._path(name))
+            found = bytes(self._files.cat_file(self._path(name), start=0, end=n))
+            self._files.invalidate_cache(self._root)
+            return (found, len(found) if len(found) < n else self._files.size(self._path(name))) if found else None
         except FileNotFoundError:
             return None
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        self._bounded(lambda: self._write(self._path(name), content))
+        self._within(lambda: self._write(self._path(name), content))
 
     def _write(self, path: str, content: bytes) -> None:
         self._files.pipe_file(path, content)
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            self._bounded(lambda name=name: self._delete(self._path(name)))
+            self._within(lambda name=name: self._delete(self._path(name)))
 
     def _delete(self, path: str) -> None:
         with suppress(FileNotFoundError):
             self._files.rm_file(path)
 
-    def sizes(self, most: int) -> dict[str, int]:
-        return self._bounded(lambda: self._sizes(most))
+    def names(self, most: int) -> list[str]:
+        return self._within(lambda: self._names(most))
 
-    def _sizes(self, most: int) -> dict[str, int]:
+    def _names(self, most: int) -> list[str]:
         self._files.invalidate_cache(self._root)
         try:
             found = self._files.ls(self._root, detail=True)
         except FileNotFoundError:
-            return {}
-        files = (one for one in found if one["type"] == "file")
-        return {one["name"].rpartition("/")[2]: int(one["size"]) for one in islice(files, most)}
+            return []
+        return [one["name"].rpartition("/")[2] for one in islice((one for one in found if one["type"] == "file"), most)]
 
     def _bucket(self, name: str) -> str:
         """A directory with an empty file for each name."""
         return self._path(f"buckets/{name}")
 
     def add(self, bucket: str, member: str) -> None:
-        self._bounded(lambda: self._add(self._bucket(bucket), member))
+        self._within(lambda: self._add(self._bucket(bucket), member))
 
     def _add(self, directory: str, member: str) -> None:
         self._files.makedirs(directory, exist_ok=True)
         self._files.pipe_file(f"{directory}/{member}", b"")
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
-        return self._bounded(lambda: [self._members(self._bucket(bucket)) for bucket in buckets])
+        return self._within(lambda: [self._members(self._bucket(bucket)) for bucket in buckets])
 
     def _members(self, directory: str) -> list[str]:
         self._files.invalidate_cache(directory)
@@ -269,7 +293,7 @@ class FsspecObjects:
     def strike(self, listed: Sequence[tuple[str, str]]) -> None:
         for bucket, member in listed:
             path = f"{self._bucket(bucket)}/{member}"
-            self._bounded(lambda path=path: self._delete(path))
+            self._within(lambda path=path: self._delete(path))
 
     def tidy(self, most: int) -> None:
         """Object stores delete what is old by rules of their own."""
@@ -281,7 +305,9 @@ class FsspecObjects:
 class DirectoryObjects(FsspecObjects):
     """Files of a directory, which other processes and machines may share. When a file was read last is its time."""
 
-    def _read(self, name: str, n: int) -> bytes | None:
+    tidying: threading.Thread | None = None  # that has begun last
+
+    def _read(self, name: str, n: int) -> Found:
         with suppress(FileNotFoundError, PermissionError):  # what another user has stored is read all the same
             os.utime(self._path(name))
         return super()._read(name, n)
@@ -301,18 +327,26 @@ class DirectoryObjects(FsspecObjects):
         return []
 
     def tidy(self, most: int) -> None:
-        """It may take as long as listing all files does."""
-        try:
-            self._tidy(most, Path(f"{self._root}.tidied"))
-        except OSError as error:
-            raise RemoteFailed(f"{type(error).__name__}: {error}") from error
+        """In a thread of its own: it may take as long as listing all files does."""
+        if self._within(self._untidy):
+            self.tidying = threading.Thread(target=self._tidy, args=(most,), name="kvcellar-tidy", daemon=True)
+            self.tidying.start()
 
-    def _tidy(self, most: int, mark: Path) -> None:
-        """The time of the file `mark` is when a process has begun this last."""
-        old = time.time() - TIDIED
-        if mark.exists() and mark.stat().st_mtime > old:
-            return
+    def _untidy(self) -> bool:
+        """Whether it is time. The time of the file is when a process has begun last."""
+        mark = Path(f"{self._root}.tidied")
+        if mark.exists() and mark.stat().st_mtime > time.time() - TIDIED:
+            return False
         mark.touch()
+        return True
+
+    def _tidy(self, most: int) -> None:
+        try:
+            self._delete_old(most, time.time() - TIDIED)
+        except OSError as error:
+            log.warning("old files of the remote store are not deleted: %s", error)
+
+    def _delete_old(self, most: int, old: float) -> None:
         files = sorted(_files(Path(self._root)))
         left, kept = sum(size for _, size, _ in files), set[str]()
         for read, size, name in files:
@@ -335,52 +369,3 @@ def _files(directory: Path) -> Iterator[tuple[float, int, str]]:
         with suppress(FileNotFoundError):
             if one.is_file():
                 yield one.stat().st_mtime, one.stat().st_size, one.name
-
-
-class Bounded:
-    """Calls in threads of their own, so that one that hangs ends for its caller."""
-
-    def __init__(self, timeout: float, *, most: int = 4) -> None:
-        """`timeout` in seconds; while `most` calls hang, no other is tried."""
-        self._timeout, self._free = timeout, threading.Semaphore(most)
-
-    def __call__(self, act: Callable[[], T]) -> T:
-        """Raises `RemoteFailed`."""
-        if not self._free.acquire(timeout=self._timeout):
-            raise RemoteFailed("too many calls hang")
-        result: Future[T] = Future()
-        threading.Thread(target=self._run, args=(act, result), name="kvcellar-objects", daemon=True).start()
-        try:
-            return result.result(self._timeout)
-        except TimeoutError as error:
-            raise RemoteFailed(f"no result within {self._timeout:g} s") from error
-        except Exception as error:  # file systems raise what the packages that they use raise
-            raise RemoteFailed(f"{type(error).__name__}: {error}") from error
-
-    def _run(self, act: Callable[[], T], result: "Future[T]") -> None:
-        try:
-            found = act()
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread of the caller
-            self._free.release()
-            result.set_exception(error)
-        else:
-            self._free.release()
-            result.set_result(found)
-
-
-def _lines(content: object) -> list[str]:
-    """Those of the end of a bucket; none of what is no string."""
-    if not isinstance(content, bytes):
-        return []
-    lines = content.decode(errors="replace").split("\n")[:-1]
-    return lines[len(content) >= MOST_LISTED :][-MOST_MEMBERS:]
-
-
-def _joined(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _batches(names: Iterable[T]) -> Iterator[tuple[T, ...]]:
-    left = iter(names)
-    while some := tuple(islice(left, SCANNED)):
-        yield some

@@ -10,7 +10,8 @@ is a miss.
 Always true:
   * each entry has a snapshot, and what is no entry has none, unless it could not be deleted yet;
   * an object is named in its bucket after it was written, and no longer when it is deleted, or found to be missing;
-  * what a look finds is known only if its key is that of its tokens;
+  * what others have stored is known only if its key is that of its tokens, and is not pinned here;
+  * what has expired is not used; it is deleted by who has stored it, or `CLOCKS` later, as clocks of machines differ;
   * no more is read of an object than its description says, and one byte, and no description is longer than `codec`
     allows;
   * without a cipher, what this process has stored is read only as it was stored. What others have stored is checked for
@@ -21,7 +22,7 @@ Always true:
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import nlargest
@@ -50,12 +51,13 @@ from kvcellar.memory.tiers.codec import (
     sealed_meta,
 )
 from kvcellar.memory.tiers.index import Index, Row, Why
-from kvcellar.memory.tiers.objects import Objects, RemoteFailed
+from kvcellar.memory.tiers.objects import MOST_MEMBERS, Found, Objects, RemoteFailed
 from kvcellar.memory.tiers.tier import NEXT_LOOK, Breaker, Chunk, Entry, Loaded, Take, Tier, fresh
 
 T = TypeVar("T")
 log = logging.getLogger("kvcellar.memory.tiers")
 
+CLOCKS = 3600.0  # seconds by which the clocks of machines may differ
 FIRST = 16 << 10  # bytes of an object in which its header is looked for
 MOST_ENDS = 8  # of the known snapshots of a text, the last ones, after which a look begins, beside its beginning
 AHEAD = 16  # places in a text that are asked about at once, as if snapshots had as many tokens as most have
@@ -150,27 +152,29 @@ class RemoteTier(Tier):
         return True
 
     def _stored(self, snapshot: Snapshot, retention: Retention) -> bool:
-        """Whether others have stored a snapshot, to be kept as long: then it is known, and can be looked up. Two that
-        store it at once both write it, and the last one is read."""
-        size = self._objects.size(snapshot.key.hex())
-        if size is None:
-            return False
+        """Whether others have stored a snapshot, to be kept for half as long at least: then it is known, and can be
+        looked up. Two that store it at once both write it, and the last one is read."""
         try:
-            found = self._described(snapshot.key, size)
+            found = self._described(snapshot.key, *self._objects.read([snapshot.key.hex()], FIRST))
         except (Damaged, Foreign):  # it is replaced
             return False
-        kept = found.retention if found is not None else retention
-        if found is None or kept.expired(self._clock()) or stronger(kept, retention) != kept:
+        if found is None or not self._lasts(found.retention, retention):
             return False
         self._name(snapshot)
-        self._enter(self._named(snapshot), found)
+        kept = replace(stronger(found.retention, retention), expires=found.retention.expires)
+        self._enter(self._named(snapshot), found._replace(retention=kept))
         return True
 
+    def _lasts(self, kept: Retention, wanted: Retention) -> bool:
+        """Whether an object is there for at least half of the time for which it is wanted."""
+        if kept.expires is None or wanted.expires is None:
+            return kept.expires is None
+        return kept.expires - self._clock() >= max(0.0, (wanted.expires - self._clock()) / 2)
+
     def _name(self, snapshot: Snapshot) -> None:
-        """Let others find it, where it is not in its bucket: its object may have been lost since it was named."""
+        """Let others find it."""
         member = self._rest(snapshot).named(snapshot.key)
-        if member.text not in self._objects.members([member.bucket])[0]:
-            self._objects.add(member.bucket, member.text)
+        self._objects.add(member.bucket, member.text)
 
     def _rest(self, snapshot: Snapshot) -> Rest:
         """The tokens of a snapshot, which continue its parent."""
@@ -193,9 +197,10 @@ class RemoteTier(Tier):
     def _get(self, key: bytes, take: Take) -> Loaded | None:
         try:
             known = self._known(key)
-            found = known or self._described(key)
+            found = known or self._described(key, *self._objects.read([key.hex()], FIRST))
             if found is not None and found.retention.expired(self._clock()):
-                self._remove([key], "expired")
+                if found.retention.expired(self._clock() - CLOCKS):
+                    self._remove([key], "expired")
                 return None
             chunks = self._chunks(found, take) if found is not None else None
         except (Damaged, Foreign, Replaced) as error:
@@ -218,10 +223,11 @@ class RemoteTier(Tier):
     def _chunks(self, kept: _Object, take: Take) -> tuple[memoryview, ...] | None:
         """The verified chunks of an object; None if there is none. Memory for them is taken before it is read."""
         key, space = kept.snapshot.key, iter([take(size) for size in kept.snapshot.sizes])
-        content = self._objects.read(key.hex(), kept.size + 1)
-        if content is None:
+        (found,) = self._objects.read([key.hex()], kept.size + 1)
+        if found is None:
             return None
-        if len(content) != kept.size:
+        content, size = found
+        if size != kept.size:
             error = Damaged if head_sizes(content)[1] == kept.size else Replaced
             raise error(f"it has not the {kept.size} bytes that it had")
         reader = Reader(Content(content))
@@ -231,15 +237,17 @@ class RemoteTier(Tier):
             raise Replaced("it is not what this process has stored")
         return tuple(reader.chunks(kept.snapshot, self._cipher, lambda _: next(space)))
 
-    def _described(self, key: bytes, size: int | None = None) -> _Object | None:
-        """An object by its header; None if there is none. `size`: how many bytes it has, if that is known."""
-        head = self._objects.read(key.hex(), FIRST)
-        if head is not None and (needed := head_sizes(head)[0]) > len(head):
-            head = self._objects.read(key.hex(), needed)
-        if head is None:
+    def _described(self, key: bytes, found: Found) -> _Object | None:
+        """An object by its header, of which the `FIRST` bytes were read; None if there is none."""
+        if found is not None and (needed := head_sizes(found[0])[0]) > len(found[0]):
+            (found,) = self._objects.read([key.hex()], needed)
+        if found is None:
             return None
-        header = read_header(Content(head, head_sizes(head)[1] if size is None else size))
-        return _Object(self._snapshot(key, header), header.retention, header.end)
+        header = read_header(Content(*found))
+        snapshot = self._snapshot(key, header)
+        if self._rest(snapshot).key(len(snapshot.span)) != key:
+            raise Damaged("its name is not that of its tokens")
+        return _Object(snapshot, replace(header.retention, pinned=False), header.end)
 
     def _snapshot(self, key: bytes, header: Header) -> Snapshot:
         if (header.identity, header.key) != (self._identity, key):
@@ -253,61 +261,67 @@ class RemoteTier(Tier):
 
     def _list(self) -> None:
         """Bring the index up to date with the store: forget what is gone, and read the headers of what is new."""
-        sizes = self._objects.sizes(MOST_LISTED)
-        there = {bytes.fromhex(name): size for name, size in sizes.items() if _NAME.fullmatch(name)}
+        names = self._objects.names(MOST_LISTED)
+        there = {bytes.fromhex(name) for name in names if _NAME.fullmatch(name)}
         before = {bytes.fromhex(name[: 2 * KEY]): name for name in self._index.names()}
-        if len(sizes) < MOST_LISTED:  # else what is not listed may be there
-            gone = [before[key] for key in before.keys() - there.keys()]
+        if len(names) < MOST_LISTED:  # else what is not listed may be there
+            gone = [before[key] for key in before.keys() - there]
             self._strike(gone)
             self._index.forget(gone)
-        left = MOST_DESCRIBED
-        for key in there.keys() - before.keys():
-            try:
-                left -= self._admit(key, there[key])
-            except (Damaged, Foreign) as error:
-                self._unusable(key, error)
-            if left < 0:
-                break
-        if left < 0 or len(sizes) >= MOST_LISTED:
+        left, new = MOST_DESCRIBED, iter(there - before.keys())
+        while left > 0 and (some := list(islice(new, AHEAD))):
+            for one in filter(None, self._learn(some)):
+                left -= len(one.snapshot.tokens) + len(one.snapshot.record) + 8 * len(one.snapshot.sizes)
+        if left <= 0 or len(names) >= MOST_LISTED:
             log.warning("the remote store has more snapshots than this process lists: others are computed again")
 
-    def _admit(self, key: bytes, size: int) -> int:
-        """Know an object by its header; returns about how many bytes that takes."""
-        kept = self._described(key, size)
-        if kept is None:
-            return 0
-        self._enter(self._named(kept.snapshot), kept._replace(size=size))
-        return len(kept.snapshot.tokens) + len(kept.snapshot.record) + 8 * len(kept.snapshot.sizes)
+    def _learn(self, keys: Sequence[bytes]) -> list[_Object | None]:
+        """Know objects by their headers, unless they have expired. None for what is not there, or cannot be read."""
+        learned: list[_Object | None] = []
+        for key, head in zip(keys, self._objects.read([key.hex() for key in keys], FIRST), strict=True):
+            try:
+                found = self._described(key, head)
+            except (Damaged, Foreign) as error:
+                self._unusable(key, error)
+                found = None
+            if found is not None and not found.retention.expired(self._clock()):
+                self._enter(self._named(found.snapshot), found)
+            learned.append(found)
+        return learned
 
     # -- what others have stored --------------------------------------------------------------------------------
 
     def place(self, namespace: str, key: bytes) -> int:
         return hash((namespace, key))
 
-    def look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
-        self._try("looking for a text", lambda: self._look(namespace, key, known))
+    def look(
+        self, namespace: str, key: bytes, known: Sequence[Snapshot], *, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
+        if wanted():
+            self._try("looking for a text", lambda: self._look(namespace, key, known, wanted))
 
-    def _look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
+    def _look(self, namespace: str, key: bytes, known: Sequence[Snapshot], wanted: Callable[[], bool]) -> None:
         """Know what has all tokens from the beginning of the text on, or continues one of the last known snapshots of
         it, and what continues that; then a few that have most tokens in common before they differ."""
         seen: dict[bytes | None, int] = {None: 0} | {one.key: one.span.end for one in known}
         begin = Rest(self._identity, self._secret, namespace, None, key)
         rests = [begin, *(replace(begin, parent=one.key, at=one.span.end) for one in known[-MOST_ENDS:])]
         alike: list[tuple[int, Member]] = []
-        while rests and len(seen) <= len(known) + MOST_FOUND:
-            asked, found = {rest.parent for rest in rests}, list[Rest]()
+        while rests and len(seen) <= len(known) + MOST_FOUND and wanted():
+            asked, found, fits = {rest.parent for rest in rests}, list[Rest](), dict[bytes, tuple[int, Member]]()
             for rest, member in self._members(rests):
                 if not rest.has(member):
                     alike.append((rest.at + rest.common(member), member))
-                elif member.key not in seen and self._knows(member):
-                    seen[member.key] = at = rest.at + member.tokens
-                    found += [] if member.key in asked else [replace(begin, parent=member.key, at=at)]
+                elif member.key not in seen:
+                    fits[member.key] = rest.at + member.tokens, member
+            for one in self._know([member for _, member in fits.values()]):
+                seen[one] = at = fits[one][0]
+                found += [] if one in asked else [replace(begin, parent=one, at=at)]
             while found and found[-1].left > SEGMENT and len(found) < AHEAD:
                 found.append(found[-1].next())
             rests, alike = found, nlargest(MOST_ALIKE, alike)
-        for reaches, member in alike:
-            if reaches + BLOCK > max(seen.values()):
-                self._knows(member)
+        if wanted():
+            self._know([member for reaches, member in alike if reaches + BLOCK > max(seen.values())])
 
     def _members(self, rests: Sequence[Rest]) -> list[tuple[Rest, Member]]:
         """What begins like each of these, from their buckets. These are read at most once in `NEXT_LOOK` seconds."""
@@ -320,7 +334,13 @@ class RemoteTier(Tier):
         sizes = accumulate(1 + len(members) for _, members in reversed(read.values()))
         kept = sum(n <= MOST_REMEMBERED for n in sizes)
         self._read = dict(islice(read.items(), len(read) - kept, None))
-        return [(rest, member) for bucket, rest in names.items() for member in read[bucket][1]]
+        found = [(rest, member) for bucket, rest in names.items() for member in read[bucket][1]]
+        return [*found, *((rest, one) for rest in rests for one in self._likely(rest, read))]
+
+    def _likely(self, rest: Rest, read: Mapping[str, tuple[float, list[Member]]]) -> list[Member]:
+        """What may be left out of a bucket that has more names than are read: of as many tokens as most have."""
+        full = rest.left >= SEGMENT and len(read[rest.buckets[0]][1]) >= MOST_MEMBERS
+        return [rest.first().named(rest.key(SEGMENT))] if full else []
 
     def _checked(self, bucket: str, names: Iterable[str]) -> list[Member]:
         """Those of the names in a bucket that are of its form. The others are removed."""
@@ -330,22 +350,14 @@ class RemoteTier(Tier):
             self._objects.strike(wrong)
         return [member for member in found.values() if member is not None]
 
-    def _knows(self, member: Member) -> bool:
-        """Whether a member of a bucket is known, after reading its header; else it is removed from the bucket."""
-        if self.contains(member.key):
-            return True
-        try:
-            found = self._described(member.key)
-            if found is not None and self._rest(found.snapshot).key(len(found.snapshot.span)) != member.key:
-                raise Damaged("its name is not that of its tokens")
-        except (Damaged, Foreign) as error:
-            self._unusable(member.key, error)
-            found = None
-        if found is None or found.retention.expired(self._clock()):
-            self._objects.strike([(member.bucket, member.text)])
-            return False
-        self._enter(self._named(found.snapshot), found)
-        return True
+    def _know(self, members: Sequence[Member]) -> list[bytes]:
+        """The keys of those members of buckets that are known then; what is not there is removed from its bucket."""
+        new = [member for member in members if not self.contains(member.key)]
+        found = zip(new, self._learn([member.key for member in new]) if new else (), strict=True)
+        late = self._clock() - CLOCKS
+        gone = [member for member, one in found if one is None or one.retention.expired(late)]
+        self._objects.strike([(member.bucket, member.text) for member in gone])
+        return [member.key for member in members if self.contains(member.key)]
 
     def remove(self, keys: Iterable[bytes]) -> None:
         self._try("removing", lambda: self._remove(list(keys)))
@@ -424,7 +436,7 @@ class RemoteTier(Tier):
         except RemoteFailed as error:
             self.failures["unreachable"] += 1
             self._breaker.failed()
-            log.warning("%s failed: %s", what, error)
+            log.warning("%s failed: %s: %s", what, error, error.__cause__)
             return None
         self._breaker.succeeded()
         return found

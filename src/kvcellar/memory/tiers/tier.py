@@ -148,9 +148,12 @@ class Tier(ABC):
         """Of looks for texts with the same place, one finds what all would find."""
         return 0
 
-    def look(self, namespace: str, key: bytes, known: Sequence[Snapshot]) -> None:
+    def look(
+        self, namespace: str, key: bytes, known: Sequence[Snapshot], *, wanted: Callable[[], bool] = lambda: True
+    ) -> None:
         """Report what others have stored that this process does not know, as far as a text of these tokens can use it.
-        `known`: the longest chain of snapshots that begin it. Of tiers that are `shared`."""
+        `known`: the longest chain of snapshots that begin it. It ends when it is not `wanted` any more. Of tiers that
+        are `shared`."""
         raise NotImplementedError
 
     def used(self, keys: Iterable[bytes]) -> None:

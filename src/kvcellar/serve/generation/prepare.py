@@ -40,7 +40,8 @@ def prepare(
         prompts, params = _texts(engine, request, params, turn)
         omitted = 0
     else:
-        prompts, params, omitted = _chat(engine, request, params, namespace, turn)
+        render = renderer(engine, request, namespace, caller.owner)
+        prompts, params, omitted = _chat(engine, request, params, render, turn)
     if len(prompts) * params.n > MAX_COMPLETIONS:
         count = f"{len(prompts)} prompts with n {params.n}"
         message = f"{count} are too many; at most {MAX_COMPLETIONS} completions of one request are allowed"
@@ -48,7 +49,7 @@ def prepare(
     lengths, marked = tuple(map(len, prompts)), tuple[int, ...]()
     if isinstance(request, ChatRequest) and request.breakpoints and request.conversation is None:
         closed = replace(request, continue_final_message=False)
-        marked = _breakpoints(request, prompts[0], renderer(engine, closed, namespace))
+        marked = _breakpoints(request, prompts[0], renderer(engine, closed, namespace, caller.owner))
     told = tuple(map(packed, prompts)) if request.returns_prompts else ()
     prepared = Prepared(lengths, params, request.stream, namespace, request.retention, marked, reading, omitted, told)
     return prepared, prompts
@@ -77,10 +78,9 @@ def _texts(
 
 
 def _chat(
-    engine: Engine, request: ChatRequest, params: SamplingParams, namespace: str, turn: ConversationTurn
+    engine: Engine, request: ChatRequest, params: SamplingParams, render: Render, turn: ConversationTurn
 ) -> tuple[Prompts, SamplingParams, int]:
     """Also how many messages the prompts omit."""
-    render = renderer(engine, request, namespace)
     if request.conversation is None:
         ids, omitted = _rendered(request, render, engine.model.context)
         return [ids], params, omitted
@@ -106,15 +106,18 @@ def prompt_tokens(engine: Engine, request: ChatRequest, caller: Caller) -> int:
     tokens that they were generated with. Raises what `prepare` raises about its fields."""
     with naming_fields(request.names, request.places):
         _params(engine, request, request.constraint)
-        return len(chat_tokens(engine, request, namespace=caller.namespace(request.salt, request.users)))
+        namespace = caller.namespace(request.salt, request.users)
+        return len(chat_tokens(engine, request, namespace=namespace, owner=caller.owner))
 
 
-def chat_tokens(engine: Engine, request: ChatRequest, *, namespace: str, limit: int | None = None) -> list[int]:
+def chat_tokens(
+    engine: Engine, request: ChatRequest, *, namespace: str, owner: str = "", limit: int | None = None
+) -> list[int]:
     """The prompt of a chat that continues no conversation. `limit`: most tokens; None: the context."""
     checked(request.tools)
     if request.continue_final_message:
         check_continued(request.messages)
-    return _rendered(request, renderer(engine, request, namespace), limit or engine.model.context)[0]
+    return _rendered(request, renderer(engine, request, namespace, owner), limit or engine.model.context)[0]
 
 
 def _reading(engine: Engine, request: ChatRequest) -> RequestReading:
@@ -140,11 +143,12 @@ def _breakpoints(request: ChatRequest, prompt: Sequence[int], render: Render) ->
     return tuple(sorted(found))
 
 
-def renderer(engine: Engine, request: ChatRequest, namespace: str) -> Render:
+def renderer(engine: Engine, request: ChatRequest, namespace: str, owner: str) -> Render:
     """A function from messages to the tokens of the prompt. It raises `PromptTooLong` for more than its `limit`."""
     return partial(
         engine.render,
         namespace=namespace,
+        owner=owner,
         replay=request.replay,
         tools=_tools(request),
         variables=request.variables,

@@ -27,7 +27,6 @@ from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.json_text import json_size, printable
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.openai.fields import CommonBody, checked, common, invalid, most_tokens, tool_choice, unsupported
-from kvcellar.serve.responses.archived import Responses
 from kvcellar.serve.responses.items import check_results, continues, kept_items, messages_of
 from kvcellar.serve.responses.response_writer import (
     LOGPROBS,
@@ -38,6 +37,7 @@ from kvcellar.serve.responses.response_writer import (
     ResponsesWriter,
     ResponseText,
 )
+from kvcellar.serve.responses.store import ResponseStore
 
 NAMES: Mapping[str, str] = MappingProxyType({"prompt": "input", "messages": "input"})
 MAX_METADATA = 16
@@ -104,7 +104,7 @@ class ResponsesBody(CommonBody):
     chat_template_kwargs: dict[str, object] | None = None
 
 
-def count_input(store: Responses, engine: Engine, sent: Fields, caller: Caller) -> InputTokens:
+def count_input(store: ResponseStore, engine: Engine, sent: Fields, caller: Caller) -> InputTokens:
     """A body of `/v1/responses/input_tokens`: how many tokens its response would count as input. Raises `ApiError`,
     `BadRequest`, and `PromptTooLong` for more than the context."""
     request = parse_response(store, engine, {**sent, "store": False}, caller).request
@@ -112,7 +112,7 @@ def count_input(store: Responses, engine: Engine, sent: Fields, caller: Caller) 
     return InputTokens(prompt_tokens(engine, request, caller))
 
 
-def parse_response(store: Responses, engine: Engine, sent: Fields, caller: Caller) -> Generation:
+def parse_response(store: ResponseStore, engine: Engine, sent: Fields, caller: Caller) -> Generation:
     """A body of `/v1/responses`. Raises `ApiError` and `BadRequest`."""
     body, given = checked(ResponsesBody, sent, NEUTRAL, NO_EFFECT)
     if (n := given.get("n", 1)) != 1:

@@ -25,7 +25,6 @@ from kvcellar.serve.generation.writer import Writer, named_event
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.openai.logprobs import TokenText
-from kvcellar.serve.responses.archived import Responses
 from kvcellar.serve.responses.output import (
     ArgumentsDeltaEvent,
     Output,
@@ -35,7 +34,7 @@ from kvcellar.serve.responses.output import (
     OutputReasoning,
     TextDeltaEvent,
 )
-from kvcellar.serve.responses.store import Kept
+from kvcellar.serve.responses.store import Kept, ResponseStore
 from kvcellar.text.conversation import texts
 
 Json = dict[str, Any]
@@ -152,7 +151,7 @@ class Echo:
 
     model: str
     fields: RequestFields
-    store: Responses | None
+    store: ResponseStore | None
     owner: str
     messages: bytes
     parent: Turn | None

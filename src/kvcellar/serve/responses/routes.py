@@ -13,8 +13,8 @@ from kvcellar.serve.generation.namespaces import owner
 from kvcellar.serve.http.api_errors import invalid, unsupported
 from kvcellar.serve.http.json_text import printable, to_json
 from kvcellar.serve.http.sending import json_response
-from kvcellar.serve.responses.archived import open_responses
 from kvcellar.serve.responses.response_writer import DeletedResponse
+from kvcellar.serve.responses.store import open_responses
 from kvcellar.serve.shared import Shared
 
 Json = dict[str, Any]

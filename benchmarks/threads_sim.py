@@ -122,7 +122,7 @@ def counted(directory: Path, *, quick: bool) -> list[Call]:
     write(TINY if quick else SMALL, directory)
     network = load(directory, device="cpu").model
     pack_model(network)
-    guest = build_guest(network, named("auto"))
+    guest = build_guest(network, named(None))
     record_steps(guest, Settings())
     if guest.recording is None:
         raise KvcellarError(f"a step is not recorded: {guest.not_recorded}")

@@ -8,7 +8,7 @@ code programs call.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from kvcellar.engine.models.weights.packing import CHILDREN
 from kvcellar.engine.models.weights.weights_files import WeightsFiles, first_few, opened
 from kvcellar.engine.recording.kept import Damaged
 from kvcellar.engine.recording.program import Program
+from kvcellar.engine.recording.recording import Captured
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import side_by_side
 from kvcellar.kernels.layers import (
@@ -83,19 +84,20 @@ class Weights(Struct):
     layers: dict[str, Layers]
 
 
-def find_weights(network: nn.Module, programs: Sequence[Program], sources: Sources) -> Weights:
+def find_weights(network: nn.Module, captured: Captured, sources: Sources) -> Weights:
     """Raises `LookupError` with the reasons if some of them cannot be made from the files alone."""
-    finder = _Finder(network, sources)
-    for program in programs:
-        finder.add(program)
+    finder = _Finder(network, sources, captured.opaque)
+    for program in (captured.program, captured.decoding):
+        if program is not None:
+            finder.add(program)
     if finder.reasons:
         raise LookupError(first_few(list(finder.reasons)))
     return finder.weights
 
 
 class _Finder:
-    def __init__(self, network: nn.Module, sources: Sources) -> None:
-        self._network, self._sources, self._left = network, sources, MOST_DATA
+    def __init__(self, network: nn.Module, sources: Sources, opaque: Mapping[str, str]) -> None:
+        self._network, self._sources, self._opaque, self._left = network, sources, opaque, MOST_DATA
         self.weights = Weights({}, [], {})
         self.reasons: dict[str, None] = {}
 
@@ -124,7 +126,8 @@ class _Finder:
         yield from ((self._tensor, one.path) for one in program.constants.values() if one.path is not None)
 
     def _module(self, path: str) -> None:
-        raise LookupError(f"its steps call the code of {type(self._network.get_submodule(path)).__name__}")
+        kind = type(self._network.get_submodule(path)).__name__
+        raise LookupError(f"its steps call the code of {kind} ({self._opaque.get(kind, 'in prompts')})")
 
     def _stored(self, path: str) -> AsStored:
         """Of a parameter that is one stored tensor."""

@@ -178,9 +178,8 @@ class Restarts:
             log.info("each start loads %s: its steps are not recorded: %s", loaded.name, guest.not_recorded)
             return
         captured = guest.recording.captured
-        programs = [one for one in (captured.program, captured.decoding) if one is not None]
         try:
-            weights = find_weights(guest.model, programs, loaded.sources)
+            weights = find_weights(guest.model, captured, loaded.sources)
         except LookupError as error:
             log.info("each start loads %s: %s", loaded.name, error)
             return

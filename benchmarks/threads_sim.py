@@ -123,7 +123,7 @@ def counted(directory: Path, *, quick: bool) -> list[Call]:
     network = load(directory, device="cpu").model
     pack_model(network)
     guest = build_guest(network, named(None))
-    record_steps(guest, Settings())
+    record_steps(guest, Settings(record="auto"))
     if guest.recording is None:
         raise KvcellarError(f"a step is not recorded: {guest.not_recorded}")
     return list(_calls(guest.recording.captured.program.ops, network))

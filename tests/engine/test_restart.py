@@ -80,7 +80,17 @@ def start(directory: Path, ask: Callable[[Engine], Any] = answers, **how: Any) -
         "granitemoehybrid",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("llama", "llama-rope-yarn", "olmo2", "lfm2", "mixtral", "kimi-linear", "falcon-h1")
+            for name in (
+                "llama",
+                "llama-rope-yarn",
+                "olmo2",
+                "lfm2",
+                "mixtral",
+                "deepseek-v2",
+                "nemotron-h",
+                "mamba",
+                "falcon-h1",
+            )
         ),
     ],
 )
@@ -142,7 +152,7 @@ def test_codes_of_files_are_read_at_the_second_start(cache: Path, tmp_path: Path
     ("name", "why"),
     [
         ("gpt2", "is not as it is stored"),
-        ("recurrent-gemma", "its steps are not recorded: it runs one sequence per forward"),
+        ("longcat-flash", "its steps call the code of LongcatFlashTopkRouter (it reads a tensor"),
     ],
 )
 def test_what_is_loaded_each_time_says_why(

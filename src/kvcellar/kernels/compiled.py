@@ -263,13 +263,12 @@ THREADS = SOURCES / "threads.cpp"
 class Threads:
     """The threads of this process. Raises `NotCompiled` where they cannot be compiled, with the reason."""
 
-    def __init__(self, environment: Mapping[str, str], nodes: Sequence[int] | None = None) -> None:
-        """`environment` names the compiler, and the directory of compiled libraries. `nodes`: the memory node of each
-        CPU, that of this machine if it is left out; it counts until there are threads."""
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """`environment` names the compiler, and the directory of compiled libraries."""
         found = library(THREADS, environment)
         found.kvcellar_threads.argtypes, found.kvcellar_threads.restype = [], ctypes.c_void_p
         self.address: int = found.kvcellar_threads()
-        nodes = nodes_of() if nodes is None else nodes
+        nodes = nodes_of()  # which counts until there are threads
         found.kvcellar_threads_nodes((ctypes.c_int64 * len(nodes))(*nodes), ctypes.c_int64(len(nodes)))
         self._touch = found.kvcellar_threads_touch
         self._touch.argtypes, self._touch.restype = [ctypes.c_void_p, ctypes.c_int64], None

@@ -8,8 +8,8 @@
 //     in a fork of the process, in which there are no workers;
 //   * who waits longer than `SPIN` sleeps;
 //   * on a machine with several memory nodes, each worker stays on one, and takes items of its node's share before others:
-//     panels that a node has touched first (`kvcellar_threads_touch`) are mostly read there. With one node nothing is
-//     pinned.
+//     panels that a node has touched first (`kvcellar_threads_touch`) are mostly read there. Of n workers that may take
+//     part these are the first n, which are spread over the nodes. With one node nothing is pinned.
 //
 // On a busy CPU a worker may be suspended in the middle of an item, for which the caller must wait, and one that waits for
 // work takes time from others. So a worker that was suspended while it waited sleeps at once, and workers that cost more
@@ -131,7 +131,7 @@ struct Pool : Threads {
 
     bool opened_since(uint64_t seen) const { return (gate.load() ^ seen) / WORK != 0; }
 
-    void worker(int64_t node) {
+    void worker(int64_t index, int64_t node) {
         uint64_t seen = 0;
 #if defined(__linux__)
         if (nodes > 1) Places::stay(places.cpus[worker_node = node]);
@@ -144,7 +144,7 @@ struct Pool : Threads {
                 --sleeping;
             }
             uint64_t at = gate.load();
-            while ((at & INSIDE) < (at & ALLOWED) >> 16)
+            while ((at & INSIDE) < (at & ALLOWED) >> 16 && (nodes < 2 || index < int64_t((at & ALLOWED) >> 16)))
                 if (gate.compare_exchange_weak(at, at + 1)) {
                     items_left();
                     leave();
@@ -164,7 +164,7 @@ struct Pool : Threads {
     void reach(int64_t wanted) {
         for (const int64_t here = places.here(); workers < wanted; ++workers) {
             try {
-                std::thread([this, node = (here + 1 + workers) % nodes] { worker(node); }).detach();
+                std::thread([this, i = workers.load(), here] { worker(i, (here + 1 + i) % nodes); }).detach();
             } catch (const std::exception&) {
                 return;
             }

@@ -59,9 +59,10 @@ def _traced(guest: Guest, execute: Execute) -> Recording:
     made = capture(guest)
     try:
         return tested(guest, made, execute)
-    except MODEL_ERRORS:
+    except MODEL_ERRORS as error:
         if all(op.name not in (CONVOLVE, SCAN_STATES) for op in made.program.ops):
             raise
+        log.info("mixers are called in programs: %s", reason_of(error))
         return tested(guest, capture(guest, mixers=False), execute)
 
 

@@ -268,6 +268,8 @@ def test_a_damaged_file_loads_the_model_and_is_written_again(warm: tuple[Path, A
     content, files = file.read_bytes(), Kept[Any](cache, KIND, msgspec.msgpack.encode, msgspec.msgpack.decode)
     kept = files.read(file.stem)
     assert kept is not None
+    weights, missing = kept["weights"], {"dtype": "bfloat16", "name": "missing"}
+    tensors = weights["tensors"]
     if damage in ("cut", "byte", "other"):
         half = len(content) // 2
         new = {"cut": content[:half], "byte": content[:half] + b"\0\1" + content[half + 2 :], "other": b"kvcellar x\n"}
@@ -276,8 +278,10 @@ def test_a_damaged_file_loads_the_model_and_is_written_again(warm: tuple[Path, A
         changes: dict[str, Any] = {
             "fields": {"measures": {"a": "b"}},
             "program": {"programs": b"\x80"},
-            "codes": {"tensors": {name: one | {"kind": "int4"} for name, one in kept["tensors"].items()}},
-            "tensor": {"tensors": kept["tensors"] | {"model.norm.weight": {"dtype": "bfloat16", "name": "missing"}}},
+            "codes": {
+                "weights": weights | {"tensors": {name: one | {"kind": "int4"} for name, one in tensors.items()}}
+            },
+            "tensor": {"weights": weights | {"tensors": tensors | {"model.norm.weight": missing}}},
             "layout": {"groups": [kept["groups"][0] | {"layout": ["Sliding", [0]]}]},
         }
         files.write(file.stem, kept | changes[damage])

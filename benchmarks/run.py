@@ -30,6 +30,7 @@ from benchmarks import (
     start,
     structured,
     threads,
+    threads_sim,
     two_models,
     waits,
 )
@@ -58,6 +59,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "start": start.row,
         "structured": structured.row,
         "threads": threads.row,
+        "threads-sim": threads_sim.row,
         "turns": conversation.row,
         "two-models": two_models.row,
         "waits": waits.row,

@@ -72,7 +72,26 @@ def start(directory: Path, ask: Callable[[Engine], Any] = answers, **how: Any) -
         "gemma3",
         "qwen2",
         "lfm3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "llama-rope-yarn", "olmo2", "lfm2")),
+        "qwen3-moe",  # experts
+        "gpt-oss",  # with biases, stored as stacks
+        "deepseek-v3",  # latents, and routers in another type
+        "mamba2",
+        "qwen3-next",  # gated delta rules and experts
+        "granitemoehybrid",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "llama",
+                "llama-rope-yarn",
+                "olmo2",
+                "lfm2",
+                "mixtral",
+                "deepseek-v2",
+                "nemotron-h",
+                "mamba",
+                "falcon-h1",
+            )
+        ),
     ],
 )
 def test_the_second_start_needs_no_network_and_has_the_same_bits(cache: Path, tmp_path: Path, name: str) -> None:
@@ -92,6 +111,7 @@ def test_the_second_start_needs_no_network_and_has_the_same_bits(cache: Path, tm
     [
         ("lfm2", "int8"),
         ("gemma3", "int4"),
+        ("qwen3-moe", "int8"),
         *(pytest.param(name, kind, marks=pytest.mark.slow) for name, kind in (("llama", "mixed"), ("qwen2", "int8"))),
     ],
 )
@@ -128,17 +148,33 @@ def test_codes_of_files_are_read_at_the_second_start(cache: Path, tmp_path: Path
     assert start(path, lambda _: None, weights="dense") == start(path, lambda _: None, weights="dense") == (False, None)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "gpt2", "mamba2"])
-def test_what_has_modules_in_its_steps_is_loaded_each_time(cache: Path, tmp_path: Path, name: str) -> None:
-    """So are turned weights, and what was joined when it was loaded."""
-    path = written(name, tmp_path / "model")
-    assert start(path, lambda _: None) == start(path, lambda _: None) == (False, None)
-
-
-@pytest.mark.parametrize("weights", ["dense", "int4", "codes of the file"])
-def test_the_second_start_does_not_import_transformers(
-    cache: Path, tmp_path: Path, directory: Path, weights: str
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("gpt2", "is not as it is stored"),
+        ("longcat-flash", "its steps call the code of LongcatFlashTopkRouter (it reads a tensor"),
+    ],
+)
+def test_what_is_loaded_each_time_says_why(
+    cache: Path, tmp_path: Path, name: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Turned weights, and modules whose code could not be recorded."""
+    path = written(name, tmp_path / "model")
+    with caplog.at_level("INFO", "kvcellar.engine.models"):
+        assert start(path, lambda _: None) == start(path, lambda _: None) == (False, None)
+    (reason,) = {one.getMessage() for one in caplog.records if "each start loads" in one.getMessage()}
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("llama", "dense"), ("llama", "int4"), ("llama", "codes of the file"), ("deepseek-v3", "dense"),
+        ("mamba2", "dense"), ("qwen3-next", "dense"),
+    ],
+)  # fmt: skip
+def test_the_second_start_does_not_import_transformers(cache: Path, tmp_path: Path, name: str, weights: str) -> None:
+    directory = written(name, tmp_path / "model")
     if weights == "codes of the file":
         source, directory, weights = directory, tmp_path / "quantised", "auto"
         quantize_directory(source, directory, "int8", measure=False)
@@ -232,6 +268,8 @@ def test_a_damaged_file_loads_the_model_and_is_written_again(warm: tuple[Path, A
     content, files = file.read_bytes(), Kept[Any](cache, KIND, msgspec.msgpack.encode, msgspec.msgpack.decode)
     kept = files.read(file.stem)
     assert kept is not None
+    weights, missing = kept["weights"], {"dtype": "bfloat16", "name": "missing"}
+    tensors = weights["tensors"]
     if damage in ("cut", "byte", "other"):
         half = len(content) // 2
         new = {"cut": content[:half], "byte": content[:half] + b"\0\1" + content[half + 2 :], "other": b"kvcellar x\n"}
@@ -240,8 +278,10 @@ def test_a_damaged_file_loads_the_model_and_is_written_again(warm: tuple[Path, A
         changes: dict[str, Any] = {
             "fields": {"measures": {"a": "b"}},
             "program": {"programs": b"\x80"},
-            "codes": {"tensors": {name: one | {"kind": "int4"} for name, one in kept["tensors"].items()}},
-            "tensor": {"tensors": kept["tensors"] | {"model.norm.weight": {"dtype": "bfloat16", "name": "missing"}}},
+            "codes": {
+                "weights": weights | {"tensors": {name: one | {"kind": "int4"} for name, one in tensors.items()}}
+            },
+            "tensor": {"weights": weights | {"tensors": tensors | {"model.norm.weight": missing}}},
             "layout": {"groups": [kept["groups"][0] | {"layout": ["Sliding", [0]]}]},
         }
         files.write(file.stem, kept | changes[damage])

@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from kvcellar.kernels.compiled import COMPILERS, SOURCES, THREADS, Threads, library
+from kvcellar.kernels.compiled import COMPILERS, SOURCES, THREADS, Threads, library, nodes_of
 from kvcellar.kernels.structures import structure
 
 FOUND = next((found for name in COMPILERS if (found := shutil.which(name))), None)
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.skipif(FOUND is None, reason=f"none of {', '.join(COMPI
 COUNTED = """
 #include <atomic>
 #include <pthread.h>
+#include <sched.h>
 #include <time.h>
 #include "threads.h"
 
@@ -45,6 +47,22 @@ extern "C" int meet(Threads* threads) {
             if (!met) nanosleep(&nap, nullptr);
             --inside;
         });
+    return met;
+}
+
+// As `meet`; `cpus` [2] gets the CPU that each item was computed on when they met.
+extern "C" int meet_on(Threads* threads, int64_t* cpus) {
+    std::atomic<bool> met{false};
+    for (int64_t i = 0; i < 30000 && !met; ++i) {
+        std::atomic<int> inside{0};
+        for_each_item(threads, 2, 2, [&](int64_t item) noexcept {
+            cpus[item] = sched_getcpu();
+            if (++inside == 2) met = true;
+            const timespec nap{0, 1000000};
+            nanosleep(&nap, nullptr);
+            if (!met) --inside;
+        });
+    }
     return met;
 }
 
@@ -148,6 +166,88 @@ def test_a_fork_has_no_threads_and_a_process_ends_with_them(counted: ctypes.CDLL
     command = [sys.executable, str(tmp_path / "forked.py"), str(source)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (ran.returncode, ran.stdout) == (0, "done\n"), ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("lists", "allowed", "nodes"),
+    [
+        (["0-1,4-5", "2-3,6-7"], range(8), [0, 0, 1, 1, 0, 0, 1, 1]),
+        (["0-1,4-5", "2-3,6-7"], (3, 6), [-1, -1, -1, 0, -1, -1, 0]),  # those of one node
+        (["0", "", "1"], (0, 1), [0, 1]),  # a node without CPUs
+        ([], (0, 2), [0, -1, 0]),
+    ],
+)
+def test_cpus_belong_to_memory_nodes(
+    lists: list[str], allowed: Collection[int], nodes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, cpus in enumerate(lists):
+        folder = tmp_path / "sys/devices/system/node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cpus}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
+    assert nodes_of(tmp_path) == nodes
+
+
+NODES = """
+import ctypes, os, sys
+from pathlib import Path
+import torch
+from kvcellar.kernels.arena import Arena
+from kvcellar.kernels import compiled
+from kvcellar.kernels.compiled import Threads, library
+from kvcellar.kernels.layers import PanelKernel, merged, panel_bytes, panel_linear
+from kvcellar.kernels.codes import Codes
+from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
+from kvcellar.engine.models.quantize.rounding import eight_bits
+
+cpus = sorted(os.sched_getaffinity(0))
+torch.set_num_threads(1)
+draw = torch.Generator().manual_seed(0)
+weights = [torch.randn(n, 96, generator=draw) for n in (64, 200, 1000, 30)]
+x = torch.randn(9, 96, generator=draw)
+def results():
+    made = []
+    for dtype in (torch.float32, torch.bfloat16):
+        kernel, some = PanelKernel(os.environ), [one.to(dtype) for one in weights]
+        layers = [panel_linear(kernel, Arena(panel_bytes(one)), one, None) for one in some]
+        made += [layer(x.to(dtype)) for layer in (*layers, merged(layers))]
+        codes = QuantisedKernel(os.environ)
+        coded = [QuantisedLinear(codes, eight_bits(one), None, dtype, Arena(1 << 20)) for one in some]
+        made += [layer(x.to(dtype)) for layer in (*coded, merged(coded))]
+    return made
+alone = results()
+nodes = [cpus.index(cpu) % 2 if cpu in cpus else -1 for cpu in range(cpus[-1] + 1)]
+compiled.nodes_of = lambda: nodes
+pool = Threads(os.environ)
+os.sched_setaffinity(0, cpus[:1])
+torch.set_num_threads(3)
+assert all(map(torch.equal, alone, results())), "bits"
+assert os.sched_getaffinity(0) == {cpus[0]}, "affinity"
+found = library(Path(sys.argv[1]), os.environ)
+found.count.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+found.meet_on.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+for items in (2, 3, 7, 500):
+    numbers = (ctypes.c_int64 * items)()
+    found.count(pool.address, 3, items, 50, numbers)
+    assert [50 * (item + 1) for item in range(items)] == list(numbers), "counts"
+where = (ctypes.c_int64 * 2)(-1, -1)
+assert found.meet_on(pool.address, where)
+print([cpus.index(cpu) % 2 for cpu in where])
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="each of two nodes needs a CPU, on Linux"
+)
+def test_each_memory_node_computes_its_share_of_items_with_the_same_bits(counted: ctypes.CDLL, tmp_path: Path) -> None:
+    """In a process of its own, with nodes that are made up. Two items that run at the same time are on the nodes that
+    their weights are on."""
+    source = Path(counted._name).parents[1] / "counted.cpp"
+    (tmp_path / "nodes.py").write_text(NODES)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(tmp_path / "nodes.py"), str(source)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "[0, 1]\n"), ran.stderr
 
 
 def pool_counts() -> ctypes.Structure:

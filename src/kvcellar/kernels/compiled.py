@@ -32,6 +32,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -267,3 +268,30 @@ class Threads:
         found = library(THREADS, environment)
         found.kvcellar_threads.argtypes, found.kvcellar_threads.restype = [], ctypes.c_void_p
         self.address: int = found.kvcellar_threads()
+        nodes = nodes_of()  # which counts until there are threads
+        found.kvcellar_threads_nodes((ctypes.c_int64 * len(nodes))(*nodes), ctypes.c_int64(len(nodes)))
+        self._touch = found.kvcellar_threads_touch
+        self._touch.argtypes, self._touch.restype = [ctypes.c_void_p, ctypes.c_int64], None
+
+    def touch(self, address: int, size: int) -> None:
+        """Place the pages of memory that nothing has written on the nodes whose threads are going to read them."""
+        self._touch(address, size)
+
+
+def nodes_of(root: Path = Path("/")) -> list[int]:
+    """By CPU, the number of its memory node among those with CPUs that this process may use; -1: it may not use it. One
+    node where the system does not tell. `root` is where the kernel's `sys` is."""
+    allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
+    found = [0 if cpu in allowed else -1 for cpu in range(max(allowed, default=-1) + 1)]
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    lists = [_cpus(file.read_text()) & allowed for file in sorted(folders, key=lambda one: int(one.parent.name[4:]))]
+    for node, cpus in enumerate(filter(None, lists)):
+        for cpu in cpus:
+            found[cpu] = node
+    return found
+
+
+def _cpus(text: str) -> set[int]:
+    """Of a list such as "0-3,8"."""
+    parts = [part.partition("-") for part in text.strip().split(",") if part]
+    return {cpu for first, _, last in parts for cpu in range(int(first), int(last or first) + 1)}

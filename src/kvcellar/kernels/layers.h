@@ -43,15 +43,19 @@ inline int64_t panels_of(const Layer& layer, int64_t size) {
     return count;
 }
 
-// Calls each(part, panel of the part) for some panels of a layer.
+// Calls each(part, panel of the part) for some panels of a layer: those of a memory node beside each other, since it has
+// its share of each part (`kvcellar_threads_touch`).
 template <class Each>
 inline void each_panel_of(const Layer& layer, int64_t size, int64_t from, int64_t to, const Each& each) {
+    const int64_t nodes = layer.threads ? layer.threads->nodes : 1;
     int64_t first = 0;
-    for (const Part* part = layer.parts; part != layer.parts + layer.n_parts; ++part) {
-        const int64_t end = first + (part->out + size - 1) / size;
-        for (int64_t p = from > first ? from : first; p < (to < end ? to : end); ++p) each(*part, p - first);
-        first = end;
-    }
+    for (int64_t node = 0; node < nodes; ++node)
+        for (const Part* part = layer.parts; part != layer.parts + layer.n_parts; ++part) {
+            const int64_t panels = (part->out + size - 1) / size, begin = panels * node / nodes;
+            const int64_t end = first + panels * (node + 1) / nodes - begin;
+            for (int64_t p = from > first ? from : first; p < (to < end ? to : end); ++p) each(*part, begin + p - first);
+            first = end;
+        }
 }
 
 }  // namespace

@@ -40,7 +40,15 @@ class LayerKernel(Kernel):
 
     def __init__(self, source: Path, function: str, environment: Mapping[str, str]) -> None:
         super().__init__(source, function, environment)
-        self.threads = Threads(environment).address
+        pool = Threads(environment)
+        self.threads = pool.address
+        self._touch = pool.touch
+
+    def placed(self, arena: Arena, count: int, dtype: torch.dtype) -> Tensor:
+        """Zeros for weights that this kernel reads, in an arena, near to the threads that read them."""
+        made = arena.tensor(count, dtype)
+        self._touch(made.data_ptr(), made.nbytes)
+        return made
 
 
 class Weights(ABC):
@@ -292,7 +300,7 @@ def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 def panel_linear(kernel: PanelKernel, arena: Arena, weight: Tensor, bias: Tensor | None) -> PanelLinear:
     """A layer with a copy of a plain weight [out,in], which is in bfloat16 or float32 on the CPU, in an arena."""
     out, inner = weight.shape
-    panels = arena.tensor(panel_elements(out, inner, weight.dtype), weight.dtype)
+    panels = kernel.placed(arena, panel_elements(out, inner, weight.dtype), weight.dtype)
     kernel.pack(weight, panels)
     return PanelLinear(kernel, [_Panels(panels, bias, weight.shape)], inner, weight.dtype)
 
@@ -364,7 +372,7 @@ class OwnExperts(_LayerSet):
 
 
 def panel_experts(
-    kernel: ExpertsKernel, by: PanelKernel, arena: Arena, weights: Tensor, biases: Tensor | None
+    kernel: ExpertsKernel, by: PanelKernel, arena: Arena, weights: Tensor | Sequence[Tensor], biases: Tensor | None
 ) -> OwnExperts:
     """Experts with a copy of plain weights [experts,out,in] and biases [experts,out], in bfloat16 or float32 on the
     CPU, in an arena."""
@@ -418,7 +426,7 @@ class OwnHeads(_LayerSet):
         )  # fmt: skip
 
 
-def panel_heads(kernel: HeadsKernel, weights: Tensor, tail: int = 0) -> OwnHeads:
+def panel_heads(kernel: HeadsKernel, weights: Tensor | Sequence[Tensor], tail: int = 0) -> OwnHeads:
     """With a copy of plain weights [heads,out,in], in bfloat16 or float32 on the CPU."""
     arena = Arena(sum(panel_bytes(one) for one in weights))
     return OwnHeads(kernel, [panel_linear(kernel.linear, arena, one, None) for one in weights], tail)

@@ -6,7 +6,8 @@ depend only on the row: not on other rows, threads, or the CPU. `ARITHMETIC` is 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ ARITHMETIC = 2
 PANEL = constant(SOURCE, "PANEL")  # outputs whose codes are side by side; inputs are padded to as many
 LEAST_GROUP = 16  # inputs that share a scale, unless all do
 _HALF = 128  # added to bytes, so that they have no sign
+Place = Callable[[int, torch.dtype], Tensor]  # so many elements of an arena
 
 
 class QuantisedKernel(LayerKernel):
@@ -42,16 +44,16 @@ def unfit(codes: Codes) -> str | None:
 class _Coded(Weights):
     """The codes of one layer, in the order of the kernel."""
 
-    def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None) -> None:
+    def __init__(self, codes: Codes, bias: Tensor | None, dtype: torch.dtype, place: Place | None) -> None:
         self.out, self._inner = codes.values.shape
         self.bits = 8 if codes.table is None else 4
         self.group = codes.group if codes.scales.shape[1] > 1 else _padded(self._inner)
         self._table, self.order, self._dtype = codes.table, codes.order, dtype
-        self._panels = _kept(_panels(codes), arena)
+        self._panels = _kept(_panels(codes), place)
         kind = _narrowest([one for one in (codes.scales, codes.mins) if one is not None])
         groups = math.ceil(_padded(self._inner) / self.group)
-        self._scales = _kept(_by_panel(codes.scales, groups, kind), arena)
-        self._mins = None if codes.mins is None else _kept(_by_panel(codes.mins, groups, kind), arena)
+        self._scales = _kept(_by_panel(codes.scales, groups, kind), place)
+        self._mins = None if codes.mins is None else _kept(_by_panel(codes.mins, groups, kind), place)
         self._bytes_of_table = None
         if codes.table not in (None, INT4):
             self._bytes_of_table = torch.tensor([one + _HALF for one in codes.table], dtype=torch.uint8, device="cpu")
@@ -91,7 +93,7 @@ class QuantisedLinear(OwnLinear):
         self, by: QuantisedKernel, codes: Codes, bias: Tensor | None, dtype: torch.dtype, arena: Arena | None = None
     ) -> None:
         """The codes are copied into the order of the kernel, into an arena if there is one; `unfit(codes)` is None."""
-        coded = _Coded(codes, bias, dtype, arena)
+        coded = _Coded(codes, bias, dtype, None if arena is None else partial(by.placed, arena))
         step = LEAST_GROUP if coded.group % PANEL else PANEL
         order = None if codes.order is None else codes.order.to(torch.int32).contiguous()
         super().__init__(by, [coded], codes.values.shape[1], dtype, step=step, order=order)
@@ -115,11 +117,11 @@ def most_bytes(outputs: int, inputs: int) -> int:
     return _padded(outputs) * _padded(inputs) * 3 // 2 + 3 * LINE  # scales and minima are for 16 inputs or more
 
 
-def _kept(values: Tensor, arena: Arena | None) -> Tensor:
+def _kept(values: Tensor, place: Place | None) -> Tensor:
     """The same values side by side, in an arena if there is one."""
-    if arena is None:
+    if place is None:
         return values.contiguous()
-    return arena.tensor(values.numel(), values.dtype).view(values.shape).copy_(values)
+    return place(values.numel(), values.dtype).view(values.shape).copy_(values)
 
 
 def _padded(size: int) -> int:

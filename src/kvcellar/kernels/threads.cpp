@@ -6,12 +6,16 @@
 //   * nothing waits for a worker that has not begun an item: the caller computes what no worker has begun;
 //   * one caller has the workers at a time; another one meanwhile computes all of its items itself, as does every caller
 //     in a fork of the process, in which there are no workers;
-//   * who waits longer than `SPIN` sleeps.
+//   * who waits longer than `SPIN` sleeps;
+//   * on a machine with several memory nodes, each worker stays on one, and takes items of its node's share before others:
+//     panels that a node has touched first (`kvcellar_threads_touch`) are mostly read there. Of n workers that may take
+//     part these are the first n, which are spread over the nodes. With one node nothing is pinned.
 //
 // On a busy CPU a worker may be suspended in the middle of an item, for which the caller must wait, and one that waits for
 // work takes time from others. So a worker that was suspended while it waited sleeps at once, and workers that cost more
 // than they gain are not used for a while (`balance.h`).
 #include <pthread.h>
+#include <sched.h>
 #include <time.h>
 
 #include <algorithm>
@@ -39,6 +43,8 @@ namespace {
 constexpr int64_t SPIN = 50'000;  // nanoseconds of waiting before sleeping
 constexpr int64_t LATE = 25'000;  // between two looks at the clock of a thread that was suspended
 constexpr int MOST = 255;         // workers
+constexpr int64_t NODES = 16;     // of memory; CPUs of those behind them count as of the last
+constexpr int64_t PAGE = 4096;    // bytes that are touched at once
 constexpr size_t KINDS = 256;     // of calls that are told apart: by what is done, and on how many items
 
 // The state of the workers in one number: the number of the current work, how many workers may take part in it (0: it is
@@ -69,11 +75,36 @@ bool spun(Ready ready) {
     return true;
 }
 
+// The items that a node has of the current work.
+struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+};
+
+// CPUs by memory node. Where the system has no calls for it, there is one node.
+struct Places {
+#if defined(__linux__)
+    cpu_set_t cpus[NODES];
+    int8_t of[CPU_SETSIZE] = {};
+
+    int64_t here() const {
+        const int cpu = sched_getcpu();
+        return cpu < 0 || cpu >= CPU_SETSIZE ? 0 : of[cpu];
+    }
+    static void stay(const cpu_set_t& where) { sched_setaffinity(0, sizeof where, &where); }
+#else
+    int64_t here() const { return 0; }
+#endif
+};
+
+thread_local int64_t worker_node = -1;  // of a worker that stays on one
+
 struct Pool : Threads {
     alignas(64) std::atomic<uint64_t> gate{0};
-    alignas(64) std::atomic<int64_t> next{0};
+    Share shares[NODES];
     // Of the current work; they change only while no worker is inside.
     alignas(64) int64_t items = 0;
+    Places places;
     void (*work)(void*, int64_t) noexcept = nullptr;
     void* what = nullptr;
 
@@ -86,13 +117,25 @@ struct Pool : Threads {
     std::atomic<int64_t> shared{0}, wakes{0}, rests{0}, workers{0}, sleeping{0};  // `Counts`
 
     void items_left() {
-        for (int64_t item = next++; item < items; item = next++) work(what, item);
+        const int64_t here = nodes < 2 ? 0 : worker_node >= 0 ? worker_node : places.here();
+        for (int64_t i = 0; i < nodes; ++i) {
+            Share& of = shares[(here + i) % nodes];
+            for (int64_t item = of.next++; item < of.end; item = of.next++) work(what, item);
+        }
+    }
+
+    void divide() {
+        for (int64_t node = 0; node < nodes; ++node)
+            shares[node].next = items * node / nodes, shares[node].end = items * (node + 1) / nodes;
     }
 
     bool opened_since(uint64_t seen) const { return (gate.load() ^ seen) / WORK != 0; }
 
-    void worker() {
+    void worker(int64_t index, int64_t node) {
         uint64_t seen = 0;
+#if defined(__linux__)
+        if (nodes > 1) Places::stay(places.cpus[worker_node = node]);
+#endif
         for (;;) {
             if (!spun([&] { return opened_since(seen); })) {
                 std::unique_lock<std::mutex> held(lock);
@@ -101,7 +144,7 @@ struct Pool : Threads {
                 --sleeping;
             }
             uint64_t at = gate.load();
-            while ((at & INSIDE) < (at & ALLOWED) >> 16)
+            while ((at & INSIDE) < (at & ALLOWED) >> 16 && (nodes < 2 || index < int64_t((at & ALLOWED) >> 16)))
                 if (gate.compare_exchange_weak(at, at + 1)) {
                     items_left();
                     leave();
@@ -119,9 +162,9 @@ struct Pool : Threads {
 
     // Start workers, as far as the system lets us.
     void reach(int64_t wanted) {
-        for (; workers < wanted; ++workers) {
+        for (const int64_t here = places.here(); workers < wanted; ++workers) {
             try {
-                std::thread([this] { worker(); }).detach();
+                std::thread([this, i = workers.load(), here] { worker(i, (here + 1 + i) % nodes); }).detach();
             } catch (const std::exception&) {
                 return;
             }
@@ -132,7 +175,7 @@ struct Pool : Threads {
         const uint64_t kind = (reinterpret_cast<uintptr_t>(work) + uint64_t(items)) * 0x9e3779b97f4a7c15;
         Alone& alone = kinds[kind >> 56];
         alone.of(kind);
-        next = 0;
+        divide();
         const int64_t began = now();
         if (balance.rests(began) || alone.next(others + 1)) {
             items_left();
@@ -182,11 +225,44 @@ void run(Threads*, int64_t threads, int64_t items, void (*work)(void*, int64_t) 
 extern "C" Threads* kvcellar_threads() {
     static Pool* const made = [] {
         pool = new Pool;
-        pool->run = run;
+        pool->run = run, pool->nodes = 1;
         pthread_atfork(nullptr, nullptr, [] { pool->forked = true; });
         return pool;
     }();
     return made;
+}
+
+// The memory node of each CPU, or -1 for one that is not used. It counts if no worker was started before.
+extern "C" void kvcellar_threads_nodes(const int64_t* of_cpus, int64_t cpus) {
+#if defined(__linux__)
+    if (pool->workers || pool->taken.exchange(true)) return;
+    Places& places = pool->places;
+    for (cpu_set_t& one : places.cpus) CPU_ZERO(&one);
+    pool->nodes = 1;
+    for (int64_t cpu = 0; cpu < std::min<int64_t>(cpus, CPU_SETSIZE); ++cpu) {
+        if (of_cpus[cpu] < 0) continue;
+        const int64_t node = std::min(of_cpus[cpu], NODES - 1);
+        CPU_SET(cpu, &places.cpus[node]);
+        places.of[cpu] = int8_t(node);
+        pool->nodes = std::max(pool->nodes, node + 1);
+    }
+    pool->taken = false;
+#endif
+}
+
+// Writes zeros to memory that nothing has written yet, each node's share of it on that node, which has its pages then.
+// With one node it does nothing.
+extern "C" void kvcellar_threads_touch(char* at, int64_t bytes) {
+#if defined(__linux__)
+    cpu_set_t before;
+    if (pool->nodes < 2 || sched_getaffinity(0, sizeof before, &before)) return;
+    for (int64_t node = 0; node < pool->nodes; ++node) {
+        Places::stay(pool->places.cpus[node]);
+        const int64_t end = bytes * (node + 1) / pool->nodes;
+        for (int64_t byte = bytes * node / pool->nodes; byte < end; byte += PAGE) *static_cast<volatile char*>(at + byte) = 0;
+    }
+    Places::stay(before);
+#endif
 }
 
 extern "C" void kvcellar_threads_counts(Counts* counts) {

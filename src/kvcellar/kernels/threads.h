@@ -6,9 +6,11 @@
 
 struct Threads {
     // Calls work(what, item) once for each item of [0,items), on the calling thread and on up to threads - 1 others, and
-    // returns when all calls have returned. Items are started in order. `work` must not call `run`, and must not throw:
-    // an item that may run out of memory records that it did, or uses memory that was allocated before the first item.
+    // returns when all calls have returned. Items are started in order, on a machine with several memory nodes those of
+    // each node: node k of n begins with item items * k / n. `work` must not call `run`, and must not throw: an item
+    // that may run out of memory records that it did, or uses memory that was allocated before the first item.
     void (*run)(Threads*, int64_t threads, int64_t items, void (*work)(void* what, int64_t item) noexcept, void* what);
+    int64_t nodes;  // of memory, among which items are divided
 };
 
 // Calls work(item), which is noexcept, for each item of [0,items), on up to `count` threads.

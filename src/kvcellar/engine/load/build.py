@@ -253,8 +253,8 @@ def draws_on(device: torch.device) -> Draws:
 
 def source_of(loaded: Described, guest: Guest) -> Source:
     """Of the bytes of the model's memory."""
-    latent = any(binding.latent is not None for binding in guest.shape.bindings.values())
-    return Source(loaded.directories, weights=loaded.multiplied, attends="latents" if latent else "")
+    attends = "latents" if guest.computed_keys == "latents" else ""
+    return Source(loaded.directories, weights=loaded.multiplied, attends=attends)
 
 
 def _storing(guest: Guest, settings: Settings) -> Guest:

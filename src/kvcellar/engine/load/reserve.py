@@ -334,7 +334,7 @@ def _gathers(guest: Guest) -> bool:
     """Whether attention gathers the keys of several sequences for one call (`memory/attention/buckets.py`)."""
     backends = guest.backends.values()  # none in a model of recurrent layers alone
     fused = bool(backends) and all(isinstance(one, Sdpa) and one.fuses(guest.device) for one in backends)
-    return fused and all(not binding.expands for binding in guest.shape.bindings.values())
+    return fused and guest.computed_keys != "expanded"
 
 
 def _gathered(measure: Callable[[int, int], int], writers: int, remembered: int) -> int:

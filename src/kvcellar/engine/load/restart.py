@@ -1,9 +1,10 @@
 """restart: starts a model that was loaded before from what its load has found, without transformers.
 
 A load builds the network, compares it with its own forward, records its steps and measures them. What that finds is
-kept in the user's cache directory: limits, text, the shape of memory, programs, the stored names of the weights that
-programs read, and the bytes of steps. The next engine of the same model reads these weights, and runs the programs. Its
-network is built when something needs it, by a load like any other: an adapter, say, or a step that no program runs.
+kept in the user's cache directory: limits, text, the shape of memory, programs, of which stored tensors the weights are
+made that programs read (`kept_weights.py`), and the bytes of steps. The next engine of the same model reads these
+weights, and runs the programs. Its network is built when something needs it, by a load like any other: an adapter, say,
+or a step that no program runs.
 
 Always true:
   * a file is named by the digest of everything that a load depends on (`_digest`), settings included;
@@ -14,10 +15,9 @@ Always true:
 
 import hashlib
 import logging
-import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -27,31 +27,24 @@ import msgspec
 import torch
 from msgspec import Struct
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 
+from kvcellar.engine.load.kept_weights import Weights, find_weights, made_weights, word
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.load.step_bytes import Measures
-from kvcellar.engine.models.described import AsStored, Described
-from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Verdict, backends_for
-from kvcellar.engine.models.quantize.kinds import CodesKind
-from kvcellar.engine.models.quantize.reading import decoded as with_dense
-from kvcellar.engine.models.quantize.rounding import codes_of
+from kvcellar.engine.models.described import Described
+from kvcellar.engine.models.guest import MODEL_ERRORS, ComputedKeys, Guest, Verdict, backends_for
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.packing import Packed
-from kvcellar.engine.models.weights.weights_files import WeightsFiles, opened
 from kvcellar.engine.recording.facts import Unsettled, digest, surroundings
 from kvcellar.engine.recording.kept import Damaged, Kept, place_of
 from kvcellar.engine.recording.native import native
-from kvcellar.engine.recording.program import Program
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recording import Recording
 from kvcellar.engine.recording.saved import decoded, encoded
 from kvcellar.errors import ModelRefused
-from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled, compiled_for
-from kvcellar.kernels.packed import Packing, pack
-from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear, most_bytes
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.kv.group import Group
@@ -66,12 +59,9 @@ if TYPE_CHECKING:  # imports transformers
 
 log = logging.getLogger("kvcellar.engine.models")
 
-Sources = Mapping[str, AsStored | None]
-KIND = b"kvcellar start 2\n"
+KIND = b"kvcellar start 3\n"
 TOKENIZER = "tokenizer.json"
-MOST_DATA = 1 << 20  # bytes of tensors that are in no file, such as frequencies of positions
 FIRST = 5  # tokens of the first step
-MODULES = {"kvcellar.mix", "kvcellar.module", "kvcellar.heads", "kvcellar.experts"}  # operators that a network has
 _LAYOUTS: Mapping[tuple[str, ...], Any] = {(): Causal, ("window", "memory"): Sliding, ("size",): Chunked}  # by fields
 
 
@@ -84,19 +74,6 @@ class _Group(Struct):
     no_shift: str | None
 
 
-class _Stored(Struct):
-    """A tensor of the weights files, or one with its data."""
-
-    dtype: Literal["float32", "bfloat16", "float16", "float64", "int64", "int32", "bool"]
-    name: str | None = None
-    shape: tuple[int, ...] = ()
-    data: bytes = b""
-    kind: CodesKind | None = None  # of the codes that are made of it, as in `AsStored`
-
-
-Tensors = dict[str, _Stored]
-
-
 class _Start(Struct, forbid_unknown_fields=True):
     described: Described
     groups: tuple[_Group, ...]
@@ -107,8 +84,8 @@ class _Start(Struct, forbid_unknown_fields=True):
     verdict: Verdict
     no_partial_commit: str | None
     programs: bytes
-    tensors: Tensors
-    linears: list[str]
+    weights: Weights
+    computed_keys: ComputedKeys
     experts: int | str  # see `Packed`
     routers: int | str
     measures: dict[str, int]
@@ -180,7 +157,7 @@ class Restarts:
             return None
         described = start.described
         try:
-            weights, packing = _weights(start, self._found[1], packs=self._settings.pack)
+            weights, packing = made_weights(start.weights, self._found[1], packs=self._settings.pack)
             guest = Restored(start, weights, named(self._settings.attention), self._build)
             if _first_logits(guest) != start.logits:
                 raise Damaged("its first step has other logits than after its load")
@@ -195,15 +172,14 @@ class Restarts:
 
     def keep(self, loaded: "Loaded", guest: Guest, packing: Packed | None, measures: Measures) -> None:
         """What a load has found, if the next start can be made from it."""
-        if self._files is None or guest.recording is None or guest.verdict is None:
+        if self._files is None or guest.verdict is None:
+            return
+        if guest.recording is None:
+            log.info("each start loads %s: its steps are not recorded: %s", loaded.name, guest.not_recorded)
             return
         captured = guest.recording.captured
-        programs = [one for one in (captured.program, captured.decoding) if one is not None]
-        if any(op.name in MODULES for program in programs for op in program.ops):
-            return
-        linears = _linears(programs)
         try:
-            tensors = _tensors(guest.model, programs, linears, loaded.sources)
+            weights = find_weights(guest.model, captured, loaded.sources)
         except LookupError as error:
             log.info("each start loads %s: %s", loaded.name, error)
             return
@@ -214,12 +190,12 @@ class Restarts:
             specs=dict(shape.specs),
             recurrent=shape.recurrent,
             mixers=len(shape.mixers),
-            dtype=_word(guest.dtype),
+            dtype=word(guest.dtype),
             verdict=guest.verdict,
             no_partial_commit=guest.no_partial_commit,
             programs=encoded(captured),
-            tensors=tensors,
-            linears=linears,
+            weights=weights,
+            computed_keys=guest.computed_keys,
             experts=packing.experts if packing is not None else 0,
             routers=packing.routers if packing is not None else 0,
             measures=measures.known,
@@ -253,6 +229,7 @@ class Restored(Guest):
         self.verdict, self.no_partial_commit = start.verdict, start.no_partial_commit
         self._dtype, self._build, self._building = getattr(torch, start.dtype), build, threading.Lock()
         self._built = False
+        self._computed_keys: ComputedKeys = start.computed_keys
 
     @property
     def model(self) -> "PreTrainedModel":
@@ -270,6 +247,10 @@ class Restored(Guest):
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+    @property
+    def computed_keys(self) -> ComputedKeys:
+        return self._computed_keys
 
     def _become(self, guest: Guest) -> None:
         """Raises `ModelRefused`. The memory of this guest was made for its groups."""
@@ -296,111 +277,3 @@ def _first_logits(guest: Guest) -> str:
 def _group(one: Group) -> _Group:
     layout: Any = one.layout  # a dataclass of numbers
     return _Group(one.name, asdict(layout), one.planes, one.layers, one.rotations, one.no_shift)
-
-
-def _word(dtype: torch.dtype) -> Any:
-    return str(dtype).removeprefix("torch.")
-
-
-def _linears(programs: Iterable[Program]) -> list[str]:
-    """Paths of the linear layers that programs call."""
-    called = [op.args[1] for program in programs for op in program.ops if op.name == "kvcellar.linear"]
-    return list(dict.fromkeys(str(path) for paths in called if isinstance(paths, tuple) for path in paths))
-
-
-def _read_paths(programs: Sequence[Program]) -> Iterable[str]:
-    """Paths of tensors that programs read beside those of layers: constants, and weights of which they look up rows."""
-    found = [str(op.args[1]) for program in programs for op in program.ops if op.name == "kvcellar.embedding"]
-    found += [one.path for program in programs for one in program.constants.values() if one.path is not None]
-    return dict.fromkeys(found)
-
-
-def _tensors(network: nn.Module, programs: Sequence[Program], linears: Iterable[str], sources: Sources) -> Tensors:
-    """What programs read. Raises `LookupError` for what is not as it is stored, and for too many data."""
-    found: Tensors = {}
-    for path in linears:
-        names = [f"{path}.{name}" for name in ("weight", "bias") if f"{path}.{name}" in sources]
-        if not names or any(sources[name] is None for name in names):
-            raise LookupError(f"{path} is no layer whose weights are as they are stored")
-        own = ((name, sources[name]) for name in names)
-        found |= {name: _Stored(one.dtype, one.name, kind=one.kind) for name, one in own if one is not None}
-    left = MOST_DATA
-    for path in _read_paths(programs):
-        if (source := sources.get(path)) is not None:
-            found[path] = _Stored(source.dtype, source.name)
-            continue
-        parent, _, name = path.rpartition(".")
-        tensor = getattr(network.get_submodule(parent), name).detach().contiguous()
-        if (left := left - tensor.nbytes) < 0:
-            raise LookupError(f"{path} is not stored")
-        data = tensor.view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-        found[path] = _Stored(_word(tensor.dtype), None, tuple(tensor.shape), data)
-    return found
-
-
-def _weights(start: _Start, path: Path, *, packs: bool) -> tuple[nn.Module, Packing | None]:
-    """The tensors that programs read, by the paths that they have in the network, and its linear layers. A tensor that
-    has two names is read once."""
-    root, coded = nn.Module(), {name: one for name, one in start.tensors.items() if one.kind is not None}
-    with opened(path) as stored:
-        read: dict[tuple[str, str], nn.Parameter] = {}
-        files = with_dense(stored) if coded else stored
-        for name, one in start.tensors.items():
-            if name in coded:
-                continue
-            key = (name if one.name is None else one.name, one.dtype)
-            if key not in read:
-                read[key] = nn.Parameter(_tensor(one, files), requires_grad=False)
-            _parent(root, name).register_parameter(name.rpartition(".")[2], read[key])
-        _add_codes(root, coded, files)
-        files.check_unchanged()
-    read.clear()
-    for name in start.linears:
-        if f"{name}.weight" in coded:
-            continue
-        held, parent = root.get_submodule(name)._parameters, _parent(root, name)
-        if (weight := held.get("weight")) is None or weight.dim() != 2:
-            raise Damaged(f"{name} is no linear layer")
-        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=held.get("bias") is not None, device="meta")
-        layer._parameters.update(held)
-        parent.add_module(name.rpartition(".")[2], layer)
-    return root, pack(root, environment=os.environ) if packs else None
-
-
-def _add_codes(root: nn.Module, coded: Tensors, files: WeightsFiles) -> None:
-    """The layers of weights with codes. Their biases are there."""
-    if not coded:
-        return
-    stored = {name: files.tensors.get(one.name or "") for name, one in coded.items()}
-    if any(one is None or len(one.shape) != 2 for one in stored.values()):
-        raise Damaged("the weights files hold no matrix of a layer with codes")
-    kernel = QuantisedKernel(os.environ)
-    arena = Arena(sum(most_bytes(*one.shape) for one in stored.values() if one is not None))
-    for name, one in coded.items():
-        assert one.kind is not None
-        codes = codes_of(name, files.slices[one.name or ""], one.kind)
-        if isinstance(codes, str):
-            raise Damaged(f"{name} has no codes: {codes}")
-        bias, path = _parent(root, name)._parameters.get("bias"), name.rpartition(".")[0]
-        layer = QuantisedLinear(kernel, codes, bias, getattr(torch, one.dtype), arena)
-        _parent(root, path).add_module(path.rpartition(".")[2], layer)
-
-
-def _parent(root: nn.Module, path: str) -> nn.Module:
-    """What the last name of a path belongs to, made where it is missing."""
-    for name in path.split(".")[:-1]:
-        if name not in root._modules:
-            root.add_module(name, nn.Module())
-        root = root.get_submodule(name)
-    return root
-
-
-def _tensor(one: _Stored, files: WeightsFiles) -> Tensor:
-    dtype = getattr(torch, one.dtype)
-    if one.name is not None:
-        if one.name not in files.tensors:
-            raise Damaged(f"the weights files hold no {one.name}")
-        return files.slices[one.name][...].to(dtype)
-    if math.prod(one.shape) * dtype.itemsize != len(one.data):
-        raise Damaged("data of a tensor have another size than its shape")
-    return torch.frombuffer(bytearray(one.data), dtype=dtype).view(one.shape) if one.data else torch.empty(one.shape)

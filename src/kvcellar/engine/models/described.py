@@ -12,11 +12,13 @@ from kvcellar.text.tokens import TextAssets
 
 class AsStored(NamedTuple):
     """A parameter that is as it is stored, but for its type, or the codes that take its place: `name` is that of the
-    stored tensor."""
+    stored tensor. A stack [E,o,i] may have `matrices` in place of it: those stored of each expert, whose outputs are
+    side by side."""
 
     name: str
     dtype: Any  # of the parameter, as a word
     kind: CodesKind | None = None  # of the codes; None: it is the parameter
+    matrices: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # imports transformers
     from kvcellar.engine.models.shape import Shape
 
 Mode = Literal["flat", "solo"]
+ComputedKeys = Literal["", "latents", "expanded"]
 MODEL_ERRORS = (  # what the code of a model may raise under our doors; it refuses one mode, and is reported
     KvcellarError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
     ImportError, OSError,
@@ -105,6 +106,15 @@ class Guest:
     def past_is_counted(self) -> bool:
         """Whether `past_length` is the real one, by row."""
         return self._offsets
+
+    @property
+    def computed_keys(self) -> ComputedKeys:
+        """What modules attend to that compute keys from what is stored: that itself, or keys that they expand in each
+        step; "": there are no such modules."""
+        bindings = self.shape.bindings.values()
+        if any(binding.expands for binding in bindings):
+            return "expanded"
+        return "latents" if any(binding.latent is not None for binding in bindings) else ""
 
     @property
     def backends(self) -> dict[str, Backend]:

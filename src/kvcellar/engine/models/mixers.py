@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.engine.models.weights.scan import Call, Scanned, Scans, after, recurrent, with_our_scans
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, NotSupported
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.scans import TYPES, Recurrence, Rows, ScanKernel, runs_of
 from kvcellar.kernels.uploads import uploaded
@@ -114,17 +114,14 @@ class StateView:
         done = self._done.get(layer, 0)
         if done == heads and call.by_head:
             raise ModelRefused("one of its layers has more scans than states")
-        self._done[layer] = done + 1
         if self._kernel is not None:
             of = of.of(lambda x: x if x.dtype in TYPES else x.float())
-        if self._keeps:
-            self._scans.setdefault(layer, []).append(of)
-        if self._kernel is not None:
             out = of.first.new_empty(of.shape, dtype=torch.float32 if call.scan.wide else of.first.dtype)
-            self._scan(self._kernel, layer, done if heads > 1 else None, of, out)
+            self.recur(layer, done if heads > 1 else None, of, out)
             shape = plane.shape[2 if heads > 1 else 1 :]
             final = of.first.new_empty((), dtype=torch.float32).expand(of.shape[0], *shape)  # nothing reads it
             return call.outputs(out.to(call.recurrence.first.dtype) if not call.scan.wide else out), final
+        self._note(layer, of)
         state = self.state(layer, recurrent(0))
         assert state is not None
         if call.by_head:
@@ -132,6 +129,18 @@ class StateView:
         elif call.arguments[call.scan.state] is None:  # mixers may pass None for zero
             call = call.from_state(state)
         return call.run()
+
+    def recur(self, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
+        """Fill out [B,L,heads,elements] by the kernel, which stores the states. `head`: of a mixer that scans head by
+        head."""
+        assert self._kernel is not None
+        self._note(layer, of)
+        self._scan(self._kernel, layer, head, of, out)
+
+    def _note(self, layer: int, of: Recurrence) -> None:
+        self._done[layer] = self._done.get(layer, 0) + 1
+        if self._keeps:
+            self._scans.setdefault(layer, []).append(of)
 
     def _scan(self, kernel: ScanKernel, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
         scan_rows(kernel, of, self._rows.planes(layer)[recurrent(0)], head, self.segments, out)
@@ -253,7 +262,10 @@ class Grid(NamedTuple):
 
 @dataclass(slots=True)
 class Mixing:
-    """Runs mixers for the segments of one step of `tokens` rows. `view` has the states of the running mixer."""
+    """Runs mixers for the segments of one step of `tokens` rows, as a whole (`mix`) or in parts (`part`). `view` has
+    the states of the mixer that runs as a whole.
+
+    Always true: parts of one layer share their views, whose states are stored before those of another layer begin."""
 
     memory: Memory
     segments: Sequence[StateSegment]
@@ -261,14 +273,40 @@ class Mixing:
     revertible: frozenset[int] = frozenset()  # sequences of which a part of the tokens may be committed
     view: StateView | None = field(default=None, init=False)
     _grids: Sequence[Grid] = field(default=(), init=False)  # the same for all mixers
+    _layer: int | None = field(default=None, init=False)  # that is called in parts
+    _views: dict[int, StateView] = field(default_factory=dict[int, StateView], init=False)  # its views, by length
 
     def mix(self, forward: Forward, args: Any, kwargs: Any, opened: Opened) -> Any:
         """Call `forward` once per distinct length; its results [B,L,...] are returned as [1,T,...]. `opened` opens the
         door of the step again."""
+        return self._by_length(lambda grid: self._call(grid, forward, args, kwargs, opened))
+
+    def part(self, layer: int, compute: Callable[[StateView, Any], Tensor], x: Any, kernel: ScanKernel) -> Tensor:
+        """Call `compute` with tensors [B,L,...] of x [1,T,...], as `mix` does. States are stored by the next layer's
+        first part, or by `end`."""
+        if layer != self._layer:
+            self.end()
+            self._layer = layer
+
+        def called(grid: Grid) -> Tensor:
+            if grid.length not in self._views:
+                self._views[grid.length] = self._viewed(grid, kernel)
+            return compute(self._views[grid.length], mapped(x, lambda one: self._selected(grid, one)))
+
+        return self._by_length(called)
+
+    def end(self) -> None:
+        """Store the states of the layer that was called in parts, if there is one."""
+        for view in self._views.values():
+            view.put(_no_rerun)
+        self._layer = None
+        self._views.clear()
+
+    def _by_length(self, call: Callable[[Grid], Any]) -> Any:
         self._grids = self._grids or self._all_grids()
         whole: Any = None
         for grid in self._grids:
-            out = self._call(grid, forward, args, kwargs, opened)
+            out = call(grid)
             if grid.rows is None:
                 # In the order that results of several lengths have: sums over a row depend on its strides.
                 return mapped(out, lambda x: x.reshape(1, self.tokens, *x.shape[2:]).contiguous() if x.dim() > 1 else x)
@@ -290,16 +328,19 @@ class Mixing:
             for length, segments in by_length.items()
         ]
 
+    def _selected(self, grid: Grid, x: Tensor) -> Tensor:
+        """[1,T,...] -> [B,L,...]"""
+        if x.dim() < 2 or x.shape[:2] != (1, self.tokens):
+            return x
+        return x.reshape(len(grid.segments), grid.length, *x.shape[2:]) if grid.rows is None else x[0][grid.rows]
+
+    def _viewed(self, grid: Grid, kernel: ScanKernel | None) -> StateView:
+        revertible = any(segment.seq in self.revertible for segment in grid.segments)
+        return StateView(self.memory.states, grid.segments, grid.length, revertible=revertible, kernel=kernel)
+
     def _call(self, grid: Grid, forward: Forward, args: Any, kwargs: Any, opened: Opened) -> Any:
-        segments, length, rows = grid
-
-        def selected(x: Tensor) -> Tensor:
-            """[1,T,...] -> [B,L,...]"""
-            if x.dim() < 2 or x.shape[:2] != (1, self.tokens):
-                return x
-            return x.reshape(len(segments), length, *x.shape[2:]) if rows is None else x[0][rows]
-
-        args, kwargs = mapped(args, selected), mapped(kwargs, selected)
+        segments, length, _ = grid
+        args, kwargs = (mapped(one, lambda x: self._selected(grid, x)) for one in (args, kwargs))
 
         def rerun(indices: Sequence[int], fewer: int) -> StateView:
             def part(x: Tensor) -> Tensor:
@@ -312,9 +353,7 @@ class Mixing:
                 self._run(view, forward, mapped(args, part), mapped(kwargs, part))
             return view
 
-        revertible = any(segment.seq in self.revertible for segment in segments)
-        kernel = kernel_of(forward) if self.memory.device.type == "cpu" else None
-        view = StateView(self.memory.states, segments, length, revertible=revertible, kernel=kernel)
+        view = self._viewed(grid, kernel_of(forward) if self.memory.device.type == "cpu" else None)
         out = self._run(view, forward, args, kwargs)
         view.put(rerun)
         return out
@@ -337,6 +376,10 @@ class Mixing:
             wholes = whole if whole is not None else (None,) * len(part)
             return tuple(self._joined(w, p, rows) for w, p in zip(wholes, part, strict=True))
         return part
+
+
+def _no_rerun(indices: Sequence[int], length: int) -> StateView:
+    raise NotSupported("a part of the tokens cannot be kept: a layer that is called in parts did not read its states")
 
 
 def scan_kernel(network: nn.Module, environment: Mapping[str, str] = os.environ) -> ScanKernel | None:

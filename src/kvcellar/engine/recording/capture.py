@@ -51,8 +51,8 @@ FAILURES = (  # what the code of a model may raise on fake tensors
 
 
 def capture(guest: Guest, *, mixers: bool = True) -> Captured:
-    """Trace the forward of a guest, in prompts with the code of mixers that only convolve, unless `mixers` is False.
-    Raises `NotRecordable`, with the reason."""
+    """Trace the forward of a guest, in prompts with the code of mixers that convolve and scan by kernels, unless
+    `mixers` is False. Raises `NotRecordable`, with the reason."""
     if guest.mode != "flat":
         raise NotRecordable(f"it runs one sequence per forward: {guest.refused}")
     opaque: dict[type[nn.Module], str] = {}
@@ -68,12 +68,10 @@ def capture(guest: Guest, *, mixers: bool = True) -> Captured:
 
 
 def _prompts(guest: Guest, opaque: dict[type[nn.Module], str], mixers: bool) -> Program:
-    """The program of any forward, with the code of mixers that keep inputs of convolutions only, where that works."""
-    states = {} if guest.shape.recurrent is None else guest.shape.recurrent.layers
-    convolve = all(one.name.startswith("conv") for planes in states.values() for one in planes)
+    """The program of any forward, with the code of mixers that convolve and scan by kernels, where that works."""
     # They call linear layers with other numbers of rows than programs do, on which the sums of those of torch depend.
     own = all(isinstance(one, OwnLinear) for mixer in guest.shape.mixers for one in linear_layers(mixer).values())
-    if mixers and guest.shape.mixers and convolve and own:
+    if mixers and guest.shape.mixers and own:
         inside = dict(opaque)
         try:
             program = _program(guest, inside, decoding=False, mixers=True)
@@ -203,9 +201,7 @@ class _Capture:
 
     def _door(self, trace: Trace, positions: Tensor) -> RecordingDoor:
         shape, past, cells = self._guest.shape, self._guest.past_length(positions), self._cells()
-        if self._decoding:
-            return DecodingDoor(trace, shape, past, cells, self._ids)
-        return RecordingDoor(trace, shape, past, cells)
+        return (DecodingDoor if self._decoding else RecordingDoor)(trace, shape, past, cells, self._ids)
 
     def _hidden(self, trace: Trace, read: Sequence[Tensor]) -> int | None:
         """The value [T,hidden] of which the output head reads the wanted rows, or all; None if it reads others."""

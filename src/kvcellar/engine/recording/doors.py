@@ -20,8 +20,8 @@ from kvcellar.engine.models.mixers import Forward, StateView, kernel_of, mapped
 from kvcellar.engine.models.registered import GuestCache, opened_cache
 from kvcellar.engine.models.seam import Binding, Door, Extras, StepDoor, scoring_of
 from kvcellar.engine.models.shape import Shape
-from kvcellar.engine.models.weights.scan import Call
-from kvcellar.engine.recording.program import CONVOLVE, size_of
+from kvcellar.engine.models.weights.scan import Call, recurrent
+from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, size_of
 from kvcellar.engine.recording.program import Sizes as Values
 from kvcellar.engine.recording.recording import NotRecordable
 from kvcellar.engine.recording.trace import Sizes, Trace
@@ -34,9 +34,13 @@ from kvcellar.memory.shapes import Scoring
 class RecordingDoor(Door):
     """Writes down what a forward stores and reads, as operators of `trace`. Tensors are fake."""
 
-    def __init__(self, trace: Trace, shape: Shape, past: int | Tensor, cells: Mapping[int, Any]) -> None:
-        """`cells`: by layer that is read as a whole, the number of cells that a step sees."""
+    SCAN = SCAN_STATES
+
+    def __init__(self, trace: Trace, shape: Shape, past: int | Tensor, cells: Mapping[int, Any], ids: Tensor) -> None:
+        """`cells`: by layer that is read as a whole, the number of cells that a step sees. `ids` [T]."""
         self._trace, self._shape, self._past, self._cells = trace, shape, past, cells
+        self._states = _TracedStates(trace, shape, ids, self.SCAN)
+        self._running: StateView | None = None
         self._latent = frozenset(one.layer for one in shape.bindings.values() if one.latent is not None)
         self._longer: tuple[Tensor, tuple[Tensor, int, str]] | None = None  # of the convolution that is about to run
 
@@ -78,10 +82,29 @@ class RecordingDoor(Door):
     def past_length(self, layer: int) -> int | Tensor:
         return self._past
 
+    def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if kernel_of(forward) is None:
+            return forward(*args, **kwargs)
+        self._running = _TracedView(self._states, (), 1, kernel=kernel_of(forward))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._running = None
+
     def state(self, layer: int, name: str) -> Tensor | None:
-        if not name.startswith("conv"):
-            return super().state(layer, name)
-        return torch.empty(0)  # mixers look whether there is one
+        if name.startswith("conv"):
+            return torch.empty(0)  # mixers look whether there is one
+        return None if self._is_scanned(name) else super().state(layer, name)
+
+    def update_state(self, value: Tensor, layer: int, name: str) -> Tensor:
+        return value if self._is_scanned(name) else super().update_state(value, layer, name)
+
+    def _is_scanned(self, name: str) -> bool:
+        """Whether a kernel reads and stores that state of the running mixer."""
+        return self._running is not None and name == recurrent(0)
+
+    def scan(self, layer: int, call: Call) -> Any:
+        return super().scan(layer, call) if self._running is None else self._running.scan(layer, call)
 
     def shift_in(self, new: Tensor, layer: int, name: str, kernel: int | None) -> Tensor:
         planes = {} if self._shape.recurrent is None else {one.name: one for one in self._shape.recurrent.layers[layer]}
@@ -110,11 +133,11 @@ class DecodingDoor(StepDoor, RecordingDoor):
     """Also writes down what recurrent layers do where each sequence has one new token: the rows of the step [1,T,...]
     are those of T sequences [T,1,...]."""
 
+    SCAN = "kvcellar.scan"
+
     def __init__(self, trace: Trace, shape: Shape, past: int | Tensor, cells: Mapping[int, Any], ids: Tensor) -> None:
-        """`ids` [T]."""
-        super().__init__(trace, shape, past, cells)
-        self._states, self._rows = _TracedStates(trace, shape, ids), ids.shape[0]
-        self._running: StateView | None = None
+        super().__init__(trace, shape, past, cells, ids)
+        self._rows = ids.shape[0]
 
     def _view(self, layer: int) -> StateView:
         if self._running is None:
@@ -146,8 +169,9 @@ class DecodingDoor(StepDoor, RecordingDoor):
 class _TracedStates:
     """States as operators of a trace."""
 
-    def __init__(self, trace: Trace, shape: Shape, ids: Tensor) -> None:
-        self._trace, self._ids = trace, ids
+    def __init__(self, trace: Trace, shape: Shape, ids: Tensor, scan: str) -> None:
+        """`scan` is the name of the operator."""
+        self._trace, self._ids, self._scan = trace, ids, scan
         self._layers = {} if shape.recurrent is None else shape.recurrent.layers
 
     def planes(self, layer: int) -> dict[str, Tensor]:
@@ -164,7 +188,7 @@ class _TracedStates:
         return {name: one for name, one in found.items() if names is None or name in names}
 
     def scan(self, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
-        self._trace.add("kvcellar.scan", (layer, head, *of), {}, (out,))
+        self._trace.add(self._scan, (layer, head, *of), {}, (out,))
 
     def write(
         self, layer: int, segments: Any, planes: Mapping[str, Tensor], at: Any = None, between: Any = None,

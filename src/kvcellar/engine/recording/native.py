@@ -24,13 +24,13 @@ from torch.utils._pytree import tree_leaves
 
 from kvcellar.engine.models.mixers import of_heads, scan_kernel
 from kvcellar.engine.models.weights.scan import recurrent
-from kvcellar.engine.recording.program import CONVOLVE, Argument, Op, Program, Size, resolved
+from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, Argument, Op, Program, Size, resolved
 from kvcellar.engine.recording.recorded import FIXED, Recorded
 from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recorded_lowering import COPIES
 from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined, symbols_of
 from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
-from kvcellar.engine.recording.replay import constants_of, convolved, layers_of_cells, tensor_of
+from kvcellar.engine.recording.replay import constants_of, convolved, layers_of_cells, scanned, tensor_of
 from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, PanelWeight, merged
 from kvcellar.kernels.scans import Recurrence, Rows, ScanKernel, runs_of
 from kvcellar.memory.attention.cpu import TYPES, Cpu
@@ -40,7 +40,7 @@ from kvcellar.memory.shapes import Scoring
 
 READS = "kvcellar.states"
 TOGETHER = 16  # rows with logits: their number changes with each prompt that ends, and binding takes milliseconds
-SCANNED = {"kvcellar.scan", "kvcellar.convolve", CONVOLVE}  # operators of the kernel of scans
+SCANNED = {"kvcellar.scan", "kvcellar.convolve", CONVOLVE, SCAN_STATES}  # operators of the kernel of scans
 Inputs = Sequence[Tensor]
 Outputs = Sequence[Tensor | None]
 
@@ -122,6 +122,7 @@ class _Bound:
         with self._handlers.opened(step):
             inputs = {"ids": step.ids, "positions": step.positions, "wanted": step.wanted}
             outputs = self._recorded.run(sizes, inputs, step.adapters)
+            step.door.mixing.end()
             for layer, planes in self._handlers.put.items():
                 step.door.history(layer).step.written.update(planes)
             for layer in self._handlers.states:
@@ -165,6 +166,7 @@ class _Handlers:
             "kvcellar.scan": self._scan,
             "kvcellar.convolve": self._convolve,
             CONVOLVE: self._convolved,
+            SCAN_STATES: self._scanned,
             "kvcellar.mix": self._called,
             "kvcellar.module": self._called,
         }
@@ -330,6 +332,18 @@ class _Handlers:
         def call() -> None:
             of = (new.clone(), weight, bias[0] if bias else None)
             out[..., -new.shape[2] :].copy_(convolved(self._step.door, kernel, *of, *where))
+
+        return call
+
+    def _scanned(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
+        """A recurrence of each sequence by itself. Its inputs are copied, as those of convolutions are."""
+        (layer, head, *rest), out, kernel = op.args, _only(outputs), self._scans
+        assert kernel is not None, "a program has scans where there is a kernel"
+
+        def call() -> None:
+            given = (one.clone() for one in inputs)
+            of = Recurrence(*resolved(tuple(rest), lambda _: next(given), {}, None))
+            out.copy_(scanned(self._step.door, kernel, layer, head, of, out.dtype))
 
         return call
 

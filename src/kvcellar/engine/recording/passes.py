@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from kvcellar.engine.recording.program import CONVOLVE, Argument, Op, Program, Ref, Size, Value
+from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, Argument, Op, Program, Ref, Size, Value
 
 _EFFECTS = frozenset({
-    "kvcellar.put", "kvcellar.keep_states", "kvcellar.scan", CONVOLVE, "kvcellar.mix", "kvcellar.module",
+    "kvcellar.put", "kvcellar.keep_states", "kvcellar.scan", CONVOLVE, SCAN_STATES, "kvcellar.mix", "kvcellar.module",
 })  # fmt: skip
 _COPIES = frozenset({"aten.clone.default", "aten._to_copy.default"})
 VECTORS = 64  # elements of the largest step of torch's loops over vectors

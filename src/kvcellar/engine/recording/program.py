@@ -20,6 +20,8 @@ Operators of torch have torch's names ("aten.mul.Tensor") and take its arguments
     kvcellar.convolve_states(x [1,C,T], weight, bias, layer, plane, silu, by_token) -> [1,C,K+T], or [1,K+T,C]; each
                                                             sequence behind the inputs in its state, which it shifts
                                                             in; only the T columns of new tokens are written
+    kvcellar.scan_states(layer, head, *recurrence)       -> [1,T,heads,elements]; each sequence from its state; also
+                                                            stores their states after it
     kvcellar.states(layer)                               -> planes [T,*shape]; states of T sequences
     kvcellar.keep_states(planes, names, layer)           -> (); stores these planes of their states after the step
     kvcellar.convolve(x [T,C,L], weight, bias, silu, by_token) -> [T,C,L], or [T,L,C]; causal, each channel by itself
@@ -53,7 +55,7 @@ Kind = Annotated[str, Meta(pattern=r"^(bool|uint8|int(8|16|32|64)|b?float16|floa
 Size = Index | str  # an expression of symbols: names, integers, + - * // %, Min(a, b), Max(a, b)
 Sizes = Mapping[str, int]  # the value of each symbol
 
-CONVOLVE = "kvcellar.convolve_states"
+CONVOLVE, SCAN_STATES = "kvcellar.convolve_states", "kvcellar.scan_states"  # parts of mixers in prompts
 _BINARY: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

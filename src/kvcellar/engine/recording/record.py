@@ -10,7 +10,7 @@ from kvcellar.engine.models.guest import MODEL_ERRORS, Guest
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.registered import our_attention
 from kvcellar.engine.recording.facts import Unsettled
-from kvcellar.engine.recording.program import CONVOLVE
+from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES
 from kvcellar.engine.recording.recording import Captured, Execute, Hooks, NotRecordable, Recording, inlined, reason_of
 from kvcellar.engine.recording.saved import Programs, digest_of
 from kvcellar.errors import BadRequest
@@ -59,9 +59,10 @@ def _traced(guest: Guest, execute: Execute) -> Recording:
     made = capture(guest)
     try:
         return tested(guest, made, execute)
-    except MODEL_ERRORS:
-        if all(op.name != CONVOLVE for op in made.program.ops):
+    except MODEL_ERRORS as error:
+        if all(op.name not in (CONVOLVE, SCAN_STATES) for op in made.program.ops):
             raise
+        log.info("mixers are called in programs: %s", reason_of(error))
         return tested(guest, capture(guest, mixers=False), execute)
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kvcellar.engine.models.mixers import scan_kernel, scan_rows
+from kvcellar.engine.models.mixers import StateView, scan_kernel, scan_rows
 from kvcellar.engine.models.seam import FlatDoor
 from kvcellar.engine.models.weights.scan import recurrent
-from kvcellar.engine.recording.program import CONVOLVE, Op, Program, Sizes, resolved, size_of
+from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, Op, Program, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import operator
 from kvcellar.engine.recording.recording import Executor, NotRecordable, RecordedStep, Results
 from kvcellar.kernels.scans import Recurrence, ScanKernel
@@ -43,6 +43,7 @@ class Replay(Executor):
             run.step(op)
             for storage in self.last_uses.get(number, ()):
                 run.storages.pop(storage, None)
+        step.door.mixing.end()
         outputs = {name: run.tensor(value) for name, value in self.program.outputs.items()}
         return Results(outputs["logits"], outputs.get("hidden"))
 
@@ -69,6 +70,11 @@ class _Run:
             longer = self._shape(self._values[op.outputs[0] or 0].shape)[1 if by_token else 2]
             made = nn.functional.pad(convolved(self._door, kernel, *args), (longer - args[0].shape[2], 0))
             made = made.transpose(1, 2) if by_token else made
+        elif op.name == SCAN_STATES:
+            (layer, head, *given), kernel = self._resolved(op)[0], scan_kernel(self._replay.network)
+            assert kernel is not None, "a program has scans where there is a kernel"
+            dtype = getattr(torch, self._values[op.outputs[0] or 0].dtype)
+            made = scanned(self._door, kernel, layer, head, Recurrence(*given), dtype)
         elif op.name.startswith("kvcellar."):
             made = self._ours(op)
         else:
@@ -185,11 +191,23 @@ def convolved(
 ) -> Tensor:
     """[1,C,T] -> [1,C,T]: the new columns of `kvcellar.convolve_states`, as a mixer computes them."""
 
-    def of_alike(x: Tensor) -> Tensor:  # [B,L,C], sequences with as many tokens
-        longer = door.shift_in(x.transpose(1, 2), layer, plane, None)
+    def of_alike(view: StateView, x: Tensor) -> Tensor:  # [B,L,C], sequences with as many tokens
+        longer = view.shift_in(x.transpose(1, 2), layer, plane)
         return kernel.convolve(longer, weight, bias, silu=silu)[..., -x.shape[1] :].transpose(1, 2)
 
-    return door.mix(of_alike, (new.transpose(1, 2),), {}).transpose(1, 2)
+    return door.mixing.part(layer, of_alike, new.transpose(1, 2), kernel).transpose(1, 2)
+
+
+def scanned(door: FlatDoor, kernel: ScanKernel, layer: Any, head: Any, of: Recurrence, dtype: torch.dtype) -> Tensor:
+    """The results [1,T,heads,elements] of `kvcellar.scan_states`, as a mixer computes them."""
+
+    def of_alike(view: StateView, tokens: Any) -> Tensor:  # [B,L,heads,elements], sequences with as many tokens
+        part = of._replace(tokens=tokens)
+        out = part.first.new_empty(part.shape, dtype=dtype)
+        view.recur(layer, head, part, out)
+        return out
+
+    return door.mixing.part(layer, of_alike, of.tokens, kernel)
 
 
 def layers_of_cells(program: Program) -> dict[str, int]:

@@ -104,7 +104,10 @@ class Trace(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         args, kwargs = tree_map_only(Tensor, self._fake, (args, kwargs))
-        out = self._convolved(*args) if _is_plain_convolution(func, args, kwargs) else func(*args, **kwargs)
+        if func is torch.ops.aten.polar.default:  # torch's own fake kernel makes its sizes numbers
+            out = self.empty(args[0], args[0].shape, torch.promote_types(args[0].dtype, torch.complex32))
+        else:
+            out = self._convolved(*args) if _is_plain_convolution(func, args, kwargs) else func(*args, **kwargs)
         self._alive.append((args, kwargs, out))
         self._check()
         self._note(func, args, kwargs, [one for one in tree_leaves(out) if isinstance(one, Tensor)])

@@ -284,6 +284,13 @@ def sources_with_codes(
         elif plain is not None and weights.tensors[plain.name].dtype == _STORED[module.dtype]:
             name = plain.name  # of the output head, which is rounded in the type of the network
         found[f"{place}.weight"] = None if name is None else AsStored(name, dtype, cast(CodesKind, kind))
+    for stack in coding.stacks:
+        place, kinds = f"{stack.module}.{stack.name}", {coding.kinds.get(name) for name in stack.stored}
+        experts = getattr(network.get_submodule(stack.module), stack.name)
+        if isinstance(experts, OwnExperts):
+            dtype, (kind, *others) = str(experts.dtype).removeprefix("torch."), kinds
+            one_kind = stack.matrices and not others
+            found[place] = AsStored("", dtype, cast(CodesKind, kind), stack.matrices) if one_kind else None
     return found
 
 

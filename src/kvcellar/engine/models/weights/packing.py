@@ -240,7 +240,8 @@ class _Products(TorchFunctionMode):
         if func is F.linear and not kwargs and (layer := self._layer(*args)) is not None:
             return layer(args[0])
         if func in SIGMOIDS and not kwargs and (missing := -args[0].shape[-1] % VECTORS):
-            return func(F.pad(args[0], (0, missing)))[..., : args[0].shape[-1]].contiguous()
+            padded = torch.cat([args[0], args[0].new_zeros(*args[0].shape[:-1], missing)], -1)  # `pad` is not traced
+            return func(padded)[..., : args[0].shape[-1]].contiguous()
         return func(*args, **kwargs)
 
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> PanelLinear | None:

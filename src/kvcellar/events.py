@@ -161,14 +161,38 @@ class Speculation:
         return tuple(kept / tried for kept, tried in zip(self.accepted_at, self.tried_at, strict=True))
 
 
+class Score(Struct, frozen=True):
+    """What a replica of an engine was ranked by, in seconds. Where none has measured a speed, tokens stand for them."""
+
+    replica: str
+    seconds: float  # in all
+    wait: float
+    restore: float
+    compute: float
+    others: float
+    have: int  # tokens of the prompt on its device, or about to be there
+    restored: int  # tokens that it would read
+
+
+class Placement(Struct, frozen=True):
+    """A replica that a request was sent to. `considered`: the best ones, best first; empty: the router had no opinion.
+    `left`: how that replica ended, so that the request went on at another one."""
+
+    replica: str
+    considered: tuple[Score, ...]
+    left: str = ""
+
+
 class Done(Tagged, frozen=True):
     """The whole request has ended. `recall` is None if it ended before it began to run, `speculation` if nothing was
-    drafted for: the engine has no drafter, or it ended before its first token."""
+    drafted for: the engine has no drafter, or it ended before its first token. `placements`: the last replicas that had
+    it, where the engine has several."""
 
     usage: Usage
     timings: Timings
     recall: Recall | None = None
     speculation: Speculation | None = None
+    placements: tuple[Placement, ...] = ()
 
 
 class Failed(Tagged, frozen=True):

@@ -26,8 +26,9 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
-from kvcellar.engine.stats import EngineStats, GroupStats
+from kvcellar.engine.stats import ClusterStats, EngineStats, GroupStats
 from kvcellar.events import Recall
+from kvcellar.serve.admin.replicas import ReplicaFields
 from kvcellar.serve.answers import Answer
 
 Text = Callable[[tuple[int, ...]], str]
@@ -216,6 +217,8 @@ class Snapshot(Answer):
     steps: SeenSteps
     instance: str  # another one after the server was started again
     model: SeenModel
+    replica: str  # that all of this is of; empty: the server is not a gateway of a cluster
+    replicas: list[ReplicaFields]  # of the model; to one API key of several, only those that are connected, by name
 
 
 class EntryText(Answer):
@@ -276,8 +279,17 @@ class Beginnings:
         return found
 
 
-def snapshot(picture: Picture, viewer: Viewer, text: Text | None, instance: str, model: SeenModel) -> Snapshot:
-    """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server."""
+def snapshot(
+    picture: Picture,
+    viewer: Viewer,
+    text: Text | None,
+    instance: str,
+    model: SeenModel,
+    replica: str,
+    cluster: ClusterStats | None,
+) -> Snapshot:
+    """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server; of a
+    `cluster`, the picture is that of one `replica`."""
     picture, all_seen = _own(picture, viewer), viewer.tenant is None
     stats, groups = picture.stats, zip(picture.stats.groups, picture.maps, strict=True)
     live, ended = list(map(_live, picture.live)), [_ended(one, viewer, text) for one in picture.ended]
@@ -295,7 +307,15 @@ def snapshot(picture: Picture, viewer: Viewer, text: Text | None, instance: str,
         steps=_steps(picture.steps),
         instance=instance,
         model=model,
+        replica=replica,
+        replicas=[] if cluster is None else _replicas(cluster, all_seen=all_seen),
     )
+
+
+def _replicas(cluster: ClusterStats, *, all_seen: bool) -> list[ReplicaFields]:
+    if all_seen:
+        return [ReplicaFields.of(one) for one in cluster.replicas]
+    return [ReplicaFields(one.name, one.state) for one in cluster.replicas if one.state == "connected"]
 
 
 def _own(picture: Picture, viewer: Viewer) -> Picture:

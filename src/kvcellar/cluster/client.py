@@ -193,9 +193,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         elif why:
             state = "refused" if name in self._refused else "lost"
         blocks = self._router.blocks(name) if self._router is not None and name in self._counts else 0
-        return (Told() if link is None else link.told).shown(
-            name, f"{address.host}:{address.port}", state, why, blocks
-        )
+        return (Told() if link is None else link.told).shown(name, f"{address.host}:{address.port}", state, why, blocks)
 
     def _connect_missing(self) -> None:
         now = time.monotonic()

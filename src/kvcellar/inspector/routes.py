@@ -157,7 +157,9 @@ class DataHandler:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
-        self._models: dict[tuple[str, str], _Model] = {}  # by name and replica; changed in the one thread of inspectors only
+        self._models: dict[
+            tuple[str, str], _Model
+        ] = {}  # by name and replica; changed in the one thread of inspectors only
         self._streams = Counter[str | None]()  # that are open, by tenant
 
     async def snapshot(self, request: Request) -> Response:

@@ -161,26 +161,27 @@ class Speculation:
         return tuple(kept / tried for kept, tried in zip(self.accepted_at, self.tried_at, strict=True))
 
 
-class Score(Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Score:
     """What a replica of an engine was ranked by, in seconds. Where none has measured a speed, tokens stand for them."""
 
     replica: str
     seconds: float  # in all
-    wait: float
-    restore: float
-    compute: float
-    others: float
+    wait: float  # until what was there before is computed, and until there are cells
+    restore: float  # reading back what the shared store has of the prompt, while it waits
+    compute: float  # computing the rest
+    others: float  # what that costs other requests
     have: int  # tokens of the prompt on its device, or about to be there
     restored: int  # tokens that it would read
 
 
-class Placement(Struct, frozen=True):
-    """A replica that a request was sent to. `considered`: the best ones, best first; empty: the router had no opinion.
-    `left`: how that replica ended, so that the request went on at another one."""
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A replica that a request was sent to."""
 
     replica: str
-    considered: tuple[Score, ...]
-    left: str = ""
+    considered: tuple[Score, ...]  # the best ones, best first; empty: none had published KV events
+    left: str = ""  # how that replica ended, so that the request went on at another one
 
 
 class Done(Tagged, frozen=True):

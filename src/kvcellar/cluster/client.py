@@ -186,7 +186,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _seen(self, address: Address) -> ReplicaStats:
         """While `_changed` is held."""
         name, link = address.replica, self._links.get(address.replica)
-        why = "" if link is not None else self._refused.get(name) or self._lost.get(name, "")
+        why = self._refused.get(name) or self._lost.get(name, "")
         state: ReplicaState = "connected" if name in self._counts else "connecting"
         if link is not None and link.leaving:
             state = "leaving"

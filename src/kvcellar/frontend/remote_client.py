@@ -568,7 +568,7 @@ class RemoteClient(ABC, Generic[E]):
                 one.alone = blame is not None or (one.alone and not one.proven)
                 one.engine, one.here, one.proven, one.went_on = None, False, False, True
                 if one.placements:
-                    one.placements[-1] = replace(one.placements[-1], left=how)
+                    one.placements[-1] = with_fields(one.placements[-1], left=how)
                 if one.deaths >= DEATHS:
                     guilty.append(number)
             moved = [number for number in mine if number not in guilty]

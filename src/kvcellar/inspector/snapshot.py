@@ -26,9 +26,8 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
-from kvcellar.engine.stats import ClusterStats, EngineStats, GroupStats
+from kvcellar.engine.stats import ClusterStats, EngineStats, GroupStats, ReplicaStats
 from kvcellar.events import Recall
-from kvcellar.serve.admin.replicas import ReplicaFields
 from kvcellar.serve.answers import Answer
 
 Text = Callable[[tuple[int, ...]], str]
@@ -218,7 +217,7 @@ class Snapshot(Answer):
     instance: str  # another one after the server was started again
     model: SeenModel
     replica: str  # that all of this is of; empty: the server is not a gateway of a cluster
-    replicas: list[ReplicaFields]  # of the model; to one API key of several, only those that are connected, by name
+    replicas: Sequence[ReplicaStats]  # of the model; to one API key of several, only those that are connected, by name
 
 
 class EntryText(Answer):
@@ -308,14 +307,12 @@ def snapshot(
         instance=instance,
         model=model,
         replica=replica,
-        replicas=[] if cluster is None else _replicas(cluster, all_seen=all_seen),
+        replicas=() if cluster is None else cluster.replicas if all_seen else _names(cluster),
     )
 
 
-def _replicas(cluster: ClusterStats, *, all_seen: bool) -> list[ReplicaFields]:
-    if all_seen:
-        return [ReplicaFields.of(one) for one in cluster.replicas]
-    return [ReplicaFields(one.name, one.state) for one in cluster.replicas if one.state == "connected"]
+def _names(cluster: ClusterStats) -> list[ReplicaStats]:
+    return [ReplicaStats(one.name, "", one.state, "") for one in cluster.replicas if one.state == "connected"]
 
 
 def _own(picture: Picture, viewer: Viewer) -> Picture:

@@ -97,7 +97,7 @@ function App() {
   return html`<${Head} state=${state} snapshot=${snapshot} model=${params.model} choose=${(model) => setParams({ model })} />
     <main class=${state.name === "lost" ? "old" : ""}>
       ${state.name === "key" && html`<${Key} message=${state.message} again=${() => setAttempt(attempt + 1)} />`}
-      ${state.name === "refused" && html`<p class="empty">${state.message}${params.replica && html` <button type="button" onClick=${() => setParams({ ...params, replica: undefined })}>Show another one</button>`}</p>`}
+      ${state.name === "refused" && html`<p class="empty">${state.message}${params.replica && html` <button type="button" onClick=${() => setParams(params.model ? { model: params.model } : {})}>Show another one</button>`}</p>`}
       ${snapshot && state.name !== "key" && html`<${Page} snapshot=${snapshot} before=${seen.before} params=${snapshot.replica ? { ...params, replica: snapshot.replica } : params} choose=${(replica) => setParams({ ...params, replica })} />`}
       ${!snapshot && (state.name === "connecting" || state.name === "lost") && html`<p class="empty">${state.name === "lost" ? "The server does not answer." : "Waiting for the first picture."}</p>`}
     </main>

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from msgspec.structs import asdict
 
-from kvcellar.events import Recall
+from kvcellar.events import Placement, Recall
 from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.http.request_log import LogLine, RequestLog
@@ -123,27 +123,6 @@ class RequestSummaries(Answer):
     requests: list[RequestSummary]
 
 
-class ScoreFields(Answer):
-    """What a replica was ranked by, in seconds: the fields of `kvcellar.events.Score`."""
-
-    replica: str
-    seconds: float  # in all
-    wait: float  # until what was there before is computed, and there are cells
-    restore: float  # reading what the shared store has; this passes while it waits
-    compute: float  # computing the rest
-    others: float  # what that costs others
-    have: int  # tokens of the prompt on its device, or about to be there
-    restored: int  # tokens that it would read
-
-
-class PlacementFields(Answer):
-    """A replica that had the request."""
-
-    replica: str
-    left: str  # how that replica ended, so that the request went on at another one; else empty
-    considered: list[ScoreFields]  # best first; empty: none had told what it has
-
-
 class PromptRecord(Answer):
     prompt: int
     prompt_tokens: int
@@ -151,7 +130,7 @@ class PromptRecord(Answer):
     first_token_ms: float
     recall: OperatorsRecall | None
     speculation: SpeculationFields | None
-    placements: list[PlacementFields]  # the last ones; of a server that is not a gateway of a cluster, none
+    placements: tuple[Placement, ...]  # of a cluster, the last replicas that had it
 
 
 class RequestRecord(RequestSummary, kw_only=True):
@@ -181,10 +160,7 @@ class Record:
                 first_token_ms=1e3 * done.timings.first_token,
                 recall=None if done.recall is None else operators_recall(done.recall, engine),
                 speculation=done.speculation and SpeculationFields.of(done.speculation),
-                placements=[
-                    PlacementFields.of(one, considered=[ScoreFields.of(score) for score in one.considered])
-                    for one in done.placements
-                ],
+                placements=done.placements,
             )
             for number, done in sorted(self.log.done.items())
         ]

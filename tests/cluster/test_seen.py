@@ -12,6 +12,7 @@ import pytest
 
 from kvcellar import Engine
 from kvcellar.cluster.client import ClusterClient
+from kvcellar.engine.messages import ReadStats
 from kvcellar.inspector.routes import inspector
 from kvcellar.serve import Server, ServeSettings, key_digest
 from tests.cli.command import kvcellar
@@ -107,23 +108,26 @@ def test_the_record_of_a_request_says_where_it_went_and_what_was_considered(clie
 
 def test_the_inspector_shows_the_memory_of_each_replica(client: httpx.Client, pair: Pair, where) -> None:
     asked(client)
+    for one in pair.values():
+        one.rests()
 
     def seen(**query: str) -> Any:
         return client.get("/inspector/api/snapshot", params=query).raise_for_status().json()
 
+    steps = {name: one._client.ask(ReadStats()).steps for name, one in pair.items()}
+    eventually(lambda: all(seen(replica=name)["engine"]["steps"] == steps[name] for name in pair), "they are seen")
     found = {name: seen(replica=name) for name in pair}
     for name, one in found.items():
         assert one["replica"] == name
         assert [replica["name"] for replica in one["replicas"]] == list(pair)
-        assert one["engine"]["steps"] <= pair[name]._client.last_stats.steps
     assert seen()["replica"] == "replica-0"
     (name,) = [name for name in pair if found[name]["requests"]["ended"]][:1]
     number = found[name]["requests"]["ended"][0]["number"]
     way = client.get("/inspector/api/request", params={"replica": name, "number": number}).json()
     entry = client.get("/inspector/api/entry", params={"replica": name, "name": way["entries"][0]["name"]}).json()
     assert entry["name"] == way["entries"][0]["name"]
-    for route in ("snapshot", "stream", "request?number=0", "entry?name=a"):
-        refused = client.get(f"/inspector/api/{route}", params={"replica": "nowhere"})
+    for route in ("snapshot?", "stream?", "request?number=0&", "entry?name=a&"):
+        refused = client.get(f"/inspector/api/{route}replica=nowhere")
         assert refused.status_code == 400
         assert "no replica 'nowhere' of this model is connected" in refused.text
     ran = kvcellar("cluster", "top", "--replica", "replica-1", *where)

@@ -247,7 +247,7 @@ def test_replicas_are_shown_side_by_side_and_one_is_chosen(pages, kept):
     with of_replicas(None, settings, 2) as engine, served(engine, pages) as url:
         two_turns(url)
         page = pages.open(url)
-        rows = page.get_by_role("region", name="replicas").locator("tbody tr")
+        rows = page.get_by_role("region", name="table of replicas").locator("tbody tr")
         expect(rows).to_have_count(2)
         ended = {name: len(engine.cache.picture(name).ended) for name in ("replica-0", "replica-1")}
         for name, count in ended.items():

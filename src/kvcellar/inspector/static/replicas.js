@@ -26,7 +26,7 @@ export function Replicas({ snapshot, choose }) {
     <h2 id="replicas">Replicas</h2>
     <p class="hint">Those of this model, as this gateway knows them. Select one: all that is below is of it.</p>
     ${snapshot.sums && html`<p class="keys"><b>Cells:</b> <span class="key request"></span> running requests <span class="key memory"></span> kept for later requests <span class="key free"></span> free</p>`}
-    <div class="scroll" tabindex="0" role="region" aria-label="replicas">
+    <div class="scroll" tabindex="0" role="region" aria-label="table of replicas">
       <table>
         <thead><tr>${NAMES.slice(0, snapshot.sums ? NAMES.length : 2).map((name) => html`<th scope="col" key=${name}>${name}</th>`)}</tr></thead>
         <tbody>${snapshot.replicas.map((one) => html`<${Row} key=${one.name} one=${one} sums=${snapshot.sums} shown=${one.name === snapshot.replica} choose=${choose} />`)}</tbody>

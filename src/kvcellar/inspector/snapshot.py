@@ -284,8 +284,8 @@ def snapshot(
     text: Text | None,
     instance: str,
     model: SeenModel,
-    replica: str,
-    cluster: ClusterStats | None,
+    replica: str = "",
+    cluster: ClusterStats | None = None,
 ) -> Snapshot:
     """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server; of a
     `cluster`, the picture is that of one `replica`."""

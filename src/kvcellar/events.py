@@ -163,7 +163,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a replica of an engine was ranked by, in seconds. Where none has measured a speed, tokens stand for them."""
+    """What a replica of an engine was ranked by, in seconds."""
 
     replica: str
     seconds: float  # in all
@@ -173,6 +173,7 @@ class Score:
     others: float  # what that costs other requests
     have: int  # tokens of the prompt on its device, or about to be there
     restored: int  # tokens that it would read
+    measured: bool  # False: no replica had measured a speed, and tokens stand for seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,10 @@ def share(restored: int, prompt: int) -> str:
 
 
 REPLICAS = (
-    *("REPLICA", "STATE", "RUNNING", "WAITING", "PROMPT TOKENS", "CELLS USED", "CACHED", "FREE"),
+    *("REPLICA", "STATE", "RUNNING", "WAITING", "TO READ", "CELLS USED", "CACHED", "FREE"),
     *("READ/S", "WRITTEN/S", "BLOCKS", "ADDRESS"),
 )
-SCORES = ("REPLICA", "SECONDS", "WAIT", "RESTORE", "COMPUTE", "OTHERS", "TOKENS THERE", "TO RESTORE")
+SCORES = ("REPLICA", "IN ALL", "WAIT", "RESTORE", "COMPUTE", "OTHERS", "TOKENS THERE", "TO RESTORE")
 
 
 def replica_lines(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -67,7 +67,8 @@ def placement_lines(placements: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """To which replicas a request was sent, and what these were compared with."""
     for one in placements:
         considered = one["considered"]
-        by = f"the best of {len(considered)} by seconds to its first token" if considered else "by numbers of requests"
+        unit = "seconds" if considered and considered[0]["measured"] else "tokens, as no speed was measured yet,"
+        by = f"the best of {len(considered)} by {unit} to its first token" if considered else "by numbers of requests"
         left = f"; that replica {one['left']}, and it went on at another one" if one["left"] else ""
         yield f"sent to {one['replica']}, {by}{left}"
         if considered:

@@ -38,7 +38,7 @@ class Told:
     def shown(self, name: str, address: str, state: ReplicaState, why: str, blocks: int) -> ReplicaStats:
         if (stats := self.last) is None:
             return ReplicaStats(name, address, state, why)
-        group = max(stats.groups, key=lambda one: one.used / max(1, one.cells))
+        group = max(stats.groups, key=lambda one: (one.used / max(1, one.cells), one.cached / max(1, one.cells)))
         return ReplicaStats(
             *(name, address, state, why, stats.running, stats.waiting, stats.waiting_tokens),
             *(group.cells, group.used, group.cached, *self.rates(), blocks),

@@ -380,7 +380,7 @@ class Router:
         have, restored = self._found(hashes, tokens, each, read)
         waiting, uncomputed = self._waiting(each), tokens - have - restored
         room = 0.0 if each is None else self._room(waiting + uncomputed + restored)
-        rate = 0.0 if each is None else self._rate()
+        rate, measured = 0.0 if each is None else self._rate(), each is not None
         each = np.ones(len(seats)) if each is None else each
         wait, compute = np.maximum(waiting * each, room), uncomputed * each
         restore = restored * (each if read is None else read)
@@ -396,7 +396,7 @@ class Router:
         best: list[int] = among[order][:most].tolist()
         columns = (seconds, wait, restore, compute, others, have, restored)
         return tuple(
-            Score(name, *(column[at].item() for column in columns))
+            Score(name, *(column[at].item() for column in columns), measured)
             for at in best
             if (name := self._names[at]) is not None
         )

@@ -946,17 +946,17 @@ def test_no_count_falls_when_a_replica_goes_and_none_is_counted_twice_when_it_co
             )
 
         eventually(told, "they are told")
-        pair[0].die_for_good()
-        eventually(lambda: states(client)["replica-0"] == "lost", "it is gone")
+        pair[1].die_for_good()
+        eventually(lambda: states(client)["replica-1"] == "lost", "it is gone")
         assert told()
-        assert client.last_stats.max_sequences == own[1].max_sequences
-        pair[0].down = False
-        eventually(lambda: states(client)["replica-0"] == "connected", "it is back")
+        assert client.last_stats.max_sequences == own[0].max_sequences
+        pair[1].down = False
+        eventually(lambda: states(client)["replica-1"] == "connected", "it is back")
         assert told()
         assert counts_of(replace(engine.stats(), cluster=None)) == wanted
         began = client.last_stats.started
-        client.found([address_of("replica-1", pair[1])])
-        pair[0].die_for_good()
+        client.found([address_of("replica-0", pair[0])])
+        pair[1].die_for_good()
         eventually(lambda: list(client._past) == [""], "it is not expected any more")
         assert told()
         assert client.last_stats.started == began

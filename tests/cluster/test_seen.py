@@ -124,6 +124,8 @@ def test_the_inspector_shows_the_memory_of_each_replica(client: httpx.Client, pa
     (name,) = [name for name in pair if found[name]["requests"]["ended"]][:1]
     number = found[name]["requests"]["ended"][0]["number"]
     way = client.get("/inspector/api/request", params={"replica": name, "number": number}).json()
+    for other in pair.keys() - {name}:
+        assert client.get("/inspector/api/request", params={"replica": other, "number": number}).status_code == 400
     entry = client.get("/inspector/api/entry", params={"replica": name, "name": way["entries"][0]["name"]}).json()
     assert entry["name"] == way["entries"][0]["name"]
     for route in ("snapshot?", "stream?", "request?number=0&", "entry?name=a&"):

@@ -186,13 +186,14 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _seen(self, address: Address) -> ReplicaStats:
         """While `_changed` is held."""
         name, link = address.replica, self._links.get(address.replica)
-        why = self._refused.get(name) or self._lost.get(name, "")
-        state: ReplicaState = "connected" if name in self._counts else "connecting"
+        used = name in self._counts
+        why = "" if used else self._refused.get(name) or self._lost.get(name, "")
+        state: ReplicaState = "connected" if used else "connecting"
         if link is not None and link.leaving:
             state = "leaving"
         elif why:
             state = "refused" if name in self._refused else "lost"
-        blocks = self._router.blocks(name) if self._router is not None and name in self._counts else 0
+        blocks = self._router.blocks(name) if self._router is not None and used else 0
         return (Told() if link is None else link.told).shown(name, f"{address.host}:{address.port}", state, why, blocks)
 
     def _connect_missing(self) -> None:

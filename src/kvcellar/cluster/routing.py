@@ -396,7 +396,7 @@ class Router:
         best: list[int] = among[order][:most].tolist()
         columns = (seconds, wait, restore, compute, others, have, restored)
         return tuple(
-            Score(name, *(column[at].item() for column in columns), measured)
+            Score(name, *(column[at].item() for column in columns), measured=measured)
             for at in best
             if (name := self._names[at]) is not None
         )

@@ -19,10 +19,12 @@ from kvcellar.cli.options import STORE_KEY, flag
 from kvcellar.cli.store_options import REMOTE
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.stats import (
+    ClusterStats,
     EngineStats,
     GroupStats,
     PrefixStats,
     RecordingStats,
+    ReplicaStats,
     SpeculationStats,
     StoreStats,
     TierStats,
@@ -86,6 +88,8 @@ RECORDS = {
     TierStats: "`tiers` of `engine.stats().store`",
     SpeculationStats: "`speculation` of `engine.stats()`",
     RecordingStats: "`recording` of `engine.stats()`",
+    ClusterStats: "`cluster` of `engine.stats()`, of a gateway",
+    ReplicaStats: "`replicas` of `engine.stats().cluster`",
     Usage: "`usage` of a result",
     Timings: "`timings` of a result",
     Recall: "`recall` of a result",

@@ -161,14 +161,40 @@ class Speculation:
         return tuple(kept / tried for kept, tried in zip(self.accepted_at, self.tried_at, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a replica of an engine was ranked by, in seconds."""
+
+    replica: str
+    seconds: float  # in all
+    wait: float  # until what was there before is computed, and until there are cells
+    restore: float  # reading back what the shared store has of the prompt, while it waits
+    compute: float  # computing the rest
+    others: float  # what that costs other requests
+    have: int  # tokens of the prompt on its device, or about to be there
+    restored: int  # tokens that it would read
+    measured: bool  # False: no replica had measured a speed, and tokens stand for seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A replica that a request was sent to."""
+
+    replica: str
+    considered: tuple[Score, ...]  # the best ones, best first; empty: none had published KV events
+    left: str = ""  # how that replica ended, so that the request went on at another one
+
+
 class Done(Tagged, frozen=True):
     """The whole request has ended. `recall` is None if it ended before it began to run, `speculation` if nothing was
-    drafted for: the engine has no drafter, or it ended before its first token."""
+    drafted for: the engine has no drafter, or it ended before its first token. `placements`: the last replicas that had
+    it, where the engine has several."""
 
     usage: Usage
     timings: Timings
     recall: Recall | None = None
     speculation: Speculation | None = None
+    placements: tuple[Placement, ...] = ()
 
 
 class Failed(Tagged, frozen=True):

@@ -29,6 +29,11 @@ def client_of(settings: Mapping[str, Any] | None = None) -> ClusterClient:
     return ClusterClient(partial(Router, most_blocks=1 << 16, clock=time.monotonic), adapter=adapter)
 
 
+def states(client: ClusterClient) -> dict[str, str]:
+    """By replica; of one that is refused, why."""
+    return {one.name: one.why if one.state == "refused" else one.state for one in client.replicas}
+
+
 @contextmanager
 def of_replicas(model: Path | str | None, settings: Mapping[str, Any], count: int = 1) -> Iterator[Engine]:
     """It is closed before its replicas."""
@@ -137,7 +142,7 @@ def gateway(replicas: Mapping[str, Replica], **how: Any) -> Iterator[tuple[Engin
     client = client_of()
     client.found([address_of(name, one, **how) for name, one in replicas.items()])
     with closing(client):
-        eventually(lambda: set(client.replicas.values()) == {"ready"}, "all are used")
+        eventually(lambda: set(states(client).values()) == {"connected"}, "all are used")
         client.wait()
         with closing(Engine.of(client)) as engine:
             yield engine, client

@@ -4,12 +4,14 @@ nothing had happened, or are told why not."""
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +20,13 @@ from msgspec.structs import replace as replace_fields
 
 from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed
 from kvcellar.cluster import client as client_module
+from kvcellar.cluster import observed
 from kvcellar.cluster import replica as replica_module
 from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink
+from kvcellar.cluster.observed import Told as ReplicaTold
 from kvcellar.cluster.replica import Replica
-from kvcellar.cluster.sums import summed
-from kvcellar.engine.control_replies import NamespaceContents
+from kvcellar.cluster.sums import counted, summed
+from kvcellar.engine.control_replies import RECENT_SECONDS, NamespaceContents
 from kvcellar.engine.messages import (
     Admitted,
     Ask,
@@ -40,10 +44,10 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed
-from kvcellar.frontend.remote_client import RemoteClient, Request
+from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
-from tests.cluster.replicas import FaultyReplica, address_of, client_of, gateway
+from tests.cluster.replicas import FaultyReplica, address_of, client_of, gateway, states
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -203,7 +207,7 @@ def test_requests_wait_while_all_replicas_are_gone_and_go_on_at_a_new_one(pair: 
 
         all_asked(engine, expected, joins)
         assert [one.deaths for one in pair] == [1, 1]
-        assert client.replicas == {"new": "ready"}
+        assert states(client) == {"new": "connected"}
 
 
 @pytest.mark.parametrize("how", ["dies", "leaves"])
@@ -401,11 +405,11 @@ def test_without_events_the_replica_that_has_fewer_requests_is_chosen(pair: Pair
 def test_a_replica_that_is_not_like_the_others_is_refused_by_name(pair: Pair, expected, how: Any, why: str) -> None:
     with gateway(named(pair[0])) as (engine, client):
         client.found([address_of("replica-0", pair[0]), address_of("other", pair[1], **how)])
-        eventually(lambda: why in client.replicas["other"], "it is refused")
+        eventually(lambda: why in states(client)["other"], "it is refused")
         assert ASKED["batch"](engine) == expected["batch"]
         assert pair[1].taken == []
         client.found([address_of("replica-0", pair[0])])
-        assert client.replicas == {"replica-0": "ready"}
+        assert states(client) == {"replica-0": "connected"}
 
 
 def test_a_replica_of_another_model_is_refused_by_name(pair: Pair, tmp_path: Path, expected) -> None:
@@ -413,7 +417,7 @@ def test_a_replica_of_another_model_is_refused_by_name(pair: Pair, tmp_path: Pat
     (changed / "chat_template.jinja").write_text("{{ messages }}")
     with closing(FaultyReplica(changed, SETTINGS)) as other, gateway(named(pair[0])) as (engine, client):
         client.found([address_of("replica-0", pair[0]), address_of("other", other)])
-        eventually(lambda: "in another form" in client.replicas["other"], "it is refused")
+        eventually(lambda: "in another form" in states(client)["other"], "it is refused")
         assert ASKED["batch"](engine) == expected["batch"]
         assert other.taken == []
 
@@ -429,10 +433,10 @@ def test_of_replicas_that_are_found_together_those_that_are_not_alike_are_not_bo
 
         client._greet = together  # type: ignore[method-assign]
         client.found([address_of(f"of {at}", one, weights=f"{at}") for at, one in enumerate(pair)])
-        eventually(lambda: "not connected" not in client.replicas.values(), "both were looked at")
-        states = sorted(client.replicas.values())
-        assert states[0].startswith("its weights")
-        assert states[1] == "ready"
+        eventually(lambda: "connecting" not in states(client).values(), "both were looked at")
+        found = sorted(states(client).values())
+        assert found[0] == "connected"
+        assert found[1].startswith("its weights")
 
 
 def test_where_all_are_refused_the_reasons_are_raised(pair: Pair) -> None:
@@ -458,9 +462,10 @@ def test_a_replica_that_cannot_be_reached_is_tried_again(pair: Pair, expected) -
             nowhere = type(nowhere)("nowhere", *closed.getsockname(), b"", nowhere.version, "same", nowhere.block)
         client.found([*(address_of(name, one) for name, one in named(*pair).items()), nowhere])
         assert ASKED["batch"](engine) == expected["batch"]
-        assert client.replicas == {"replica-0": "ready", "replica-1": "not connected", "nowhere": "not connected"}
+        found = {"replica-0": "connected", "replica-1": "lost", "nowhere": "lost"}
+        eventually(lambda: states(client) == found, "all were tried")
         pair[1].down = False
-        eventually(lambda: client.replicas["replica-1"] == "ready", "it is tried again")
+        eventually(lambda: states(client)["replica-1"] == "connected", "it is tried again")
 
 
 def test_a_replica_that_leaves_while_it_joins_gets_no_requests(pair: Pair) -> None:
@@ -469,7 +474,7 @@ def test_a_replica_that_leaves_while_it_joins_gets_no_requests(pair: Pair) -> No
         client.found([address_of(name, one) for name, one in named(*pair).items()])
         eventually(lambda: (link := client._links.get("replica-1")) is not None and link.leaving, "it says so")
         eventually(lambda: link_has_greeted(client, "replica-1"), "it is greeted")
-        assert client.replicas["replica-1"] == "not connected"
+        assert states(client)["replica-1"] == "leaving"
         engine.generate([[5, 6]] * 6, **GREEDY)
         assert pair[1].taken == []
 
@@ -600,13 +605,13 @@ def test_adapters_that_were_added_are_known_to_replicas_that_join_later(pair: Pa
         engine.adapters.add("gone", model / "other")
         engine.adapters.remove("gone")
         client.found([address_of(name, one) for name, one in named(*pair).items()])
-        eventually(lambda: client.replicas["replica-1"] == "ready", "it joins")
+        eventually(lambda: states(client)["replica-1"] == "connected", "it joins")
         pair[0].die_for_good()
-        eventually(lambda: client.replicas["replica-0"] != "ready", "it is gone")
+        eventually(lambda: states(client)["replica-0"] != "connected", "it is gone")
         assert outcome(engine.generate([5, 6, 7], adapter="style", **GREEDY)) == styled
         assert [one.name for one in engine.adapters.list()] == ["style"]
         pair[0].down = False
-        eventually(lambda: client.replicas["replica-0"] == "ready", "it is back")
+        eventually(lambda: states(client)["replica-0"] == "connected", "it is back")
         engine.adapters.remove("style", wait=True)
         assert list(engine.adapters.list()) == []
 
@@ -625,12 +630,12 @@ def test_an_adapter_that_is_added_while_a_replica_joins_is_known_to_it(pair: Pai
 
         client._agree = agrees  # type: ignore[method-assign]
         client.found([address_of(name, one) for name, one in named(*pair).items()])
-        eventually(lambda: client.replicas["replica-1"] == "ready", "it joins")
+        eventually(lambda: states(client)["replica-1"] == "connected", "it joins")
         pair[0].die_for_good()
-        eventually(lambda: client.replicas["replica-0"] != "ready", "it is gone")
+        eventually(lambda: states(client)["replica-0"] != "connected", "it is gone")
         assert outcome(engine.generate([5, 6, 7], adapter="style", **GREEDY)) == styled
         pair[0].down = False
-        eventually(lambda: client.replicas["replica-0"] == "ready", "it is back")
+        eventually(lambda: states(client)["replica-0"] == "connected", "it is back")
         engine.adapters.remove("style", wait=True)
 
 
@@ -777,7 +782,7 @@ def test_threads_of_replicas_that_have_gone_end(pair: Pair) -> None:
             for one in pair:
                 one.die()
             eventually(lambda links=links: not any(one.outbox._thread.is_alive() for one in links), "they end")
-            eventually(lambda: set(client.replicas.values()) == {"ready"}, "they are used again")
+            eventually(lambda: set(states(client).values()) == {"connected"}, "they are used again")
 
 
 def test_a_fork_ends_nothing_and_waits_for_nothing(pair: Pair) -> None:
@@ -807,7 +812,7 @@ def test_what_is_asked_of_all_is_answered_while_one_dies(pair: Pair) -> None:
             pair[0].die()
             assert engine.stats().running == 0
             assert [one.namespace for one in client.ask(ListNamespaces())] in (["tenant"], [])
-        eventually(lambda: client.replicas["replica-0"] == "ready", "it is back")
+        eventually(lambda: states(client)["replica-0"] == "connected", "it is back")
 
 
 def test_a_namespace_of_several_replicas_is_listed_once() -> None:
@@ -919,3 +924,182 @@ def test_statistics_are_those_of_all_replicas_together(pair: Pair) -> None:
         total = sum(one._client.ask(ReadStats()).steps for one in pair)
         assert engine.stats().steps == total
         eventually(lambda: client.last_stats.steps == total, "they are told")
+
+
+def counts_of(*every: EngineStats) -> dict[Any, Any]:
+    """All counters together."""
+    found: Counter[Any] = Counter()
+    for stats in every:
+        found.update({(one.name, label): count for one, label, count in samples(stats) if one.kind == "counter"})
+    return found
+
+
+def test_no_count_falls_when_a_replica_goes_and_none_is_counted_twice_when_it_comes_back(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.generate([[5, at] for at in range(6, 12)], **GREEDY)
+        own = [one._client.ask(ReadStats()) for one in pair]
+        wanted = counts_of(*own)
+
+        def told() -> bool:
+            return (
+                counts_of(client.last_stats) >= wanted and counts_of(replace(client.last_stats, cluster=None)) == wanted
+            )
+
+        eventually(told, "they are told")
+        pair[1].die_for_good()
+        eventually(lambda: states(client)["replica-1"] == "lost", "it is gone")
+        assert told()
+        assert client.last_stats.max_sequences == own[0].max_sequences
+        pair[1].down = False
+        eventually(lambda: states(client)["replica-1"] == "connected", "it is back")
+        assert told()
+        assert counts_of(replace(engine.stats(), cluster=None)) == wanted
+        began = client.last_stats.started
+        client.found([address_of("replica-0", pair[0])])
+        pair[1].die_for_good()
+        eventually(lambda: list(client._past) == [""], "it is not expected any more")
+        assert told()
+        assert client.last_stats.started == began
+
+
+def test_what_has_gone_adds_its_counts_and_nothing_else(alone: Engine) -> None:
+    draw, stats = Random(2), alone.stats()
+    for _ in range(50):
+        there, gone = (shaken(stats, draw) for _ in range(2))
+        found = by_sample(summed([there, counted(gone)]))
+        for metric, labels, value in samples(there):
+            if metric.kind != "counter":
+                assert found[metric.name, labels] == value
+        assert counts_of(summed([there, counted(gone)])) == counts_of(there, gone)
+        assert counted(summed([counted(there), counted(gone)])) == summed([counted(there), counted(gone)])
+
+
+# -- what a gateway says of its replicas and requests -----------------------------------------------------------------
+
+
+def done(ear: Ear) -> Done:
+    last = ear.wait()[-1]
+    assert isinstance(last, Done), last
+    return last
+
+
+def test_a_request_says_which_replicas_were_considered_and_that_the_best_one_got_it(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.clear_cache()
+        engine.generate([*PREFIX], **GREEDY)
+        prompt = (*PREFIX, 70)
+        eventually(lambda: sum(has(client, prompt).values()) == len(PREFIX), "it is published")
+        for one in pair:
+            one.taken.clear()
+        placement, *others = done(sent(client, prompt, **GREEDY)[1]).placements
+        (there,) = [name for name, one in named(*pair).items() if one.taken]
+        assert (placement.replica, placement.left, others) == (there, "", [])
+        assert {one.replica for one in placement.considered} == named(*pair).keys()
+        assert placement.considered[0].replica == there
+        assert [one.have for one in placement.considered] == [len(PREFIX), 0]
+        assert sorted(one.seconds for one in placement.considered) == [one.seconds for one in placement.considered]
+
+
+def test_without_events_a_request_says_that_nothing_was_compared(pair: Pair) -> None:
+    for one in pair:
+        one.deaf = True
+    with gateway(named(*pair)) as (_, client):
+        (placement,) = done(sent(client, PREFIX, **GREEDY)[1]).placements
+        assert placement.considered == ()
+        assert client.last_stats.cluster == replace(client.last_stats.cluster, unranked=1)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_request_that_moved_says_from_where_and_why(pair: Pair, leaves: bool) -> None:
+    with gateway(named(*pair)) as (_, client):
+        number, ear = sent(client, PREFIX, **LONG)
+        runs(ear)
+        first = place_of(client, number)
+        replica = named(*pair)[first or ""]
+        if leaves:
+            replica.says_that_it_leaves()
+        else:
+            replica.die_for_good()
+        eventually(lambda: place_of(client, number) not in (None, first), "it goes on")
+        second = place_of(client, number)
+        client.cancel(number)
+        assert [(one.replica, one.left) for one in done(ear).placements] == [
+            (first, "is being shut down" if leaves else "has closed its connection"),
+            (second, ""),
+        ]
+        cluster = client.last_stats.cluster
+        assert cluster is not None
+        assert cluster.moved == 1
+        assert cluster.states[states(client)[first or ""]] == 1
+
+
+def test_of_a_request_that_moves_again_and_again_the_last_places_are_told(pair: Pair) -> None:
+    with gateway(named(*pair)) as (_, client):
+        number, ear = sent(client, PREFIX, **LONG)
+        for _ in range(PLACEMENTS + 1):
+            before = ear.tokens(0)
+            eventually(lambda before=before: ear.tokens(0) > before, "it runs")
+            at = place_of(client, number)
+            named(*pair)[at or ""].die()
+            eventually(lambda at=at: place_of(client, number) not in (None, at), "it goes on")
+            eventually(lambda: set(states(client).values()) == {"connected"}, "it is back")
+        client.cancel(number)
+        placements = done(ear).placements
+        assert len(placements) == PLACEMENTS
+        assert [bool(one.left) for one in placements] == [True] * (PLACEMENTS - 1) + [False]
+
+
+def test_replicas_are_shown_with_their_numbers_and_why_some_are_not_used(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.clear_cache()
+        number, ear = sent(client, PREFIX, **LONG)
+        runs(ear)
+        at = place_of(client, number)
+        shown = {one.name: one for one in client.replicas}
+        eventually(lambda: {one.name: one for one in client.replicas}[at or ""].running == 1, "it is told")
+        eventually(lambda: {one.name: one for one in client.replicas}[at or ""].decode_rate > 0, "it is counted")
+        shown = {one.name: one for one in client.replicas}
+        assert [one.running for one in shown.values()].count(0) == 1
+        assert shown[at or ""].cells_used > len(PREFIX)
+        assert shown[at or ""].blocks >= len(PREFIX) // 16
+        assert sum(one.running for one in shown.values()) == client.last_stats.running
+        assert shown["replica-0"].address == f"127.0.0.1:{pair[0].address[1]}"
+        named(*pair)[at or ""].die_for_good()
+        eventually(lambda: states(client)[at or ""] == "lost", "it is gone")
+        lost = {one.name: one for one in client.replicas}[at or ""]
+        assert (lost.running, lost.cells, lost.blocks) == (0, 0, 0)
+        assert lost.why
+        client.cancel(number)
+        ear.wait()
+
+
+def test_what_is_shown_of_a_replica_is_that_of_no_other(pair: Pair) -> None:
+    with gateway(named(*pair)) as (engine, _):
+        pictures = {name: engine.cache.picture(name) for name in named(*pair)}
+        steps = {name: one._client.ask(ReadStats()).steps for name, one in named(*pair).items()}
+        assert {name: one.stats.steps for name, one in pictures.items()} == steps
+        for ask in (
+            engine.cache.picture,
+            lambda name: engine.cache.way(0, name),
+            lambda name: engine.cache.entry("", 1, name),
+        ):
+            with pytest.raises(BadRequest, match="no replica 'nowhere' is connected"):
+                ask("nowhere")
+
+
+def test_rates_are_those_of_the_last_seconds(alone: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, stats, told, now = Random(3), alone.stats(), ReplicaTold(), 100.0
+    monkeypatch.setattr(observed, "time", SimpleNamespace(monotonic=lambda: now))
+    history: list[tuple[float, int, int]] = []
+    for _ in range(300):
+        if draw.random() < 0.7:
+            before = history[-1] if history else (0.0, 0, 0)
+            history.append((now, before[1] + draw.randrange(500), before[2] + draw.randrange(50)))
+            told.take(replace(stats, prefill_tokens=history[-1][1], decode_tokens=history[-1][2]))
+        if history:
+            since = max([at for at, *_ in history if at <= now - RECENT_SECONDS], default=history[0][0])
+            (_, *old), (_, *new) = next(one for one in history if one[0] == since), history[-1]
+            seconds = min(RECENT_SECONDS, max(1.0, now - since))
+            assert told.rates() == tuple((count - less) / seconds for count, less in zip(new, old, strict=True))
+        now += draw.choice((0.1, 0.25, 3.0, 20.0) if draw.random() < 0.2 else (0.25,))
+    assert len(told._counts) <= 1 + RECENT_SECONDS / 0.1

@@ -152,6 +152,17 @@ def test_a_prompt_that_a_replica_has_is_read_from_its_memory(cluster: Cluster) -
     eventually(found, "it is found")
 
 
+def test_the_page_and_metrics_show_both_replicas(cluster: Cluster) -> None:
+    def shown() -> list[str]:
+        found = cluster.client.get("/inspector/api/snapshot").raise_for_status().json()
+        return [one["state"] for one in found["replicas"]]
+
+    eventually(lambda: shown() == ["connected"] * 2, "both are used")
+    assert (
+        'kvcellar_cluster_replicas{model_name="embedded",state="connected"} 2.0' in cluster.client.get("/metrics").text
+    )
+
+
 def test_streams_go_on_where_a_replica_is_killed_and_another_one_takes_its_place(
     cluster: Cluster, alone: Engine
 ) -> None:

@@ -159,7 +159,9 @@ def test_before_any_measurement_tokens_are_compared_and_one_that_has_not_measure
     router.events("b", [stored(blocks(1, 4))])
     router.load("a", load(10, speed=None))
     assert [(one.replica, one.seconds) for one in router.rank(blocks(1, 4), 100)] == [("b", 72.0), ("a", 210.0)]
+    assert not any(one.measured for one in router.rank([], 100))
     router.load("b", load(speed=500.0))
+    assert all(one.measured for one in router.rank([], 100))
     assert {one.replica: one.compute for one in router.rank([], 100)} == {"a": 0.2, "b": 0.2}
 
 

@@ -19,6 +19,7 @@ from kvcellar import Engine
 from kvcellar.inspector.routes import inspector
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.settings import key_digest
+from tests.cluster.replicas import of_replicas
 from tests.engine.mixes import PATIENCE
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
@@ -238,3 +239,23 @@ def test_the_page_passes_an_accessibility_check(engine, pages, scheme):
         found = page.evaluate("axe.run()")
         assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found["violations"]] == []
         assert len(found["passes"]) > 30
+
+
+@pytest.mark.usefixtures("wait")
+def test_replicas_are_shown_side_by_side_and_one_is_chosen(pages, kept):
+    settings: Any = {"cache_bytes": 24_000_000, "max_sequences": 4, "threads": 1, "record": "off"}
+    with of_replicas(None, settings, 2) as engine, served(engine, pages) as url:
+        two_turns(url)
+        page = pages.open(url)
+        rows = page.get_by_role("region", name="table of replicas").locator("tbody tr")
+        expect(rows).to_have_count(2)
+        ended = {name: len(engine.cache.picture(name).ended) for name in ("replica-0", "replica-1")}
+        for name, count in ended.items():
+            page.get_by_role("button", name=name).click()
+            expect(page.get_by_role("button", name=name)).to_have_attribute("aria-pressed", "true")
+            expect(page.locator("tr.past")).to_have_count(count)
+        assert sum(ended.values()) == 2
+        page.screenshot(path=kept / "replicas.png", full_page=True)
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("axe.run()")
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in found["violations"]] == []

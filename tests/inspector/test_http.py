@@ -102,7 +102,7 @@ def test_a_snapshot_has_the_documented_shape(plain, engine):
     assert found["model"] == {"name": engine.model.name, "context": engine.model.context, "all": [engine.model.name]}
     assert found.keys() == {
         *("version", "at", "engine", "rates", "requests", "groups", "more_groups", "tree", "tiers", "steps"),
-        *("instance", "model", "sums"),
+        *("instance", "model", "sums", "replica", "replicas"),
     }
     for group in found["groups"]:
         assert sum(cells for cells, _, _ in group["runs"]) == sum(group["counts"].values()) == group["cells"]

@@ -76,6 +76,7 @@ def engine_stats(**changes: Any) -> EngineStats:
         "store": None,
         "speculation": None,
         "recording": RecordingStats(None, None, (), 0, {}),
+        "cluster": None,
         "recomputes": {},
     }
     return EngineStats(**zeros | found | changes)

@@ -17,7 +17,15 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
-from kvcellar.engine.stats import EngineStats, PrefixStats, SpeculationStats, StoreStats, TierStats, declared
+from kvcellar.engine.stats import (
+    ClusterStats,
+    EngineStats,
+    PrefixStats,
+    SpeculationStats,
+    StoreStats,
+    TierStats,
+    declared,
+)
 from kvcellar.events import Done, Event, Failed
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.serve import Server, ServeSettings, key_digest
@@ -40,6 +48,7 @@ BUSY = engine_stats(
     prefixes=PrefixStats(100, 90, 80, {"device": 50, "disk": 30}, {"new": 15, "evicted": 5}, 4, 60, 7, 11, 2),
     store=StoreStats(TIERS, 3, 0, 9, False, 21, 22, 23, {}),
     speculation=SpeculationStats("ngram", None, 4, 9, 8, 6, (), 0.0, 0),
+    cluster=ClusterStats((), {"connected": 2, "lost": 1}, 5, 6),
 )
 
 

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlsplit
 import click
 
 from kvcellar.cli.options import FILE, Command, json_option, together
-from kvcellar.cli.printing import recall_lines, share, table
+from kvcellar.cli.printing import placement_lines, recall_lines, share, table
 from kvcellar.errors import BadRequest, KvcellarError
 from kvcellar.progress import rounded
 
@@ -172,7 +172,8 @@ def stop_command(name: str, url: str, admin_key_file: Path | None) -> None:
 @json_option
 @server_options
 def why_command(request: str | None, limit: int, as_json: bool, url: str, admin_key_file: Path | None) -> None:
-    """Print what the prompt of REQUEST read from memory, and why it was not more; and what its drafts did.
+    """Print what the prompt of REQUEST read from memory, and why it was not more; what its drafts did; and of a
+    cluster, which replicas were considered for it, by what, and how it moved. Each gateway has its own requests.
 
     REQUEST is the id of a response, or its header x-request-id; a running server has the last 1000, in its memory only.
     Without REQUEST, list the last ones.
@@ -205,6 +206,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for one in found["prompts"]:
         if len(found["prompts"]) > 1:
             yield f"  prompt {one['prompt']}:"
+        yield from (f"  {line}" for line in placement_lines(one["placements"]))
         yield from (f"  {line}" for line in recall_lines(one["prompt_tokens"], one["recall"]))
         if one["recall"] is not None:
             yield from _sides(one["recall"])

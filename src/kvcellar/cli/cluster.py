@@ -1,5 +1,6 @@
 """cluster: the subcommands of a cluster of engines on Ray Serve."""
 
+import json
 import os
 import random
 import signal
@@ -14,7 +15,10 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import Command, adapter_option, engine_options, given, together
+from kvcellar.cli import top
+from kvcellar.cli.client import AdminClient, server_options, why_command
+from kvcellar.cli.options import Command, adapter_option, engine_options, given, json_option, together
+from kvcellar.cli.printing import replica_lines
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
 from kvcellar.cli.store_options import store_options, stored
 from kvcellar.engine.load.in_library import located
@@ -37,6 +41,27 @@ OBJECTS = 100 << 20  # bytes of shared memory: nothing of requests is in it
 @click.group("cluster")
 def command() -> None:
     """Serve models by several engines and gateways, on Ray."""
+
+
+command.add_command(top.command)
+command.add_command(why_command)
+
+
+@command.command("status", cls=Command, epilog="Example: kvcellar cluster status --admin-key-file admin.txt")
+@json_option
+@server_options
+def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
+    """List the replicas of each model, as the gateway that answers knows them, and how many of its requests went on at
+    another one (moved), or went to one without a comparison of what they have (unranked)."""
+    found = AdminClient(url, admin_key_file).get("/admin/cluster")
+    if as_json:
+        click.echo(json.dumps(found))
+        return
+    if not found["models"]:
+        raise BadRequest(f"the server at {url} is no gateway of a cluster", "url")
+    for one in found["models"]:
+        click.echo(f"{one['model']}: {one['moved']} requests moved, {one['unranked']} unranked")
+        click.echo("\n".join(replica_lines(one["replicas"])))
 
 
 @command.command("serve", cls=Command, epilog="Example: kvcellar cluster serve ./my-model --replicas 4 --gateways 2")

@@ -1,6 +1,6 @@
 """printing: how subcommands print numbers and tables, and what of a prompt came from memory and why it was not more."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,40 @@ def counted(number: int, what: str) -> str:
 
 def share(restored: int, prompt: int) -> str:
     return f"{restored} of {prompt}"
+
+
+REPLICAS = (
+    *("REPLICA", "STATE", "RUNNING", "WAITING", "TO READ", "CELLS USED", "CACHED", "FREE"),
+    *("READ/S", "WRITTEN/S", "BLOCKS", "ADDRESS"),
+)
+SCORES = ("REPLICA", "IN ALL", "WAIT", "RESTORE", "COMPUTE", "OTHERS", "TOKENS THERE", "TO RESTORE")
+
+
+def replica_lines(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of the replicas of a model, and why some are not used."""
+    rows: list[tuple[str, ...]] = [REPLICAS]
+    for one in replicas:
+        used, cached, cells = one["cells_used"], one["cells_cached"], one["cells"]
+        counts = one["running"], one["waiting"], one["waiting_tokens"], used, cached, cells - used - cached
+        rates = f"{one['prefill_rate']:.0f}", f"{one['decode_rate']:.1f}"
+        rows.append((one["name"], one["state"], *map(str, counts), *rates, str(one["blocks"]), one["address"]))
+    return [*table(rows).splitlines(), *(f"{one['name']}: {one['why']}" for one in replicas if one["why"])]
+
+
+def placement_lines(placements: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """To which replicas a request was sent, and what these were compared with."""
+    for one in placements:
+        considered = one["considered"]
+        unit = "seconds" if considered and considered[0]["measured"] else "tokens, as no speed was measured yet,"
+        by = f"the best of {len(considered)} by {unit} to its first token" if considered else "by numbers of requests"
+        left = f"; that replica {one['left']}, and it went on at another one" if one["left"] else ""
+        yield f"sent to {one['replica']}, {by}{left}"
+        if considered:
+            rows: list[tuple[str, ...]] = [SCORES]
+            for score in considered:
+                seconds = (f"{score[name]:.4f}" for name in ("seconds", "wait", "restore", "compute", "others"))
+                rows.append((score["replica"], *seconds, str(score["have"]), str(score["restored"])))
+            yield from (f"  {line}" for line in table(rows).splitlines())
 
 
 def recall_lines(prompt: int, recall: Mapping[str, Any] | None) -> Iterator[str]:

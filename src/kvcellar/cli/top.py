@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import urlencode
 
 import click
 
 from kvcellar.cli.client import AdminClient, ServerLoading, server_options
 from kvcellar.cli.options import Command
-from kvcellar.cli.printing import picture, share
+from kvcellar.cli.printing import picture, replica_lines, share
 from kvcellar.errors import KvcellarError
 from kvcellar.progress import rounded
 
@@ -47,7 +47,10 @@ ENDED = f"ENDED    OUTCOME     PROMPT  WRITTEN  TOKENS/S  {'FROM MEMORY':<{BAR}}
 
 def _head(found: Snapshot) -> Iterator[str]:
     engine, rates, model = found["engine"], found["rates"], found["model"]
-    yield f"{model['name']}: {engine['running']} running, {engine['waiting']} waiting, {engine['steps']} steps"
+    if found["replicas"]:
+        yield from (*replica_lines(found["replicas"]), "")
+    of = f" at {found['replica']}" if found["replica"] else ""
+    yield f"{model['name']}{of}: {engine['running']} running, {engine['waiting']} waiting, {engine['steps']} steps"
     recording = engine["recording"]
     steps = recording["steps"]
     by = f"recorded {steps}" if recording["refused"] is None else f"by modules: {recording['refused']}"
@@ -142,15 +145,19 @@ WIDTH, HEIGHT = 100, 40  # characters and lines, where there is no terminal
 
 @click.command("top", cls=Command, epilog="Example: kvcellar top --url http://127.0.0.1:8080")
 @click.argument("model", required=False)
+@click.option("--replica", help="Of a cluster, the replica whose memory is shown. Default: one that is connected.")
 @click.option("--once", is_flag=True, help="Print once and exit (the default when output is not a terminal).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, as `/inspector/api/snapshot` returns it.")
 @server_options
-def command(model: str | None, once: bool, as_json: bool, url: str, admin_key_file: Path | None) -> None:
+def command(
+    model: str | None, replica: str | None, once: bool, as_json: bool, url: str, admin_key_file: Path | None
+) -> None:
     """Show what a running server does: requests, memory, the prefix tree, tiers and steps, once a second; q ends it.
-    It waits for a server that loads its models.
+    Of a cluster, all replicas, and the memory of one. It waits for a server that loads its models.
 
     MODEL is the name of a loaded model; without it, the one that the server was started with."""
-    path = "/inspector/api/snapshot" + (f"?model={quote(model, safe='')}" if model else "")
+    given = {"model": model, "replica": replica}
+    path = f"/inspector/api/snapshot?{urlencode({name: value for name, value in given.items() if value})}"
     client = AdminClient(url, admin_key_file)
     found = _first(client, path)
     if as_json:

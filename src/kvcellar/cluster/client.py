@@ -13,6 +13,7 @@ Always true:
     are refused by name;
   * the router knows the replicas that get requests, and no others;
   * a replica that gets requests has been told of all adapters;
+  * what was counted does not fall when a replica goes, and is not counted twice when it comes back;
   * the death of a replica counts against a request that went on alone there, and else `SUSPECT` of it: a replica can be
     killed for many reasons, and that is not told.
 """
@@ -22,17 +23,19 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from msgspec import Raw
 
 from kvcellar.cluster.address import Address, keep_alive
+from kvcellar.cluster.observed import Told
 from kvcellar.cluster.routing import Load, Ranking, Router
-from kvcellar.cluster.sums import summed
+from kvcellar.cluster.sums import counted, summed
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.control_replies import AdapterInfo, NamespaceContents, Removed
 from kvcellar.engine.messages import (
@@ -66,10 +69,11 @@ from kvcellar.engine.messages import (
     ShowEntry,
     ShowWay,
     Submission,
+    TakePicture,
     reply_type,
 )
-from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, KvcellarError, ModelRefused
+from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaState, ReplicaStats
+from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused
 from kvcellar.frontend.remote_client import RemoteClient, Request
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
@@ -88,7 +92,8 @@ STALLED = 5.0  # seconds by which a wait is too long where this process was stop
 LAST_WORDS = 5.0
 TICK = 0.25
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
-SOMEWHERE = (ShowEntry, ShowWay, CheckPinned)  # one replica has it
+SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
+SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 MERGED = (ListNamespaces, ListMostValuable, ReadStats)
 
 
@@ -111,6 +116,7 @@ class ReplicaLink:
         self.outbox = Outbox(self.link, unsent)
         self.beat, self.beaten = Beat(0.0), time.monotonic()
         self.stats: Raw | None = None
+        self.told = Told()
         self.leaving = False
         self.early: list[list[Any]] = []
 
@@ -135,6 +141,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._addresses: dict[str, Address] = {}
         self._tried: dict[str, float] = {}  # when it was tried last, of those that are not connected
         self._refused: dict[str, str] = {}  # why, by replica
+        self._lost: dict[str, str] = {}  # how the last connection ended, or why there was none
         self._weights = ""  # of the replica that joined last
         self._used: set[str] = set()  # those that have a thread: they are connected, or being connected
         self._links: dict[str, ReplicaLink] = {}  # connected
@@ -143,7 +150,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._counts: dict[str, int] = {}  # requests by replica
         self.unranked = 0  # requests of which the router had no opinion
         self.moved = 0  # requests that went on at another replica
-        self._last: EngineStats | None = None
+        self._began = time.time()
+        self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
@@ -169,13 +177,24 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 raise ModelRefused("; ".join(f"replica {name}: {why}" for name, why in refused.items()))
 
     @property
-    def replicas(self) -> Mapping[str, str]:
-        """How each replica that was found is, by name."""
+    def replicas(self) -> tuple[ReplicaStats, ...]:
+        """All that were found, or are connected still."""
         with self._changed:
-            ready = {one.name for one in self._engines}
-            return {
-                name: "ready" if name in ready else self._refused.get(name, "not connected") for name in self._addresses
-            }
+            addresses = self._addresses | {name: one.address for name, one in self._links.items()}
+            return tuple(map(self._seen, addresses.values()))
+
+    def _seen(self, address: Address) -> ReplicaStats:
+        """While `_changed` is held."""
+        name, link = address.replica, self._links.get(address.replica)
+        used = name in self._counts
+        why = "" if used else self._refused.get(name) or self._lost.get(name, "")
+        state: ReplicaState = "connected" if used else "connecting"
+        if link is not None and link.leaving:
+            state = "leaving"
+        elif why:
+            state = "refused" if name in self._refused else "lost"
+        blocks = self._router.blocks(name) if self._router is not None and used else 0
+        return (Told() if link is None else link.told).shown(name, f"{address.host}:{address.port}", state, why, blocks)
 
     def _connect_missing(self) -> None:
         now = time.monotonic()
@@ -190,6 +209,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._tried = {name: at for name, at in self._tried.items() if name in self._addresses}
             self._tried |= {one.replica: now for one in missing}
             self._refused = {name: why for name, why in self._refused.items() if name in self._addresses}
+            self._lost = {name: why for name, why in self._lost.items() if name in self._addresses}
+            self._fold()
             self._used |= {one.replica for one in missing}
         for address in missing:
             threading.Thread(target=self._use, args=(address,), name="kvcellar-engine", daemon=True).start()
@@ -212,8 +233,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._refuse_replica(address.replica, str(error))
         except (EOFError, OSError) as error:
             log.info("replica %s: %s", address.replica, error)
-        except Exception:
+            self._lose(address.replica, str(error))
+        except Exception as error:
             log.exception("what replica %s has sent cannot be read", address.replica)
+            self._lose(address.replica, f"what it has sent cannot be read: {error}")
         finally:
             if link is not None:
                 link.close()
@@ -234,6 +257,16 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         log.error("replica %s is not used: %s", name, why)
         with self._changed:
             self._refused[name] = why
+
+    def _lose(self, name: str, why: str) -> None:
+        with self._changed:
+            self._lost[name] = why
+
+    def _fold(self) -> None:
+        """What replicas have counted that do not come back becomes one record. While `_changed` is held."""
+        gone = [one for one in self._past if one and one not in self._addresses and one not in self._links]
+        if gone:
+            self._past[""] = summed([self._past.pop(one) for one in ("", *gone) if one in self._past])
 
     def _greet(self, link: ReplicaLink) -> None:
         while not isinstance(message := link.link.receive(), Hello):
@@ -263,11 +296,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._weights = link.address.weights
             self._router.join(link.name)
             self._counts[link.name] = 0
+            self._lost.pop(link.name, None)
             for events in link.early:
                 self._router.events(link.name, events)
             link.early.clear()
-            if link.stats is not None:
-                self._router.load(link.name, load_of(decode(link.stats, EngineStats)))
+            if link.told.last is not None:
+                self._router.load(link.name, load_of(link.told.last))
             self._joined(link)
         self._first.set()
         return True
@@ -320,8 +354,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _forgotten(self, engine: ReplicaLink) -> None:
         assert self._router is not None, "it has joined"
-        if engine.stats is not None:
-            self._last = decode(engine.stats, EngineStats)
+        if engine.told.last is not None:
+            self._past[engine.name] = counted(engine.told.last)
         self._router.leave(engine.name)
         del self._counts[engine.name]
         self._pin_again([engine])
@@ -362,8 +396,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if request is None:
             return self._engines[0]
         by_name = {one.name: one for one in self._engines}
-        ranking = self._rank(self._hashes.get(request.submission.number, ()), request.submission)
-        for score in ranking:
+        request.considered = self._rank(self._hashes.get(request.submission.number, ()), request.submission)
+        for score in request.considered:
             if (link := by_name.get(score.replica)) is not None:
                 return link
         self.unranked += 1
@@ -374,6 +408,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         assert self._router is not None
         number = request.submission.number
         self._counts[engine.name] += 1
+        request.placed(engine.name)
         self._router.sent(engine.name, number, self._hashes.get(number, ()), request.length)
 
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
@@ -411,20 +446,27 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _loaded(self, engine: ReplicaLink) -> None:
         assert engine.stats is not None
-        load = load_of(decode(engine.stats, EngineStats))
+        stats = decode(engine.stats, EngineStats)
         with self._changed:
+            engine.told.take(stats)
             if self._router is not None and engine in self._engines:
-                self._router.load(engine.name, load)
+                self._router.load(engine.name, load_of(stats))
 
     @property
     def last_stats(self) -> EngineStats:
         """Of all replicas together."""
         with self._changed:
-            found = [decode(one.stats, EngineStats) for one in self._engines if one.stats is not None]
-            if found:
-                return summed(found)
-            assert self._last is not None, "a replica was there"
-            return self._last
+            return self._together([one.told.last for one in self._engines if one.told.last is not None])
+
+    def _together(self, found: Sequence[EngineStats]) -> EngineStats:
+        """What replicas are, with what those had counted that have gone, so that no count falls."""
+        with self._changed:
+            past = [stats for name, stats in self._past.items() if name not in self._counts]
+            replicas = self.replicas
+            states = dict.fromkeys(get_args(ReplicaState), 0) | Counter(one.state for one in replicas)
+            cluster = ClusterStats(replicas, states, self.moved, self.unranked)
+        at = min((one.at for one in found), default=0.0)
+        return with_fields(summed([*found, *past]), at=at, started=self._began, cluster=cluster)
 
     # -- asking -------------------------------------------------------------------------------------------------
 
@@ -436,7 +478,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
             return _merged(found)
         if isinstance(control, MERGED):
-            return _merged(self._from_all(control))
+            return _merged(self._from_all(control), self._together)
         if type(control) in SOMEWHERE:
             return self._from_one(control)
         return super().ask(control, source)
@@ -463,10 +505,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             return missing
 
     def _from_one(self, control: ControlWithReply[R]) -> R:
+        """The reply of the replica that it names, or of the first one that does not refuse."""
+        name = control.replica if isinstance(control, SHOWN) else ""
         self._ready_engine()
         with self._changed:
-            engines = list(self._engines)
-        refusal: KvcellarError = EngineFailed("no replica is there")
+            engines = [one for one in self._engines if name in ("", one.name)]
+        refusal: KvcellarError = BadRequest(f"no replica {name!r} is connected", "replica")
         for one in engines:
             try:
                 return decode(self._asked(control, engine=one), reply_type(control))
@@ -542,13 +586,13 @@ def load_of(stats: EngineStats) -> Load:
     )
 
 
-def _merged(found: Sequence[Any]) -> Any:
+def _merged(found: Sequence[Any], together: Callable[[Sequence[EngineStats]], EngineStats] = summed) -> Any:
     """The replies of all replicas as one."""
     first = found[0]
     if isinstance(first, Removed):
         return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
     if isinstance(first, EngineStats):
-        return summed(found)
+        return together(found)
     if isinstance(first, list):
         every = [one for some in found for one in some]
         return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every

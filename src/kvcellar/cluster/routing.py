@@ -47,6 +47,7 @@ from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
 from kvcellar.errors import BadRequest
+from kvcellar.events import Score
 
 DEVICE, REMOTE = 0, 3
 MEDIA = ("GPU", "CPU", "DISK", "REMOTE")  # those between device and remote are read by their own replica only
@@ -69,19 +70,6 @@ class Load(Struct, frozen=True):
     cells: _COUNT
     waiting: _COUNT  # completions that are not in decode yet
     sequences: _COUNT  # the most completions that run at once
-
-
-class Score(Struct, frozen=True):
-    """What a replica was chosen by. Where no replica has measured a speed, tokens stand for seconds."""
-
-    replica: str
-    seconds: float  # in all
-    wait: float
-    restore: float
-    compute: float
-    others: float
-    have: int  # tokens of the prompt on its device, or about to be there
-    restored: int  # tokens that it would read
 
 
 Ranking: TypeAlias = tuple[Score, ...]
@@ -291,6 +279,10 @@ class Router:
         self._blocks.leave(at)
         self._names[at], self._seats[at] = None, 0
 
+    def blocks(self, replica: str) -> int:
+        """That it is known to have."""
+        return self._blocks.count(self._place[replica])
+
     def events(self, replica: str, events: Sequence[Any]) -> None:
         """Raises `BadRequest`, and changes nothing, where one of them is malformed."""
         at, read = self._place[replica], self._read(events)
@@ -388,7 +380,7 @@ class Router:
         have, restored = self._found(hashes, tokens, each, read)
         waiting, uncomputed = self._waiting(each), tokens - have - restored
         room = 0.0 if each is None else self._room(waiting + uncomputed + restored)
-        rate = 0.0 if each is None else self._rate()
+        rate, measured = 0.0 if each is None else self._rate(), each is not None
         each = np.ones(len(seats)) if each is None else each
         wait, compute = np.maximum(waiting * each, room), uncomputed * each
         restore = restored * (each if read is None else read)
@@ -404,7 +396,7 @@ class Router:
         best: list[int] = among[order][:most].tolist()
         columns = (seconds, wait, restore, compute, others, have, restored)
         return tuple(
-            Score(name, *(column[at].item() for column in columns))
+            Score(name, *(column[at].item() for column in columns), measured=measured)
             for at in best
             if (name := self._names[at]) is not None
         )

@@ -1,7 +1,7 @@
 """sums: the statistics of several engines as those of one."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from kvcellar.engine.stats import EngineStats
@@ -20,6 +20,24 @@ def summed(every: Sequence[EngineStats]) -> EngineStats:
         found[name] = sum(known) / len(known) if known else 0.0
     found |= {"at": min(stats.at for stats in every), "started": max(stats.started for stats in every)}
     return EngineStats(**found)
+
+
+def counted(stats: EngineStats) -> EngineStats:
+    """What an engine had counted that has gone: its other numbers are 0."""
+    return _counts(stats)
+
+
+def _counts(record: Any) -> Any:
+    found: dict[str, Any] = {}
+    for one in fields(record):
+        value, metric = getattr(record, one.name), one.metadata.get("metric")
+        if is_dataclass(value):
+            found[one.name] = _counts(value)
+        elif isinstance(value, tuple) and any(map(is_dataclass, parts := list[Any](value))):
+            found[one.name] = tuple(map(_counts, parts))
+        elif isinstance(value, int | float) and (metric is None or metric.kind != "counter"):
+            found[one.name] = type(value)()
+    return replace(record, **found)
 
 
 def _sum(values: Sequence[Any], name: str = "") -> Any:

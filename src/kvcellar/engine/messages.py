@@ -175,18 +175,22 @@ class ImportStore(ControlWithReply[Imported], frozen=True):
 class TakePicture(ControlWithReply[Picture], frozen=True):
     """A bounded picture of requests, the prefix tree and cells."""
 
+    replica: str = ""  # of several, the one that is asked: an engine does not read it. "": any
+
 
 class ShowEntry(ControlWithReply[tuple[TreeEntry, tuple[int, ...]]], frozen=True):
     """An entry of the prefix tree."""
 
     name: str
     most: int  # of its tokens
+    replica: str = ""
 
 
 class ShowWay(ControlWithReply[Way], frozen=True):
     """The way of a request through the prefix tree."""
 
     number: int
+    replica: str = ""
 
 
 class AddAdapter(ControlWithReply[AdapterInfo], frozen=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args, get_type_hints
 
 T = TypeVar("T")
+ReplicaState = Literal["connecting", "connected", "leaving", "lost", "refused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,8 @@ class Metric:
         return f"{self.text[0].upper()}{self.text[1:]}."
 
 
-def gauge(name: str, text: str) -> Any:
-    return field(metadata={"metric": Metric("gauge", name, text)})
+def gauge(name: str, text: str, *, by: str | None = None) -> Any:
+    return field(metadata={"metric": Metric("gauge", name, text, by)})
 
 
 def counter(name: str, text: str, *, by: str | None = None) -> Any:
@@ -181,6 +182,40 @@ class PrefixStats:
 
 
 @statistics(frozen=True)
+class ReplicaStats:
+    """One replica of an engine, as a gateway knows it. Numbers are 0 of one that is not connected."""
+
+    name: str  # of the replica in Ray Serve
+    address: str  # host and port at which it listens for gateways
+    state: ReplicaState  # `connecting`, `connected`, `leaving` (it gets no more requests), `lost` or `refused`
+    why: str  # why it is lost or refused
+    running: int = 0  # completions in prefill or decode
+    waiting: int = 0  # completions waiting for admission
+    waiting_tokens: int = 0  # their prompt tokens that are not computed yet, with those in prefill
+    cells: int = 0  # all cells of the fullest group
+    cells_used: int = 0  # of these, cells of running sequences
+    cells_cached: int = 0  # of these, cells of the prefix cache alone; the others are free
+    prefill_rate: float = 0.0  # prompt tokens per second, of the last seconds
+    decode_rate: float = 0.0  # tokens in decode per second
+    blocks: int = 0  # blocks of tokens that the router knows to be there
+
+
+@statistics(frozen=True)
+class ClusterStats:
+    """Several engines that are used as one, as one gateway knows them."""
+
+    replicas: tuple[ReplicaStats, ...]  # described below
+    states: Mapping[str, int] = gauge("kvcellar_cluster_replicas", "replicas of an engine", by="state")
+    moved: int = counter(
+        "kvcellar_cluster_requests_moved", "requests that went on at another replica, as theirs had died or left"
+    )
+    unranked: int = counter(
+        "kvcellar_cluster_requests_unranked",
+        "requests whose replica was chosen by numbers of requests alone, as no replica had published KV events",
+    )
+
+
+@statistics(frozen=True)
 class EngineStats:
     """The state of an engine between two steps. What is counted is counted since the start."""
 
@@ -198,6 +233,8 @@ class EngineStats:
     ended: int  # requests that have ended since the start
     sequences: int  # sequences in memory: those of running completions
     steps: int = counter("kvcellar_steps", "steps")
+    prefill_tokens: int = counter("kvcellar_prefill_tokens", "prompt tokens that steps have computed")
+    decode_tokens: int = counter("kvcellar_decode_tokens", "tokens that steps have computed of completions in decode")
     preemptions: int = counter("kvcellar_preemptions", "running completions that were preempted")
     cache_bytes: int = gauge("kvcellar_cache_bytes", "bytes of K/V and recurrent state, used or not")
     scratch_bytes: int = gauge("kvcellar_scratch_bytes", "bytes of the largest step")
@@ -210,6 +247,7 @@ class EngineStats:
     store: StoreStats | None  # described below; None: no store
     speculation: SpeculationStats | None  # described below; None: nothing is drafted
     recording: RecordingStats  # described below
+    cluster: ClusterStats | None  # described below; None: it is one engine
     rows: int = gauge("kvcellar_state_rows", "rows of recurrent state, without the null row")
     rows_used: int = gauge("kvcellar_state_rows_used", "rows of running sequences")
     rows_cached: int = gauge(

@@ -22,20 +22,20 @@ class CacheClient:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
-    def picture(self) -> Picture:
+    def picture(self, replica: str = "") -> Picture:
         """What runs and has ended, entries of the prefix tree, and the cells as runs: bounded, for a page that shows
-        it (`survey.py`)."""
-        return self._client.ask(messages.TakePicture())
+        it (`survey.py`). `replica`: one of several that are used as one engine; "": any."""
+        return self._client.ask(messages.TakePicture(replica))
 
-    def entry(self, name: str, most: int) -> tuple[TreeEntry, tuple[int, ...]]:
+    def entry(self, name: str, most: int, replica: str = "") -> tuple[TreeEntry, tuple[int, ...]]:
         """The entry of this name, and up to `most` of its tokens. Raises `BadRequest` if it is not among those that a
         picture would show."""
-        return self._client.ask(messages.ShowEntry(name, most))
+        return self._client.ask(messages.ShowEntry(name, most, replica))
 
-    def way(self, number: int) -> Way:
+    def way(self, number: int, replica: str = "") -> Way:
         """Of a live request or one of the last ones, as far as its text is in the tree now. Raises `BadRequest` if the
         number is not known, or the text not kept."""
-        return self._client.ask(messages.ShowWay(number))
+        return self._client.ask(messages.ShowWay(number, replica))
 
     def listed(self, tier: str, namespace: str | None = None) -> Iterator[dict[str, Any]]:
         """The entries of a tier, "device" or "disk", as JSON, each after the one that it continues."""

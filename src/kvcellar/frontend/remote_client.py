@@ -71,7 +71,7 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.request_options import timings_of
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, Overloaded, WrongStage, forked_from
-from kvcellar.events import Done, Embedded, Failed, PromptScored, Timings
+from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.memory.tiers.upkeep import Readable
 from kvcellar.wire import decode, packed
@@ -82,6 +82,7 @@ log = logging.getLogger("kvcellar.engine")
 DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
 UNPROVEN_SECONDS = 2.0
 WAIT_SECONDS = 60.0  # that a call waits while no engine is there
+PLACEMENTS = 4  # of a request that are told: one can go on at any number of replicas
 PINS = 256  # prompts, the last ones, that are pinned again at another engine
 
 
@@ -125,6 +126,8 @@ class Request(Generic[E]):
     alone: bool = False  # it goes on after a death: others go on when it is proven
     deaths: float = 0.0  # of engines that had begun with it, and told nothing, in a row
     went_on: bool = False  # more than one engine had it
+    considered: tuple[Score, ...] = ()  # engines, when the last one was chosen
+    placements: list[Placement] = field(default_factory=list[Placement])  # the last `PLACEMENTS` of replicas
     cancelled: bool = False
     failed: Exception | None = None  # its text
     ask: int | None = None  # by which it is submitted, while the caller of `submit` waits for the reply
@@ -143,10 +146,8 @@ class Request(Generic[E]):
             case Ended():
                 choice = self.choices.setdefault(event.choice, _Choice())
                 choice.ended = event.tokens if choice.ended is None else choice.ended
-            case Done() if self.went_on:
-                cached = event.usage.cached_tokens if self.first_token is None else self.cached
-                usage = with_fields(event.usage, cached_tokens=cached)
-                event = replace(event, usage=usage, timings=self._timings())
+            case Done():
+                event = self._done(event)
             case _:
                 pass
         self.deliver(event)
@@ -159,6 +160,17 @@ class Request(Generic[E]):
             choice = self.choices[event.choice] = _Choice()
         choice.token_ids.extend(event.token_ids)
         return event if event.cached_tokens == self.cached else replace(event, cached_tokens=self.cached)
+
+    def _done(self, event: Done) -> Done:
+        if self.went_on:
+            cached = event.usage.cached_tokens if self.first_token is None else self.cached
+            usage = with_fields(event.usage, cached_tokens=cached)
+            event = replace(event, usage=usage, timings=self._timings())
+        return replace(event, placements=tuple(self.placements)) if self.placements else event
+
+    def placed(self, replica: str) -> None:
+        """It is sent to a replica, which was chosen now."""
+        self.placements = [*self.placements, Placement(replica, self.considered)][-PLACEMENTS:]
 
     def _timings(self) -> Timings:
         return timings_of(self.submitted, self.admitted, self.first_token, self.last_token)
@@ -555,6 +567,8 @@ class RemoteClient(ABC, Generic[E]):
                     one.deaths += blame(one)
                 one.alone = blame is not None or (one.alone and not one.proven)
                 one.engine, one.here, one.proven, one.went_on = None, False, False, True
+                if one.placements:
+                    one.placements[-1] = with_fields(one.placements[-1], left=how)
                 if one.deaths >= DEATHS:
                     guilty.append(number)
             moved = [number for number in mine if number not in guilty]

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 PAGE, ICON = "/inspector", "/favicon.ico"  # paths
-NAMES = ("index.html", "app.js", "data.js", "requests.js", "tree.js", "memory.js", "steps.js", "page.css", "icon.svg")
+SCRIPTS = ("app.js", "data.js", "replicas.js", "requests.js", "tree.js", "memory.js", "steps.js")
+NAMES = ("index.html", *SCRIPTS, "page.css", "icon.svg")
 VENDOR = ("vendor/preact-htm.js", "vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}  # by suffix
 FILES: Mapping[str, str] = MappingProxyType(  # media types by name

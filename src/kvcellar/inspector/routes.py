@@ -6,7 +6,7 @@
     /inspector/api/entry         the text of an entry of the tree, by `name`
     /inspector/api/request       the way of a request through the tree, by `number`
 
-All take `model`. Nothing here changes an engine.
+All take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine.
 
 Always true:
   * an engine is looked at once a second at most for all streams and snapshots together;
@@ -63,10 +63,15 @@ TOKENS = 1024  # of the text of an entry
 MODELS = 64  # of which pictures and texts are remembered
 OFF = "the inspector of this server is off; start it with --inspector"
 MODEL = Parameter(about="The name of a loaded model. Default: the first one.", schema={"type": "string"})
+REPLICA = Parameter(
+    about="The name of a replica, on a gateway of a cluster. Default: one that is connected.",
+    schema={"type": "string"},
+)
 NAME = Parameter(about="The name of an entry.", schema={"type": "string"})
 NUMBER = Parameter(about="The number of a request.", schema={"type": "integer", "minimum": 0, "maximum": 10**18 - 1})
 # There may be no such entry or model, or the model is not loaded.
-of_inspector = partial(Operation, "Inspector", query={"model": MODEL}, errors=(400, 404, 409))
+OF_ONE: Mapping[str, Parameter] = MappingProxyType({"model": MODEL, "replica": REPLICA})
+of_inspector = partial(Operation, "Inspector", query=OF_ONE, errors=(400, 404, 409))
 OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
     {
         ("GET", f"{API}snapshot"): of_inspector("What there is now.", answer=Snapshot),
@@ -74,10 +79,10 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
             "The same as events, one when something has changed.", streams=SSE, event=Snapshot
         ),
         ("GET", f"{API}entry"): of_inspector(
-            "The text of an entry of the tree.", query={"name": NAME, "model": MODEL}, answer=EntryText
+            "The text of an entry of the tree.", query={"name": NAME, **OF_ONE}, answer=EntryText
         ),
         ("GET", f"{API}request"): of_inspector(
-            "The way of a request through the tree.", query={"number": NUMBER, "model": MODEL}, answer=RequestWay
+            "The way of a request through the tree.", query={"number": NUMBER, **OF_ONE}, answer=RequestWay
         ),
     }
 )
@@ -99,6 +104,25 @@ def inspector(shared: Shared) -> Mounted:
 def _paths(files: Mapping[str, File]) -> dict[str, File]:
     found = {f"{PAGE}/{name}": file for name, file in files.items() if name != "index.html"}
     return {PAGE: files["index.html"], ICON: files["icon.svg"], **found}
+
+
+class Place(NamedTuple):
+    """What is looked at. None: the first one."""
+
+    model: str | None
+    replica: str | None
+
+    @classmethod
+    def of(cls, request: Request) -> "Place":
+        return cls(request.query_params.get("model"), request.query_params.get("replica"))
+
+    def replica_of(self, engine: Engine) -> str:
+        """Its name; "" where the engine is one. Raises `BadRequest` for one that is not connected."""
+        cluster = engine.last_stats.cluster
+        names = [one.name for one in cluster.replicas if one.state == "connected"] if cluster is not None else []
+        if self.replica is not None and self.replica not in names:
+            raise BadRequest(f"no replica {self.replica[:100]!r} of this model is connected", "replica")
+        return self.replica or next(iter(names), "")
 
 
 class Seen(NamedTuple):
@@ -133,21 +157,23 @@ class DataHandler:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
-        self._models: dict[str, _Model] = {}  # changed in the one thread of inspectors only
+        self._models: dict[
+            tuple[str, str], _Model
+        ] = {}  # by name and replica; changed in the one thread of inspectors only
         self._streams = Counter[str | None]()  # that are open, by tenant
 
     async def snapshot(self, request: Request) -> Response:
-        viewer, model = self._viewer(request), request.query_params.get("model")
-        return _json((await self._content(model, viewer, -1))[1])
+        viewer, place = self._viewer(request), Place.of(request)
+        return _json((await self._content(place, viewer, -1))[1])
 
     async def stream(self, request: Request) -> Response:
-        viewer, model = self._viewer(request), request.query_params.get("model")
+        viewer, place = self._viewer(request), Place.of(request)
         if self._streams.total() >= STREAMS:
             raise Overloaded(f"{STREAMS} streams are open already; close a page")
         if viewer.tenant is not None and self._streams[viewer.tenant] >= STREAMS_OF_KEY:
             raise Overloaded(f"{STREAMS_OF_KEY} streams of this API key are open already; close a page")
-        first = await self._content(model, viewer, -1)  # an error of this one is the response
-        events, counted = self._events(model, viewer, first), self._counted(viewer.tenant)
+        first = await self._content(place, viewer, -1)  # an error of this one is the response
+        events, counted = self._events(place, viewer, first), self._counted(viewer.tenant)
         return HeldStream(events, counted, media_type=SSE, headers=NOT_STORED)
 
     @contextmanager
@@ -160,31 +186,33 @@ class DataHandler:
             if not self._streams[tenant]:
                 del self._streams[tenant]
 
-    async def _events(self, model: str | None, viewer: Viewer, first: tuple[int, bytes]) -> AsyncIterator[bytes]:
+    async def _events(self, place: "Place", viewer: Viewer, first: tuple[int, bytes]) -> AsyncIterator[bytes]:
         (number, content), sent = first, time.monotonic()
         yield _event(content)
         while await self._pause(EVERY):
-            number, content = await self._content(model, viewer, number)
+            number, content = await self._content(place, viewer, number)
             if content or time.monotonic() - sent >= PING:
                 yield _event(content) if content else b": \n\n"
                 sent = time.monotonic()
 
-    async def _content(self, model: str | None, viewer: Viewer, known: int) -> tuple[int, bytes]:
+    async def _content(self, place: "Place", viewer: Viewer, known: int) -> tuple[int, bytes]:
         """The number of a picture and its JSON; no bytes if it is the one that is known."""
 
         def look(engine: Engine) -> tuple[int, bytes]:
-            found = self._model(engine)
-            seen = self._seen(engine, found)
+            replica = place.replica_of(engine)
+            found = self._model(engine, replica)
+            seen = self._seen(engine, found, replica)
             if seen.number == known:
                 return known, b""
             about = SeenModel(engine.model.name, engine.model.context, self._shared.host.names)
-            shown = snapshot(seen.picture, viewer, found.text(engine), self._instance, about)
+            of_cluster = replica, seen.told.cluster
+            shown = snapshot(seen.picture, viewer, found.text(engine), self._instance, about, *of_cluster)
             return seen.number, to_json(shown)
 
-        return await with_loaded(self._shared, "inspector", model, look)
+        return await with_loaded(self._shared, "inspector", place.model, look)
 
-    def _model(self, engine: Engine) -> _Model:
-        name = engine.model.name
+    def _model(self, engine: Engine, replica: str) -> _Model:
+        name = engine.model.name, replica
         found = self._models.get(name)
         if found is None:
             while len(self._models) >= MODELS:
@@ -192,7 +220,7 @@ class DataHandler:
             found = self._models[name] = _Model()
         return found
 
-    def _seen(self, engine: Engine, of: _Model) -> Seen:
+    def _seen(self, engine: Engine, of: _Model, replica: str) -> Seen:
         """The last picture, unless it is old and something has changed since."""
         now, before, told = time.monotonic(), of.seen, engine.last_stats
         if before is not None and now - before.taken < EVERY * 0.9:
@@ -203,14 +231,14 @@ class DataHandler:
             of.seen = before._replace(taken=now)
         else:
             number = before.number + 1 if before is not None else 0
-            of.seen = Seen(number, now, told, engine.cache.picture())
+            of.seen = Seen(number, now, told, engine.cache.picture(replica))
         return of.seen
 
     async def entry(self, request: Request) -> Response:
         viewer, name = self._viewer(request), request.query_params.get("name", "")
 
-        def look(engine: Engine) -> EntryText:
-            entry, tokens = engine.cache.entry(name, TOKENS)
+        def look(engine: Engine, replica: str) -> EntryText:
+            entry, tokens = engine.cache.entry(name, TOKENS, replica)
             if not viewer.sees(entry.owner):
                 raise BadRequest("there is no such entry in memory; it may have been evicted", "name")
             reads, has_text = viewer.reads(entry.owner), engine.model.has_text
@@ -226,17 +254,21 @@ class DataHandler:
         if not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise BadRequest("number must be the number of a request", "number")
 
-        def look(engine: Engine) -> RequestWay:
-            way = engine.cache.way(int(text))
+        def look(engine: Engine, replica: str) -> RequestWay:
+            way = engine.cache.way(int(text), replica)
             if not viewer.sees(way.owner):
                 raise BadRequest("the text of this request is not kept any more", "number")
-            return request_way(int(text), way, viewer, self._model(engine).text(engine))
+            return request_way(int(text), way, viewer, self._model(engine, replica).text(engine))
 
         return await self._answer(request, look)
 
-    async def _answer(self, request: Request, look: Callable[[Engine], Answer]) -> Response:
-        model = request.query_params.get("model")
-        return _json(await with_loaded(self._shared, "inspector", model, lambda engine: to_json(look(engine))))
+    async def _answer(self, request: Request, look: Callable[[Engine, str], Answer]) -> Response:
+        place = Place.of(request)
+
+        def looked(engine: Engine) -> bytes:
+            return to_json(look(engine, place.replica_of(engine)))
+
+        return _json(await with_loaded(self._shared, "inspector", place.model, looked))
 
     def _viewer(self, request: Request) -> Viewer:
         """An API key sees what its own requests have computed, an admin key sees all, without texts. A server with one

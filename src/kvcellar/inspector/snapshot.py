@@ -26,7 +26,7 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
-from kvcellar.engine.stats import EngineStats, GroupStats
+from kvcellar.engine.stats import ClusterStats, EngineStats, GroupStats, ReplicaStats
 from kvcellar.events import Recall
 from kvcellar.serve.answers import Answer
 
@@ -216,6 +216,8 @@ class Snapshot(Answer):
     steps: SeenSteps
     instance: str  # another one after the server was started again
     model: SeenModel
+    replica: str  # that all of this is of; empty: the server is not a gateway of a cluster
+    replicas: Sequence[ReplicaStats]  # of the model; to one API key of several, only those that are connected, by name
 
 
 class EntryText(Answer):
@@ -276,8 +278,17 @@ class Beginnings:
         return found
 
 
-def snapshot(picture: Picture, viewer: Viewer, text: Text | None, instance: str, model: SeenModel) -> Snapshot:
-    """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server."""
+def snapshot(
+    picture: Picture,
+    viewer: Viewer,
+    text: Text | None,
+    instance: str,
+    model: SeenModel,
+    replica: str = "",
+    cluster: ClusterStats | None = None,
+) -> Snapshot:
+    """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server; of a
+    `cluster`, the picture is that of one `replica`."""
     picture, all_seen = _own(picture, viewer), viewer.tenant is None
     stats, groups = picture.stats, zip(picture.stats.groups, picture.maps, strict=True)
     live, ended = list(map(_live, picture.live)), [_ended(one, viewer, text) for one in picture.ended]
@@ -295,7 +306,13 @@ def snapshot(picture: Picture, viewer: Viewer, text: Text | None, instance: str,
         steps=_steps(picture.steps),
         instance=instance,
         model=model,
+        replica=replica,
+        replicas=() if cluster is None else cluster.replicas if all_seen else _names(cluster),
     )
+
+
+def _names(cluster: ClusterStats) -> list[ReplicaStats]:
+    return [ReplicaStats(one.name, "", one.state, "") for one in cluster.replicas if one.state == "connected"]
 
 
 def _own(picture: Picture, viewer: Viewer) -> Picture:

@@ -116,6 +116,9 @@ def _generator(comments: Comments) -> type[GenerateJsonSchema]:
         def model_schema(self, schema: Any) -> Json:
             return _described(super().model_schema(schema), schema["cls"], comments)
 
+        def dataclass_schema(self, schema: Any) -> Json:
+            return _described(super().dataclass_schema(schema), schema["cls"], comments)
+
         def typed_dict_schema(self, schema: Any) -> Json:
             return _described(super().typed_dict_schema(schema), schema["cls"], comments)
 

@@ -40,6 +40,7 @@ from kvcellar.serve.admin.conversations import (
     WholeHandler,
 )
 from kvcellar.serve.admin.health import HealthHandler, ServerState
+from kvcellar.serve.admin.replicas import ClusterContents, ReplicasHandler
 from kvcellar.serve.admin.routes import KeysHandler, ReloadedKeys, RequestsHandler
 from kvcellar.serve.anthropic.fields import MessagesBody, PromptBody
 from kvcellar.serve.anthropic.message_writer import MessageAnswer, MessageEvent, TokenCount
@@ -127,6 +128,7 @@ class Handlers:
         self.document = DocumentHandler(server, operations)
         self.records = RequestsHandler(server, records)
         self.cache = CacheHandler(server)
+        self.replicas = ReplicasHandler(server)
         self.keys = KeysHandler(server)
 
 
@@ -412,6 +414,9 @@ OPERATOR = {
         lambda at: at.records.get,
         answer=RequestRecord,
         errors=(404,),
+    ),
+    ("GET", "/admin/cluster"): of_operator(
+        "The replicas of each model, on a gateway of a cluster.", lambda at: at.replicas.get, answer=ClusterContents
     ),
     ("GET", "/admin/cache"): of_cache(
         "What the cache has, by namespace.", lambda at: at.cache.totals, answer=CacheContents

@@ -120,6 +120,7 @@ class Runner:
         self._feeds, self._keep = feeds, keep
         self.recent: deque[StepRecord] = deque(maxlen=RECENT)
         self._number = 0
+        self.prefill_tokens, self.decode_tokens = 0, 0  # since the start
 
     def step(self, scheduled: Sequence[Scheduled]) -> None:
         """Compute the scheduled tokens and drafts, and draw for each completion that has no more to compute."""
@@ -143,6 +144,8 @@ class Runner:
         recording = self._guest.recording
         modules = self._guest.not_recorded if recording is None else recording.last_refusal
         self._number += 1
+        self.prefill_tokens += prompts
+        self.decode_tokens += tokens - prompts
         what = prompts, tokens - prompts, drafts, len(scheduled), modules
         self.recent.append(StepRecord(self._number, time.time(), seconds, *what))
 

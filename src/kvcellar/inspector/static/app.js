@@ -3,6 +3,7 @@
 import { html, render, useEffect, useState } from "/inspector/vendor/preact-htm.js";
 import { ask, counted, follow, saveKey } from "/inspector/data.js";
 import { Memory, Now, Tiers } from "/inspector/memory.js";
+import { Replicas } from "/inspector/replicas.js";
 import { RequestDetail, Requests } from "/inspector/requests.js";
 import { Steps } from "/inspector/steps.js";
 import { EntryDetail, Tree } from "/inspector/tree.js";
@@ -54,20 +55,20 @@ function Head({ state, snapshot, model, choose }) {
   </header>`;
 }
 
-function Page({ snapshot, before, model }) {
+function Page({ snapshot, before, params, choose }) {
   const [number, setNumber] = useState(null);
   const [name, setName] = useState(null);
   const { live, ended } = snapshot.requests;
   const entry = snapshot.tree.entries.find((one) => one && one.name === name);
-  const params = model ? { model } : {};
   const known = [...live, ...ended].find((one) => one.number === number);
   const way = useAnswer(known && `${snapshot.instance}:${number}:${snapshot.at}`, "request", { ...params, number });
   const text = useAnswer(entry && `${snapshot.instance}:${name}:${entry.end}`, "entry", { ...params, name });
   const select = (one) => setNumber(one === number ? null : one);
   const pick = (one) => setName(one === name ? null : one);
   const shown = known && way?.number === number ? way : way?.error ? way : null;
-  useEffect(() => (setNumber(null), setName(null)), [snapshot.instance]);
-  return html`<${Now} snapshot=${snapshot} />
+  useEffect(() => (setNumber(null), setName(null)), [snapshot.instance, snapshot.replica]);
+  return html`${snapshot.replicas.length > 0 && html`<${Replicas} snapshot=${snapshot} choose=${choose} />`}
+    <${Now} snapshot=${snapshot} />
     <div class="with-detail">
       <${Requests} snapshot=${snapshot} selected=${number} select=${select} />
       ${known && html`<${RequestDetail} snapshot=${snapshot} number=${number} way=${shown} pick=${setName} close=${() => setNumber(null)} />`}
@@ -84,19 +85,20 @@ function Page({ snapshot, before, model }) {
 function App() {
   const [state, setState] = useState({ name: "connecting" });
   const [seen, setSeen] = useState({ now: null, before: null });
-  const [model, setModel] = useState("");
+  const [params, setParams] = useState({});
   const [attempt, setAttempt] = useState(0);
   useEffect(() => {
     setSeen({ now: null, before: null });
-    const shown = (now) => setSeen((seen) => ({ now, before: seen.now?.instance === now.instance ? seen.now : null }));
-    return follow(model, shown, (name, message) => setState({ name, message }));
-  }, [model, attempt]);
+    const same = (a, b) => a?.instance === b.instance && a.replica === b.replica;
+    const shown = (now) => setSeen((seen) => ({ now, before: same(seen.now, now) ? seen.now : null }));
+    return follow(params, shown, (name, message) => setState({ name, message }));
+  }, [params, attempt]);
   const snapshot = seen.now;
-  return html`<${Head} state=${state} snapshot=${snapshot} model=${model} choose=${setModel} />
+  return html`<${Head} state=${state} snapshot=${snapshot} model=${params.model} choose=${(model) => setParams({ model })} />
     <main class=${state.name === "lost" ? "old" : ""}>
       ${state.name === "key" && html`<${Key} message=${state.message} again=${() => setAttempt(attempt + 1)} />`}
-      ${state.name === "refused" && html`<p class="empty">${state.message}</p>`}
-      ${snapshot && state.name !== "key" && html`<${Page} snapshot=${snapshot} before=${seen.before} model=${model} />`}
+      ${state.name === "refused" && html`<p class="empty">${state.message}${params.replica && html` <button type="button" onClick=${() => setParams(params.model ? { model: params.model } : {})}>Show another one</button>`}</p>`}
+      ${snapshot && state.name !== "key" && html`<${Page} snapshot=${snapshot} before=${seen.before} params=${snapshot.replica ? { ...params, replica: snapshot.replica } : params} choose=${(replica) => setParams({ ...params, replica })} />`}
       ${!snapshot && (state.name === "connecting" || state.name === "lost") && html`<p class="empty">${state.name === "lost" ? "The server does not answer." : "Waiting for the first picture."}</p>`}
     </main>
     <footer><p>Numbers are of this moment, at most one picture a second. Times are of this browser's clock zone. <a href="/inspector/NOTICE">Notices of the libraries</a></p></footer>`;

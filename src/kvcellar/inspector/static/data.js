@@ -25,7 +25,7 @@ export async function ask(route, params) {
 
 // Calls `shown(snapshot)` and `state(name, message)` until the returned function is called. States: "connecting",
 // "live", "lost" (tries again), "key" (a key is needed, or another one), "refused".
-export function follow(model, shown, state) {
+export function follow(params, shown, state) {
   let over = false;
   let abort = null;
   let wait = FIRST_WAIT;
@@ -34,7 +34,7 @@ export function follow(model, shown, state) {
   async function read() {
     abort = new AbortController();
     state("connecting");
-    const response = await get("stream", model ? { model } : {}, abort.signal);
+    const response = await get("stream", params, abort.signal);
     if (!response.ok) return refuse(response);
     wait = FIRST_WAIT;
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from msgspec.structs import asdict
 
-from kvcellar.events import Recall
+from kvcellar.events import Placement, Recall
 from kvcellar.frontend.engine import Engine
 from kvcellar.serve.answers import Answer
 from kvcellar.serve.http.request_log import LogLine, RequestLog
@@ -109,7 +109,7 @@ def _side(tokens: Sequence[int], engine: Engine | None) -> TokensFields | None:
 
 
 MOST = 1000
-MOST_PROMPTS = 8192  # each takes about a kilobyte
+MOST_PROMPTS = 8192  # each takes about a kilobyte; in a cluster, with 8 replicas considered, about three
 
 
 class RequestSummary(LogLine, kw_only=True):
@@ -130,6 +130,7 @@ class PromptRecord(Answer):
     first_token_ms: float
     recall: OperatorsRecall | None
     speculation: SpeculationFields | None
+    placements: tuple[Placement, ...]  # of a cluster, the last replicas that had it
 
 
 class RequestRecord(RequestSummary, kw_only=True):
@@ -159,6 +160,7 @@ class Record:
                 first_token_ms=1e3 * done.timings.first_token,
                 recall=None if done.recall is None else operators_recall(done.recall, engine),
                 speculation=done.speculation and SpeculationFields.of(done.speculation),
+                placements=done.placements,
             )
             for number, done in sorted(self.log.done.items())
         ]

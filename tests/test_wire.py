@@ -669,6 +669,21 @@ def test_what_is_put_in_after_the_end_of_a_link_is_dropped(links: tuple[Link[Any
     assert not outbox._thread.is_alive()
 
 
+def test_a_link_whose_other_end_does_not_read_is_closed_before_more_waits(
+    links: tuple[Link[Any], Link[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MOST", 1 << 20)
+    front, engine = links
+    outbox = Outbox(engine, refused)
+    for _ in range(1000):
+        outbox.put(Given(1, bytes(60_000)))
+        assert outbox._left < (1 << 20) + 70_000
+    outbox.close(60.0)
+    assert not outbox._thread.is_alive()
+    with pytest.raises(EOFError):
+        any(front.receive() is None for _ in range(1000))
+
+
 class InterruptedInSend:
     """A socket whose sender is interrupted when a part of a frame was sent."""
 

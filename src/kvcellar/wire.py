@@ -230,13 +230,14 @@ class Link(Generic[T]):
 
 class Outbox:
     """Sends messages in order: at once where the socket has room for them, else on a thread of its own. So who puts
-    them in waits for nothing. Nothing else is sent over its link."""
+    them in waits for nothing. Nothing else is sent over its link. Where `MOST` bytes wait, as the other end does not
+    read, the link is closed."""
 
     def __init__(self, link: Link[Any], unsent: Callable[[object, ValueError], None]) -> None:
         """`unsent` is called with a message that cannot be sent, by `put`."""
         self._link, self._unsent = link, unsent
         self._lock = threading.Lock()  # held for what follows
-        self._left = 0  # frames that the thread has got and has not sent: those that come meanwhile are behind them
+        self._left = 0  # bytes that the thread has got and has not sent: what comes meanwhile is behind them
         self._frames = SimpleQueue[memoryview | None]()
         self._thread = threading.Thread(target=self._run, name="kvcellar-send", daemon=True)
         self._thread.start()
@@ -252,8 +253,10 @@ class Outbox:
         with self._lock:
             try:
                 sent = 0 if self._left else self._link.write_some(frame)
-                if sent < len(frame):
-                    self._left += 1
+                if self._left >= MOST:
+                    self._link.close()
+                elif sent < len(frame):
+                    self._left += len(frame) - sent
                     self._frames.put(memoryview(frame)[sent:])
             except ConnectionError:
                 return  # the other end has gone: the thread that receives sees it, too
@@ -273,4 +276,4 @@ class Outbox:
             except ConnectionError:
                 return
             with self._lock:
-                self._left -= 1
+                self._left -= len(frame)

@@ -52,7 +52,7 @@ def body_of(model: str, prompt: str, seed: int, tokens: int) -> dict[str, Any]:
 
 def streamed(port: int, body: Mapping[str, Any], expected: str) -> Stream:
     began = last = time.monotonic()
-    text, used, gap = "", 0, 0.0
+    text, used, gap, whole = "", 0, 0.0, False
     try:
         with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT)) as connection:
             connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
@@ -60,6 +60,7 @@ def streamed(port: int, body: Mapping[str, Any], expected: str) -> Stream:
             if response.status != 200:
                 return Stream(f"failed: {response.status} {response.read()[:200]!r}", 0.0, port)
             for line in response:
+                whole = whole or line.startswith(b"data: [DONE]")
                 if line.startswith(b"data: {"):
                     part = json.loads(line[6:])
                     if "error" in part:
@@ -70,6 +71,8 @@ def streamed(port: int, body: Mapping[str, Any], expected: str) -> Stream:
                     used = (part.get("usage") or {}).get("completion_tokens", used)
     except (OSError, http.client.HTTPException) as error:
         return Stream(f"failed: {error!r} after {time.monotonic() - began:.1f} s", 0.0, port)
+    if not whole:
+        return Stream(f"failed: its connection ended within it", gap, port)
     right = text == expected and used == body["max_tokens"]
     return Stream("" if right else f"wrong: {used} tokens, {text[-40:]!r}, not {expected[-40:]!r}", gap, port)
 

@@ -676,7 +676,7 @@ def test_a_link_whose_other_end_does_not_read_is_closed_before_more_waits(
     front, engine = links
     outbox = Outbox(engine, refused)
     for _ in range(1000):
-        outbox.put(Given(1, bytes(60_000)))
+        outbox.put(Refusal(1, errors.BadRequest("x" * 60_000)))
         assert outbox._left < (1 << 20) + 70_000
     outbox.close(60.0)
     assert not outbox._thread.is_alive()

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePath
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -98,6 +99,7 @@ def _from_plain(kind: type, value: Any) -> Any:
     raise NotImplementedError
 
 
+_FIRST = threading.Lock()  # msgspec 0.22 crashes where two threads decode a class that was never decoded before
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 
 
@@ -133,7 +135,19 @@ def packed(value: object) -> Raw:
 
 def decode(data: bytes | Raw, kind: Any) -> Any:
     """The record of this class, or of a union, that was encoded. Raises `ValueError` for anything else."""
-    return _checked(lambda: msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain))
+    return _checked(lambda: _decoder(kind).decode(data))
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    with _FIRST:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+
+
+def prepared(kind: Any) -> Any:
+    """`kind`, which msgspec may be given from now on in several threads at once."""
+    _decoder(kind)
+    return kind
 
 
 def _checked(decoded: Callable[[], T]) -> T:
@@ -149,7 +163,7 @@ class Link(Generic[T]):
     def __init__(self, end: socket.socket, receives: Any) -> None:
         """`end`: blocking, without a timeout. `receives`: the class of what arrives, or the union of such."""
         self._end, self._sending = end, threading.RLock()
-        self._decoder = msgspec.msgpack.Decoder(receives, dec_hook=_from_plain)
+        self._decoder = _decoder(receives)
 
     def send(self, message: object) -> None:
         """From any thread; blocks while the other end does not read and the socket's buffer is full.

@@ -28,6 +28,7 @@ from kvcellar.memory.tiers.codec import Damaged, Foreign, TooLarge
 from kvcellar.places import NoPlace
 from kvcellar.serve.http.api_errors import ApiError
 from kvcellar.serve.responses.store import Kept, ResponseStore, unknown
+from kvcellar.wire import prepared
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -50,6 +51,9 @@ class _Head:
     @property
     def name(self) -> str:
         return _turn(self.id) if self.response is None else _response(self.id)
+
+
+_HEAD = prepared(_Head)
 
 
 def _response(id: str) -> str:
@@ -216,7 +220,7 @@ Responses = ResponseStore | ArchivedResponses
 def _head_of(content: bytes) -> _Head:
     """Raises `Damaged`."""
     try:
-        return msgspec.json.decode(content, type=_Head)
+        return msgspec.json.decode(content, type=_HEAD)
     except ValueError as error:
         raise Damaged(f"its head cannot be read: {error}") from error
 

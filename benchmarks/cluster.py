@@ -22,9 +22,10 @@ from kvcellar.cluster.routing import Router
 from kvcellar.engine.messages import VERSION, FromEngine
 from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.engine import Engine
+from kvcellar.frontend.fork_process import LOADS
 from kvcellar.serve import Server, ServeSettings
 
-PRELOADED = ["kvcellar.cluster.replica", "kvcellar.serve", "benchmarks.cluster"]
+PRELOADED = [*LOADS, "kvcellar.cluster.replica", "kvcellar.serve", "benchmarks.cluster"]
 Settings = Mapping[str, Any]
 
 
@@ -40,11 +41,11 @@ class Place:
 
     def __init__(self, run: Callable[..., None], *given: Any, fresh: bool = False) -> None:
         """Returns once it is ready; `ready` is what it says then. `fresh`: a new Python, which imports all it needs."""
-        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
-        if not fresh:
-            multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
-        self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=run, args=(theirs, *given), daemon=True)
+        forks, spawns = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
+        forks.set_forkserver_preload(PRELOADED)
+        self.pipe, theirs = forks.Pipe()
+        make = spawns.Process if fresh else forks.Process
+        self.process: BaseProcess = make(target=run, args=(theirs, *given), daemon=True)
         self.process.start()
         theirs.close()
         self._lock = threading.Lock()
@@ -181,10 +182,10 @@ class Fleet:
 
     def _add(self, *, fresh: bool = False) -> str:
         place = Place(replica, self._model, self._settings, fresh=fresh)
-        address, secret, weights, block = place.ready
+        (host, port), secret, weights, block = place.ready
         with self._lock:
             name, self._made = f"replica-{self._made}", self._made + 1
-            self.replicas[name] = place, Address(name, *address, secret, VERSION, weights, block)
+            self.replicas[name] = place, Address(name, host, port, secret, VERSION, weights, block)
         return name
 
     def _gateway(self) -> Place:

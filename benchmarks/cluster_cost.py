@@ -47,8 +47,9 @@ def streaming(place: Place, streams: int, tokens: int) -> Costs:
     return Costs((after.cpu - before.cpu) / every / 1e3, (after.messages - before.messages) / every)
 
 
-def first_token(port: int, model: str, prompt: Sequence[int]) -> float:
+def first_token(place: Place, prompt: Sequence[int]) -> float:
     """Milliseconds."""
+    port, model = place.ready
     asked = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)) as connection:
         connection.connect()
@@ -75,7 +76,7 @@ def measure(given: Given) -> Found:
                     every = [streaming(place, streams, tokens // (1 if streams < 32 else 2)) for _ in range(rounds)]
                     into[streams] = min(every)
             prompts = [[3 + at % 500, 3 + at // 500, *range(5, 40)] for at in range(times)]
-            asked = [[first_token(*place.ready, prompt) for place in both] for prompt in prompts]
+            asked = [[first_token(place, prompt) for place in both] for prompt in prompts]
         first = median(one for one, _ in asked), median(other for _, other in asked)
         began = time.perf_counter()
         fleet.add(fresh=True)

@@ -72,7 +72,7 @@ def streamed(port: int, body: Mapping[str, Any], expected: str) -> Stream:
     except (OSError, http.client.HTTPException) as error:
         return Stream(f"failed: {error!r} after {time.monotonic() - began:.1f} s", 0.0, port)
     if not whole:
-        return Stream(f"failed: its connection ended within it", gap, port)
+        return Stream("failed: its connection ended within it", gap, port)
     right = text == expected and used == body["max_tokens"]
     return Stream("" if right else f"wrong: {used} tokens, {text[-40:]!r}, not {expected[-40:]!r}", gap, port)
 

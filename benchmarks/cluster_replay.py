@@ -84,8 +84,8 @@ def sessions(name: str, copies: int, scale: float) -> list[list[Turn]]:
     for seed in range(copies):
         apart: dict[int, list[Turn]] = {}
         for turn in TRACES[name](Writer(seed, scale)):
-            text = ([3 + token % 500 for token in part] for part in (turn.prompt, turn.answer))
-            apart.setdefault(turn.conversation if name in APART else 0, []).append(Turn(*text))
+            prompt, answer = ([3 + token % 500 for token in part] for part in (turn.prompt, turn.answer))
+            apart.setdefault(turn.conversation if name in APART else 0, []).append(Turn(prompt, answer))
         found += apart.values()
     random.Random(5).shuffle(found)
     return found

@@ -892,9 +892,11 @@ def test_a_namespace_of_several_replicas_is_listed_once() -> None:
 
 
 def test_the_most_valuable_entries_of_several_replicas_are_listed_as_those_of_one() -> None:
-    found = [[{"value": value} for value in values] for values in ((9, 4, 1), (), (7, 4, 3))]
-    merged = client_module._merged(ListMostValuable("device", 4), found)
-    assert [one["value"] for one in merged] == [9, 7, 4, 4]
+    """What is stored may be at a place that all have."""
+    found = [[{"name": f"{value}", "value": value} for value in values] for values in ((9, 4, 1), (), (7, 4, 3))]
+    for tier, values in (("device", [9, 7, 4, 4]), ("disk", [9, 7, 4, 3])):
+        merged = client_module._merged(ListMostValuable(tier, 4), found)
+        assert [one["value"] for one in merged] == values
 
 
 def shaken(value: Any, draw: Random) -> Any:

@@ -92,6 +92,7 @@ LAST_WORDS = 5.0
 TICK = 0.25
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SOMEWHERE = (ShowEntry, ShowWay, CheckPinned)  # one replica has it
+DEVICE = "device"  # the tier that each replica has for itself
 MERGED = (ListNamespaces, ListMostValuable, ReadStats)
 
 
@@ -508,10 +509,17 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         raise refusal
 
     def parts(self, control: ControlInParts[R]) -> Generator[R]:
-        """Of a list, those of all replicas; an archive is that of one, as they share what they store."""
+        """Of a list, those of all replicas; what they store is listed once, and an archive is that of one, as they may
+        share it."""
         self.check_caller()
+        listed: set[str] = set()
+        part: Any
         for one in self._holders(control):
-            yield from self._parts_of(control, one)
+            for part in self._parts_of(control, one):
+                if isinstance(control, ListEntries) and control.tier != DEVICE:
+                    part = [entry for entry in part if entry["name"] not in listed]
+                    listed.update(entry["name"] for entry in part)
+                yield part
 
     def _holders(self, control: object) -> list[ReplicaLink]:
         self._ready_engine()
@@ -585,6 +593,8 @@ def _merged(control: Control, found: Sequence[Any]) -> Any:
     if isinstance(first, list):
         every = [one for some in found for one in some]
         if isinstance(control, ListMostValuable):
+            if control.tier != DEVICE:
+                every = [*{one["name"]: one for one in every}.values()]
             return nlargest(control.most, every, key=lambda one: one["value"])
         return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every
     return first

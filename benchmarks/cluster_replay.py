@@ -36,7 +36,7 @@ RULES: Mapping[str, type[Rule] | None] = {
 }  # fmt: skip
 COPIES = {"agent": 2, "users": 1, "edits": 2, "chats": 1}  # of a trace, for each replica
 APART = ("users", "chats")  # traces whose conversations are apart; turns of others follow each other
-SCALE = 0.25  # of the lengths of all texts
+SCALE = 0.1  # of the lengths of all texts
 AT_ONCE, GATEWAYS = 2, 2  # conversations for each replica
 MOST = 1.10  # of what one engine computes
 

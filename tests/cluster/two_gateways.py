@@ -1,8 +1,9 @@
 """`pytest --gateways`: each engine of a test is two replicas, and each server two gateways before them, which get its
 requests in turn. What gateways have to remember is in a directory that both have.
 
-An engine without a model (`FakeEngine`) is the one engine of both gateways. Not changed are engines on a thread or in a
-process that the test chooses, of models that are objects, and servers of several models.
+An engine without a model (`FakeEngine`) is the one engine of both gateways. A model that is an object is saved first.
+Where a test looks into its engine, it sees the first replica. Not changed are engines on a thread or in a process that
+the test chooses, and servers of several models.
 """
 
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
+from transformers import PreTrainedModel
 
 from kvcellar.cluster.replica import Replica
 from kvcellar.engine.load.settings import settings_of
@@ -48,14 +50,14 @@ class Twins:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._numbers = folder, iter(range(10**9))
-        self._opened: dict[int, tuple[Engine, ExitStack]] = {}  # by id of the engine of the first gateway
+        self._opened: dict[int, tuple[Engine, Replica, ExitStack]] = {}  # by id of the engine of the first gateway
 
-    def documents(self) -> Path:
+    def place(self) -> Path:
         return self._folder / str(next(self._numbers))
 
     def open(self, engine: Engine, model: str | None, settings: Mapping[str, Any]) -> None:
         front = {name: value for name, value in settings.items() if name != "store"}
-        front.setdefault("store_remote", f"{DIRECTORY}://{self.documents()}")
+        front.setdefault("store_remote", f"{DIRECTORY}://{self.place()}")
         with ExitStack() as opened:
             replicas = [opened.enter_context(closing(Replica(model, settings, "127.0.0.1"))) for _ in range(REPLICAS)]
             addresses = [address_of(f"replica-{number}", one) for number, one in enumerate(replicas)]
@@ -66,14 +68,17 @@ class Twins:
                     client.wait()
             engine._open(clients[0], settings_of(front))
             other = opened.enter_context(closing(Engine.of(clients[1], **front)))
-            self._opened[id(engine)] = other, opened.pop_all()
+            self._opened[id(engine)] = other, replicas[0], opened.pop_all()
 
     def of(self, engine: Any) -> Any:
         return self._opened[id(engine)][0] if id(engine) in self._opened else engine
 
     def close(self, engine: Engine) -> None:
         if (opened := self._opened.pop(id(engine), None)) is not None:
-            opened[1].close()
+            opened[2].close()
+
+    def inside(self, engine: Engine) -> Replica | None:
+        return self._opened[id(engine)][1] if id(engine) in self._opened else None
 
 
 @contextmanager
@@ -86,13 +91,16 @@ def two_gateways() -> Iterator[None]:
 
 
 def _patch_engines(patch: pytest.MonkeyPatch, twins: Twins) -> None:
-    init, close = Engine.__init__, Engine.close
+    init, close, built = Engine.__init__, Engine.close, Engine._built.fget
 
     def opened(self: Engine, model: Any = None, **options: Any) -> None:
         own = {name: options.get(name) for name in ("thread", "process")}
-        if any(own.values()) or not isinstance(model, str | Path | None):
+        if any(own.values()):
             init(self, model, **options)
             return
+        if isinstance(model, PreTrainedModel):
+            model.save_pretrained(path := twins.place())
+            model = path
         settings = {name: value for name, value in options.items() if name not in ("progress", *own)}
         settings_of(settings)
         twins.open(self, None if model is None else str(model), settings)
@@ -101,7 +109,12 @@ def _patch_engines(patch: pytest.MonkeyPatch, twins: Twins) -> None:
         close(self)
         twins.close(self)
 
+    def inside(self: Engine) -> Any:
+        replica = twins.inside(self)
+        return built(self) if replica is None else replica._client.built
+
     patch.setattr(Engine, "__init__", opened)
+    patch.setattr(Engine, "_built", property(inside))
     patch.setattr(Engine, "close", closed)
 
 
@@ -112,7 +125,7 @@ def _patch_servers(patch: pytest.MonkeyPatch, twins: Twins) -> None:
 
     def hosted(engine: Any) -> ModelManager:
         if not engine.documents.durable:
-            engine.documents = Documents(directory=twins.documents(), shared=True)
+            engine.documents = Documents(directory=twins.place(), shared=True)
         host = hosting(engine)
         engines[id(host)] = engine
         return host

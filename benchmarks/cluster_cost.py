@@ -66,7 +66,7 @@ def measure(given: Given) -> Found:
     model.mkdir()
     write(TINY, model)
     write_tokenizer(TINY.vocabulary, model)
-    tokens, rounds, times = (40, 1, 3) if given.quick else (1500, 3, 200)
+    tokens, rounds, times = (40, 1, 3) if given.quick else (600, 2, 100)
     with closing(Fleet(str(model), SETTINGS, str(documents), replicas=1, gateways=1)) as fleet:
         both = (single := Place(server, str(model), SETTINGS)), fleet.gateways[0]
         with closing(single):

@@ -34,6 +34,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         "test_end_to_end.py::test_a_continued_response_finds_its_conversation_in_memory": RECORDS,
         "test_bodies.py::test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not": MEMORY,
         "test_body_memory.py::test_what_a_response_needs_of_its_body_counts_until_it_has_ended": MEMORY,
+        "test_messages.py::test_limits_of_memory_and_queue": INSIDE,
         "test_faults.py::test_a_fault_is_answered_and_the_server_goes_on[30]": INSIDE,
         "test_faults.py::test_a_fault_is_answered_and_the_server_goes_on[34]": INSIDE,
     }

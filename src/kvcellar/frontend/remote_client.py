@@ -355,7 +355,9 @@ class RemoteClient(ABC, Generic[E]):
             if self._given_up:
                 raise EngineFailed(self._given_up)
             if (engine := self._choose(request)) is None:
-                raise Overloaded(self._hopeless() or "the engine has died and is started again; try again later")
+                if why := self._hopeless():
+                    raise Overloaded(why)
+                raise Overloaded("the engine has died and is started again; try again later")
             return engine
 
     def _asked(

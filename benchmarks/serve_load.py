@@ -165,8 +165,8 @@ def serve_load(extent: Extent, directory: Path) -> Found:
         server, cpu = Server(engine, settings), list[int]()
         with settled(), _serving(server) as loop:
             engine.watch = Watch(extent.streams, lambda: _on_loop(loop, lambda: cpu.append(time.thread_time_ns())))
-            clients = _clients(extent, server.port, engine.model.name)
-        return found(extent, engine.watch, cpu, clients.arrivals, clients.health)
+            read = clients(extent, server.port, engine.model.name)
+        return found(extent, engine.watch, cpu, read.arrivals, read.health)
 
 
 def found(
@@ -239,7 +239,7 @@ def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     loop.call_soon_threadsafe(call)
 
 
-def _clients(extent: Extent, port: int, model: str) -> Clients:
+def clients(extent: Extent, port: int, model: str) -> Clients:
     """Run the clients until all streams have ended. Raises `KvcellarError` if they fail."""
     options = {
         "model": model,

@@ -56,6 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the slow tests too, with many more examples")
     parser.addoption("--part", type=_part, help="run only this part of the slow tests: 3/48 is the third of 48")
     parser.addoption("--seconds", type=float, help="skip what has not begun after so many seconds of tests")
+    parser.addoption("--gateways", action="store_true", help="two gateways and two replicas in place of each server")
     parser.addoption("--record", choices=RECORD, help="`record` of engines of which a test does not say it")
 
 

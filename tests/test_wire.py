@@ -2,6 +2,8 @@
 
 import re
 import socket
+import subprocess
+import sys
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -669,6 +671,21 @@ def test_what_is_put_in_after_the_end_of_a_link_is_dropped(links: tuple[Link[Any
     assert not outbox._thread.is_alive()
 
 
+def test_a_link_whose_other_end_does_not_read_is_closed_before_more_waits(
+    links: tuple[Link[Any], Link[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MOST", 1 << 20)
+    front, engine = links
+    outbox = Outbox(engine, refused)
+    for _ in range(1000):
+        outbox.put(Refusal(1, errors.BadRequest("x" * 60_000)))
+        assert outbox._left < (1 << 20) + 70_000
+    outbox.close(60.0)
+    assert not outbox._thread.is_alive()
+    with pytest.raises(EOFError):
+        any(front.receive() is None for _ in range(1000))
+
+
 class InterruptedInSend:
     """A socket whose sender is interrupted when a part of a frame was sent."""
 
@@ -692,3 +709,29 @@ def test_nothing_follows_a_part_of_what_was_put_in(ends: tuple[socket.socket, so
     outbox.put(Cancel(2))
     with pytest.raises(EOFError, match="before the end of a message"):
         engine.receive()
+
+
+FIRST = """
+import sys, threading
+from dataclasses import make_dataclass
+from kvcellar.wire import decode, encode
+sys.setswitchinterval(1e-6)
+for number in range(100):
+    inner = [make_dataclass(f"Part{at}", [("a", int), ("b", dict[str, int])]) for at in range(12)]
+    kind = make_dataclass("Whole", [(f"f{at}", one) for at, one in enumerate(inner)])
+    value = kind(*(one(at, {"x": 1}) for at, one in enumerate(inner)))
+    data, begin, found = encode(value), threading.Barrier(4), []
+    def first():
+        begin.wait()
+        found.append(decode(data, kind))
+    threads = [threading.Thread(target=first) for _ in range(4)]
+    for one in threads: one.start()
+    for one in threads: one.join()
+    assert found == [value] * 4, found
+"""
+
+
+def test_threads_that_decode_a_class_for_the_first_time_at_once_all_get_it() -> None:
+    """In a process of its own, as msgspec crashes where they look at the class at the same time."""
+    ran = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

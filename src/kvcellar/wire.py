@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from pathlib import Path, PurePath
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -98,6 +99,7 @@ def _from_plain(kind: type, value: Any) -> Any:
     raise NotImplementedError
 
 
+_FIRST = threading.Lock()  # msgspec 0.22 crashes where two threads decode a class that was never decoded before
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 
 
@@ -133,7 +135,19 @@ def packed(value: object) -> Raw:
 
 def decode(data: bytes | Raw, kind: Any) -> Any:
     """The record of this class, or of a union, that was encoded. Raises `ValueError` for anything else."""
-    return _checked(lambda: msgspec.msgpack.decode(data, type=kind, dec_hook=_from_plain))
+    return _checked(lambda: _decoder(kind).decode(data))
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    with _FIRST:
+        return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+
+
+def prepared(kind: Any) -> Any:
+    """`kind`, which msgspec may be given from now on in several threads at once."""
+    _decoder(kind)
+    return kind
 
 
 def _checked(decoded: Callable[[], T]) -> T:
@@ -149,7 +163,7 @@ class Link(Generic[T]):
     def __init__(self, end: socket.socket, receives: Any) -> None:
         """`end`: blocking, without a timeout. `receives`: the class of what arrives, or the union of such."""
         self._end, self._sending = end, threading.RLock()
-        self._decoder = msgspec.msgpack.Decoder(receives, dec_hook=_from_plain)
+        self._decoder = _decoder(receives)
 
     def send(self, message: object) -> None:
         """From any thread; blocks while the other end does not read and the socket's buffer is full.
@@ -230,13 +244,14 @@ class Link(Generic[T]):
 
 class Outbox:
     """Sends messages in order: at once where the socket has room for them, else on a thread of its own. So who puts
-    them in waits for nothing. Nothing else is sent over its link."""
+    them in waits for nothing. Nothing else is sent over its link. Where `MOST` bytes wait, as the other end does not
+    read, the link is closed."""
 
     def __init__(self, link: Link[Any], unsent: Callable[[object, ValueError], None]) -> None:
         """`unsent` is called with a message that cannot be sent, by `put`."""
         self._link, self._unsent = link, unsent
         self._lock = threading.Lock()  # held for what follows
-        self._left = 0  # frames that the thread has got and has not sent: those that come meanwhile are behind them
+        self._left = 0  # bytes that the thread has got and has not sent: what comes meanwhile is behind them
         self._frames = SimpleQueue[memoryview | None]()
         self._thread = threading.Thread(target=self._run, name="kvcellar-send", daemon=True)
         self._thread.start()
@@ -252,8 +267,10 @@ class Outbox:
         with self._lock:
             try:
                 sent = 0 if self._left else self._link.write_some(frame)
-                if sent < len(frame):
-                    self._left += 1
+                if self._left >= MOST:
+                    self._link.close()
+                elif sent < len(frame):
+                    self._left += len(frame) - sent
                     self._frames.put(memoryview(frame)[sent:])
             except ConnectionError:
                 return  # the other end has gone: the thread that receives sees it, too
@@ -273,4 +290,4 @@ class Outbox:
             except ConnectionError:
                 return
             with self._lock:
-                self._left -= 1
+                self._left -= len(frame)

@@ -237,3 +237,30 @@ def test_a_server_with_many_connections_is_measured(capsys: pytest.CaptureFixtur
     assert 0 <= found["late"] <= 1
     assert found["asked"] > 0
     assert 0 < found["health_p50_ms"] <= found["health_p99_ms"]
+
+
+def test_no_stream_fails_and_nothing_kept_is_lost_where_replicas_and_gateways_are_killed(
+    capsys: pytest.CaptureFixture[str],
+):
+    _, found = measured(capsys, "cluster-kills")
+    assert (found["failed"], found["wrong"], found["lost"]) == ([], [], 0)
+    assert (found["kills"], found["gateways"]) == (3, 1)
+    assert found["streams"] >= 6
+    assert found["kept"] == 2
+
+
+@pytest.mark.slow
+def test_what_a_gateway_costs_is_measured_beside_a_server(capsys: pytest.CaptureFixture[str]):
+    _, found = measured(capsys, "cluster-cost")
+    for place in ("single", "cluster"):
+        assert [*found[place]] == ["1", "8", "32"]
+        assert all(cpu > 0 and messages > 0 for cpu, messages in found[place].values())
+    assert min(*found["first"], found["start"]) > 0
+
+
+@pytest.mark.slow
+def test_what_replicas_compute_is_counted_by_the_rule_of_their_router(capsys: pytest.CaptureFixture[str]):
+    _, found = measured(capsys, "cluster-replay")
+    assert [*found] == ["agent, 2", "users, 2", "edits, 2", "chats, 2"]
+    for ratios in found.values():
+        assert all(ratio >= 0.9 for ratio in ratios.values())

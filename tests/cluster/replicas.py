@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from kvcellar import Engine
+from kvcellar import BadRequest, Engine
 from kvcellar.cluster.address import Address
 from kvcellar.cluster.client import ClusterClient
 from kvcellar.cluster.replica import Replica
@@ -63,6 +63,11 @@ class _Watched:
         self._replica.taken.append(submission)
         self._client.submit(submission, partial(self._replica.told, submission, deliver))
 
+    def ask(self, control: Any, source: Any = None) -> Any:
+        if isinstance(control, self._replica.refuses):
+            raise BadRequest("this replica does not do that")
+        return self._client.ask(control, source)
+
     def cancel(self, number: int) -> None:
         self._replica.cancelled.append(number)
         self._client.cancel(number)
@@ -81,6 +86,7 @@ class FaultyReplica(Replica):
         self.gate.set()
         self.down = False  # it accepts no connections
         self.deaf = False  # it publishes no KV events
+        self.refuses: type | tuple[()] = ()  # controls
         self.steps = 0  # until `at_step` is called, of those that tell something
         self.at_step: Callable[[], None] | None = None
         self.fatal: Callable[[Submission], bool] = lambda submission: False  # it dies when it begins with such a one

@@ -18,7 +18,7 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace as replace_fields
 
-from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed
+from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed, Overloaded
 from kvcellar.cluster import client as client_module
 from kvcellar.cluster import observed
 from kvcellar.cluster import replica as replica_module
@@ -28,6 +28,7 @@ from kvcellar.cluster.replica import Replica
 from kvcellar.cluster.sums import counted, summed
 from kvcellar.engine.control_replies import RECENT_SECONDS, NamespaceContents
 from kvcellar.engine.messages import (
+    AddAdapter,
     Admitted,
     Ask,
     Beat,
@@ -35,6 +36,8 @@ from kvcellar.engine.messages import (
     Drawn,
     Ended,
     EngineEvent,
+    ListAdapters,
+    ListMostValuable,
     ListNamespaces,
     ReadStats,
     Reply,
@@ -448,6 +451,34 @@ def test_where_all_are_refused_the_reasons_are_raised(pair: Pair) -> None:
             assert f"replica of {at}: it runs kvcellar 0.0.{at}" in str(caught.value)
 
 
+def test_where_all_are_refused_later_requests_are_told_the_reasons_at_once(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (engine, client):
+        client.found([address_of("other", pair[1], version="0.0.0")])
+        pair[0].die_for_good()
+        eventually(lambda: client._hopeless(), "all are refused")
+        with pytest.raises(Overloaded, match=r"replica other: it runs kvcellar 0\.0\.0, and"):
+            engine.generate([5, 6], **GREEDY)
+        assert engine.starting
+
+
+def test_a_refused_replica_is_used_when_those_that_it_is_not_like_are_gone(pair: Pair, expected) -> None:
+    """Requests of theirs cannot go on there: they are told why. Then there is none that it would have to be like."""
+    with gateway(named(pair[0])) as (engine, client):
+        other = address_of("other", pair[1], weights="other")
+        client.found([address_of("replica-0", pair[0]), other])
+        eventually(lambda: "its weights, or what" in client.replicas["other"], "it is refused")
+        _, ear = sent(client, (5, 6), **LONG)
+        runs(ear)
+        client.found([other])
+        pair[0].die_for_good()
+        error = failed(ear)
+        assert isinstance(error, Overloaded)
+        assert "replica other: its weights, or what" in str(error)
+        eventually(lambda: client.replicas["other"] == "ready", "it is tried again")
+        assert ASKED["batch"](engine) == expected["batch"]
+        assert pair[1].taken != []
+
+
 def test_a_wait_for_a_replica_ends_with_its_client(pair: Pair) -> None:
     client = client_of()
     with pytest.raises(EngineClosed):
@@ -639,6 +670,31 @@ def test_an_adapter_that_is_added_while_a_replica_joins_is_known_to_it(pair: Pai
         engine.adapters.remove("style", wait=True)
 
 
+def test_an_adapter_that_one_replica_refuses_is_added_to_none(pair: Pair, model: Path, styled: Any) -> None:
+    """Where there was one of its name before, all have that."""
+    with gateway(named(*pair)) as (engine, client):
+        style = engine.adapters.add("style", model / "adapter")
+        last = pair[0] if client._engines[1].name == "replica-0" else pair[1]
+        last.refuses = AddAdapter
+        for name in ("style", "new"):
+            with pytest.raises(BadRequest, match="this replica does not do that"):
+                engine.adapters.add(name, model / "other")
+        for one in pair:
+            assert [(it.name, it.digest) for it in one._client.ask(ListAdapters())] == [("style", style.digest)]
+        assert outcome(engine.generate([5, 6, 7], adapter="style", **GREEDY)) == styled
+        engine.adapters.remove("style", wait=True)
+
+
+def test_adapters_that_were_added_through_another_gateway_are_known(pair: Pair, model: Path, styled: Any) -> None:
+    """So that prompts are looked for among what was computed with them."""
+    with gateway(named(*pair)) as (engine, _), gateway(named(*pair)) as (other, client):
+        for directory in ("adapter", "other"):
+            style = engine.adapters.add("style", model / directory)
+            other.generate([5, 6, 7], adapter="style", **GREEDY)
+            assert client._digests["style"] == style.digest
+            other.adapters.remove("style", wait=True)
+
+
 # -- what replicas die of ---------------------------------------------------------------------------------------------
 
 
@@ -707,6 +763,23 @@ def test_the_requests_of_a_gateway_that_dies_end_at_replicas_and_those_of_others
             one.rests()
         dies.close()
         assert all(isinstance(failed(one), EngineClosed) for one in lost)
+
+
+def test_a_session_that_ends_ends_no_request_of_another_gateway(pair: Pair) -> None:
+    """Sessions of both have the same numbers."""
+    with gateway(named(pair[0])) as (_, one), gateway(named(pair[0])) as (_, other):
+        ears: list[Ear] = []
+        for client in (one, other):
+            asked = replace_fields(submission((5, 6), number=client.number(), **LONG), session=1)
+            client.submit(asked, ear := Ear())
+            ears.append(ear)
+        runs(*ears)
+        one.end_session(1)
+        ears[0].wait()
+        told = ears[1].tokens(0)
+        eventually(lambda: ears[1].tokens(0) > told + 5, "the other one goes on")
+        other.end_session(1)
+        ears[1].wait()
 
 
 def test_a_request_whose_grammar_is_compiled_when_its_gateway_dies_ends(pair: Pair) -> None:
@@ -818,9 +891,17 @@ def test_what_is_asked_of_all_is_answered_while_one_dies(pair: Pair) -> None:
 def test_a_namespace_of_several_replicas_is_listed_once() -> None:
     one = NamespaceContents("tenant", 1, 2, 3, 4, 5)
     for found in ([[one], [], [one]], [[], [one], [one]], [[one, one]], [[]]):
-        merged = client_module._merged(found)
+        merged = client_module._merged(ListNamespaces(), found)
         count = sum(map(len, found))
         assert [(it.namespace, it.entries, it.tokens) for it in merged] == [("tenant", count, 2 * count)][:count]
+
+
+def test_the_most_valuable_entries_of_several_replicas_are_listed_as_those_of_one() -> None:
+    """What is stored may be at a place that all have."""
+    found = [[{"name": f"{value}", "value": value} for value in values] for values in ((9, 4, 1), (), (7, 4, 3))]
+    for tier, values in (("device", [9, 7, 4, 4]), ("disk", [9, 7, 4, 3])):
+        merged = client_module._merged(ListMostValuable(tier, 4), found)
+        assert [one["value"] for one in merged] == values
 
 
 def shaken(value: Any, draw: Random) -> Any:

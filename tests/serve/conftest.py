@@ -11,6 +11,17 @@ from tests.serve.fake_engine import PATIENCE, FakeEngine, Script
 from tests.tiers.places import documents, server_url  # noqa: F401  # pytest finds them by name
 
 
+@pytest.fixture(scope="session", autouse=True)
+def gateways(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--gateways"):
+        yield
+        return
+    from tests.cluster.two_gateways import two_gateways  # imports torch
+
+    with two_gateways():
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared_engine() -> Iterator[FakeEngine]:
     with FakeEngine() as engine:

@@ -219,7 +219,7 @@ class FakeEngine:
         self._running: list[Run] = []
         self._turn = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name="fake-engine")
+        self._thread = threading.Thread(target=self._work, name="fake-engine", daemon=True)
         self._thread.start()
 
     @property

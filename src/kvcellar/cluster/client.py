@@ -8,7 +8,8 @@ A request goes to the replica that the router ranks first. When a replica dies, 
 others (`remote_client.py`).
 
 Always true:
-  * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds;
+  * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds; so are those
+    that are refused, while no other one is used and no request waits: then there is none that they have to be like;
   * replicas that are used, or whose requests go on, have one model and the same weights, and run this version: others
     are refused by name;
   * the router knows the replicas that get requests, and no others;
@@ -27,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
+from heapq import nlargest
 from random import Random
 from typing import Any, TypeVar, get_args
 
@@ -50,6 +52,7 @@ from kvcellar.engine.messages import (
     CheckPinned,
     ClearCache,
     ClearCacheAndStore,
+    Control,
     ControlInParts,
     ControlWithReply,
     EngineEvent,
@@ -94,6 +97,7 @@ TICK = 0.25
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
 SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
+DEVICE = "device"  # the tier that each replica has for itself
 MERGED = (ListNamespaces, ListMostValuable, ReadStats)
 
 
@@ -171,10 +175,14 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             if self._closing:
                 raise EngineClosed("the engine is closed; open a new one")
             with self._changed:
-                refused = dict(self._refused)
-                all_refused = bool(self._addresses) and self._addresses.keys() <= refused.keys()
-            if all_refused:
-                raise ModelRefused("; ".join(f"replica {name}: {why}" for name, why in refused.items()))
+                why = self._hopeless()
+            if why:
+                raise ModelRefused(why)
+
+    def _hopeless(self) -> str:
+        if self._engines or not self._addresses or not self._addresses.keys() <= self._refused.keys():
+            return ""
+        return "; ".join(f"replica {name}: {why}" for name, why in self._refused.items())
 
     @property
     def replicas(self) -> tuple[ReplicaStats, ...]:
@@ -201,10 +209,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             if self._closing:
                 return
+            first = not self._engines and not self._running  # who joins now is like no others
             missing = [
                 one
                 for name, one in self._addresses.items()
-                if name not in self._used and name not in self._refused and self._tried.get(name, 0.0) + AGAIN <= now
+                if name not in self._used and (first or name not in self._refused)
+                if self._tried.get(name, 0.0) + AGAIN <= now
             ]
             self._tried = {name: at for name, at in self._tried.items() if name in self._addresses}
             self._tried |= {one.replica: now for one in missing}
@@ -254,9 +264,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 raise ModelRefused("its weights, or what else decides its answers, are not those of the other replicas")
 
     def _refuse_replica(self, name: str, why: str) -> None:
-        log.error("replica %s is not used: %s", name, why)
         with self._changed:
+            if self._refused.get(name) == why:
+                return
             self._refused[name] = why
+            self._changed.notify_all()
+        log.error("replica %s is not used: %s", name, why)
 
     def _lose(self, name: str, why: str) -> None:
         with self._changed:
@@ -294,6 +307,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             if link.leaving or self._closing:
                 return True
             self._weights = link.address.weights
+            self._refused.pop(link.name, None)
             self._router.join(link.name)
             self._counts[link.name] = 0
             self._lost.pop(link.name, None)
@@ -364,6 +378,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
         self._check_owner()
+        if submission.adapter not in self._digests:  # it may have been added through another gateway
+            self._know(self.ask(ListAdapters()))
         hashes = self._blocks(submission)
         with self._changed:
             self._hashes[submission.number] = hashes
@@ -476,22 +492,33 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             found = self._from_all(control)
             if isinstance(control, AddAdapter):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
-            return _merged(found)
+            elif isinstance(control, RemoveAdapter):
+                with self._changed:
+                    self._digests.pop(control.name, None)
+            return _merged(control, found)
         if isinstance(control, MERGED):
-            return _merged(self._from_all(control), self._together)
+            return _merged(control, self._from_all(control), self._together)
         if type(control) in SOMEWHERE:
             return self._from_one(control)
         return super().ask(control, source)
 
     def _from_all(self, control: ControlWithReply[R]) -> list[R]:
-        """Also of those that join meanwhile, but not of those that leave."""
+        """Also of those that join meanwhile, but not of those that leave. Where one refuses an adapter, none has it."""
         self._ready_engine()
         found: list[R] = []
         asked: list[ReplicaLink] = []
+        done: list[ReplicaLink] = []
         while missing := self._not_asked(control, asked):
             for one in missing:
-                with suppress(EngineDied):
+                try:
                     found.append(decode(self._asked(control, engine=one), reply_type(control)))
+                    done.append(one)
+                except EngineDied:
+                    pass
+                except BaseException:
+                    if isinstance(control, AddAdapter):
+                        self._undo(control, done)
+                    raise
             asked += missing
         if not found:
             raise EngineDied("all replicas have gone. Send this again")
@@ -503,6 +530,13 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             if not (missing := [one for one in self._engines if one not in asked]):
                 self._noted(control)
             return missing
+
+    def _undo(self, control: AddAdapter, engines: Sequence[ReplicaLink]) -> None:
+        """Let these have the adapter that was there before."""
+        before = self._adapters.get(control.name) or RemoveAdapter(control.name, wait=False)
+        for one in engines:
+            with suppress(KvcellarError):
+                self._asked(before, engine=one)
 
     def _from_one(self, control: ControlWithReply[R]) -> R:
         """The reply of the replica that it names, or of the first one that does not refuse."""
@@ -519,10 +553,17 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         raise refusal
 
     def parts(self, control: ControlInParts[R]) -> Generator[R]:
-        """Of a list, those of all replicas; an archive is that of one, as they share what they store."""
+        """Of a list, those of all replicas; what they store is listed once, and an archive is that of one, as they may
+        share it."""
         self.check_caller()
+        listed: set[str] = set()
+        part: Any
         for one in self._holders(control):
-            yield from self._parts_of(control, one)
+            for part in self._parts_of(control, one):
+                if isinstance(control, ListEntries) and control.tier != DEVICE:
+                    part = [entry for entry in part if entry["name"] not in listed]
+                    listed.update(entry["name"] for entry in part)
+                yield part
 
     def _holders(self, control: object) -> list[ReplicaLink]:
         self._ready_engine()
@@ -586,7 +627,9 @@ def load_of(stats: EngineStats) -> Load:
     )
 
 
-def _merged(found: Sequence[Any], together: Callable[[Sequence[EngineStats]], EngineStats] = summed) -> Any:
+def _merged(
+    control: Control, found: Sequence[Any], together: Callable[[Sequence[EngineStats]], EngineStats] = summed
+) -> Any:
     """The replies of all replicas as one."""
     first = found[0]
     if isinstance(first, Removed):
@@ -595,6 +638,10 @@ def _merged(found: Sequence[Any], together: Callable[[Sequence[EngineStats]], En
         return together(found)
     if isinstance(first, list):
         every = [one for some in found for one in some]
+        if isinstance(control, ListMostValuable):
+            if control.tier != DEVICE:
+                every = [*{one["name"]: one for one in every}.values()]
+            return nlargest(control.most, every, key=lambda one: one["value"])
         return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every
     return first
 

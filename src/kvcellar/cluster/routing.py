@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 
 from kvcellar.errors import BadRequest
 from kvcellar.events import Score
+from kvcellar.wire import prepared
 
 DEVICE, REMOTE = 0, 3
 MEDIA = ("GPU", "CPU", "DISK", "REMOTE")  # those between device and remote are read by their own replica only
@@ -96,6 +97,7 @@ class _Cleared(Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
 
 
 _Event: TypeAlias = _Stored | _Removed | _Cleared
+_EVENTS = prepared(list[_Event])
 
 
 class _Request(Struct):
@@ -300,7 +302,7 @@ class Router:
 
     def _read(self, events: Sequence[Any]) -> list[_Event]:
         try:
-            read = msgspec.convert(list(events), list[_Event])
+            read = msgspec.convert(list(events), _EVENTS)
         except (msgspec.ValidationError, TypeError) as error:
             raise BadRequest(f"not KV events: {error}") from error
         for event in read:

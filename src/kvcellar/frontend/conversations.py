@@ -32,6 +32,7 @@ from kvcellar.frontend.transcript import Transcript
 from kvcellar.memory.tiers.archive import Archive, Changed, Full, TooLarge
 from kvcellar.memory.tiers.codec import Damaged, Foreign
 from kvcellar.places import NoPlace
+from kvcellar.wire import prepared
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -71,10 +72,13 @@ class _Head:
     info: ConversationInfo
 
 
+_HEAD = prepared(_Head)
+
+
 def _head_of(content: bytes) -> _Head:
     """Raises `Damaged`."""
     try:
-        return msgspec.json.decode(content, type=_Head)
+        return msgspec.json.decode(content, type=_HEAD)
     except ValueError as error:
         raise Damaged(f"its head cannot be read: {error}") from error
 

@@ -239,6 +239,10 @@ class RemoteClient(ABC, Generic[E]):
     def _sent(self, request: Request[E], engine: E) -> None:
         """An engine gets a request. While `_changed` is held."""
 
+    def _hopeless(self) -> str:
+        """Why a wait for an engine is of no use; "": it is of use, or one is there. While `_changed` is held."""
+        return ""
+
     # -- from any thread ----------------------------------------------------------------------------------------
 
     @property
@@ -357,12 +361,14 @@ class RemoteClient(ABC, Generic[E]):
         """Waits for one. Raises `EngineClosed`, `EngineFailed` and `Overloaded`."""
         self._check_owner()
         with self._changed:
-            self._changed.wait_for(lambda: self._engines or not self.alive, WAIT_SECONDS)
+            self._changed.wait_for(lambda: self._engines or not self.alive or self._hopeless(), WAIT_SECONDS)
             if self._closing:
                 raise EngineClosed("the engine is closed; open a new one")
             if self._given_up:
                 raise EngineFailed(self._given_up)
             if (engine := self._choose(request)) is None:
+                if why := self._hopeless():
+                    raise Overloaded(why)
                 raise Overloaded("the engine has died and is started again; try again later")
             return engine
 
@@ -574,20 +580,18 @@ class RemoteClient(ABC, Generic[E]):
             moved = [number for number in mine if number not in guilty]
             self._to_go_on.extend(moved)
             self._forgotten(engine)
+        why = f"{DEATHS} engines in a row have died when they had begun with this request: the last {how}"
         for number in guilty:
-            self._refuse(number, how)
+            self._refuse(number, EngineDied(why))
         return moved
 
-    def _refuse(self, number: int, how: str) -> None:
-        """Fail a request that may be the reason why engines die."""
-        refusal = EngineDied(
-            f"{DEATHS} engines in a row have died when they had begun with this request: the last {how}"
-        )
+    def _refuse(self, number: int, error: Exception) -> None:
+        """Fail a request that is at no engine."""
         with self._changed:
             if (request := self._running.get(number)) is not None and request.ask is not None:
-                self._reply(Refusal(request.ask, refusal))
+                self._reply(Refusal(request.ask, error))
                 return
-        self._tell(None, number, Failed(refusal))
+        self._tell(None, number, Failed(error))
 
     def _go_on(self) -> None:
         """Let engines go on with requests that wait for one: those first that are the least likely to end it, and that
@@ -658,8 +662,11 @@ class RemoteClient(ABC, Generic[E]):
             self._tell(None, number, Failed(error))
 
     def _look(self) -> None:
-        """On a thread that watches: go on with the next request where one takes long, or was refused."""
+        """On a thread that watches: go on with the next request where one takes long, or was refused; fail those that
+        wait for no engine that will come."""
         with self._changed:
+            waiting = [number for number, one in self._running.items() if one.engine is None]
+            why = self._hopeless()
             late = self._unproven is not None and (
                 self._unproven[0] not in self._running or time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
             )
@@ -667,6 +674,8 @@ class RemoteClient(ABC, Generic[E]):
                 self._unproven = None
         if late:
             self._go_on()
+        for number in waiting if why else ():
+            self._refuse(number, Overloaded(why))
 
     def check(self) -> None:
         """Assert what is always true."""

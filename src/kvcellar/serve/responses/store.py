@@ -28,6 +28,7 @@ from kvcellar.memory.tiers.archive import SLACK, Archive, Changed, Full
 from kvcellar.memory.tiers.codec import Damaged, Foreign, TooLarge
 from kvcellar.places import NoPlace
 from kvcellar.serve.http.api_errors import ApiError
+from kvcellar.wire import prepared
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -66,6 +67,9 @@ class _Head:
     @property
     def name(self) -> str:
         return _turn(self.id) if self.response is None else _response(self.id)
+
+
+_HEAD = prepared(_Head)
 
 
 def _response(id: str) -> str:
@@ -229,7 +233,7 @@ def unknown(param: str | None) -> ApiError:
 def _head_of(content: bytes) -> _Head:
     """Raises `Damaged`."""
     try:
-        return msgspec.json.decode(content, type=_Head)
+        return msgspec.json.decode(content, type=_HEAD)
     except ValueError as error:
         raise Damaged(f"its head cannot be read: {error}") from error
 

@@ -43,7 +43,7 @@ from kvcellar.events import Done, Failed
 from kvcellar.frontend.remote_client import RemoteClient, Request
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
-from tests.cluster.replicas import FaultyReplica, address_of, client_of, gateway
+from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -334,6 +334,90 @@ def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pa
         for at in (0, 1, 3):
             assert isinstance(ears[at][1].wait()[-1], Done)
         assert str(failed(ears[2][1])) == "no text"
+
+
+def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_waits(pair: Pair, expected) -> None:
+    addresses = [address_of(name, one) for name, one in named(*pair).items()]
+    with closing(client_of(to_zero=True)) as client:
+        assert client.asked  # the model is not known yet
+        client.found(addresses)
+        client.wait()
+        with closing(Engine.of(client)) as engine:
+            engine.generate([5, 6, 7], pinned=True, **GREEDY)
+            assert client.asked
+            client.found([])
+            for one in pair:
+                one.die_for_good()
+            eventually(lambda: not client._engines, "they have gone")
+            client.check()
+            assert not client.asked  # for a prompt that is pinned
+            assert not client.starting
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(ASKED["greedy"], engine)
+                eventually(lambda: client.asked, "it waits")
+                for one in pair:
+                    one.down = False
+                client.found(addresses)
+                assert call.result() == expected["greedy"]
+            engine.clear_cache()
+
+
+# -- prompts and what follows at different replicas -------------------------------------------------------------------
+
+
+@pytest.fixture
+def roles(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FaultyReplica]]:
+    """One for prompts, and one that goes on, with a store that both use."""
+    monkeypatch.setattr(client_module, "AGAIN", 0.02)
+    shared = SETTINGS | {"store_remote": f"file://{tmp_path}/store"}
+    with ExitStack() as opened:
+        found = {name: opened.enter_context(closing(FaultyReplica(model, shared))) for name in (PREFILL, "decode")}
+        yield found
+        for one in found.values():
+            one.rests()
+
+
+Roles = dict[str, FaultyReplica]
+
+
+def test_answers_are_those_of_one_engine_where_prompts_are_computed_elsewhere(roles: Roles, expected) -> None:
+    with gateway(roles) as (engine, _):
+        all_asked(engine, expected)
+        assert roles[PREFILL].taken
+        assert all(asked.produced for asked in roles["decode"].taken)
+
+
+def test_a_prompt_that_was_computed_elsewhere_is_read_from_the_store(roles: Roles, alone: Engine) -> None:
+    prompt = [*range(5, 260)]
+    wanted = outcome(alone.generate(prompt, **SEEDED))
+    with gateway(roles) as (engine, client):
+        assert outcome(engine.generate(prompt, **SEEDED)) == wanted
+        (begun,), (gone_on,) = roles[PREFILL].taken, roles["decode"].taken
+        assert (begun.produced, len(gone_on.produced[0].token_ids)) == ((), 1)
+        assert roles["decode"]._client.ask(ReadStats()).prefixes.sources["remote"] >= 240
+        assert client.handing > 0
+        client.handing = 1e6  # it takes longer than any prompt
+        engine.generate([7, *prompt], **GREEDY)
+        assert len(roles[PREFILL].taken) == 1
+
+
+@pytest.mark.parametrize("name", [PREFILL, "decode"])
+@pytest.mark.parametrize("steps", [1, 12])
+def test_answers_are_those_of_one_engine_where_one_of_these_dies(roles: Roles, expected, name: str, steps: int) -> None:
+    one = roles[name]
+    one.steps, one.at_step = steps, one.die_for_good
+    with gateway(roles) as (engine, _):
+        all_asked(engine, expected)
+        assert one.deaths == 1
+
+
+def test_a_request_goes_on_though_its_prompt_is_not_stored(roles: Roles, alone: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "HELD", 0.1)
+    prompt = [*range(5, 100)]
+    with gateway(roles) as (engine, _):
+        asked = outcome(engine.generate(prompt, stored=False, **SEEDED))
+        assert asked == outcome(alone.generate(prompt, **SEEDED))
+        assert len(roles["decode"].taken) == 1
 
 
 # -- routing ----------------------------------------------------------------------------------------------------------

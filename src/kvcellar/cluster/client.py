@@ -7,12 +7,17 @@
 A request goes to the replica that the router ranks first. When a replica dies, or is shut down, its requests go on at
 others (`remote_client.py`).
 
+Where some replicas are for prompts, a request whose prompt takes longer than handing it over does begins at one of
+these. With its first token it leaves it, and goes on at another one, by the same rules, when the shared store has its
+prompt, or after `HELD` seconds.
+
 Always true:
   * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds;
   * replicas that are used, or whose requests go on, have one model and the same weights, and run this version: others
     are refused by name;
   * the router knows the replicas that get requests, and no others;
   * a replica that gets requests has been told of all adapters;
+  * `asked` says whether replicas are to be there: where there may be none while nothing is asked for, that starts one;
   * the death of a replica counts against a request that went on alone there, and else `SUSPECT` of it: a replica can be
     killed for many reasons, and that is not told.
 """
@@ -22,7 +27,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
 from random import Random
@@ -31,7 +36,7 @@ from typing import Any, TypeVar
 from msgspec import Raw
 
 from kvcellar.cluster.address import Address, keep_alive
-from kvcellar.cluster.routing import Load, Ranking, Router
+from kvcellar.cluster.routing import Load, Ranking, Router, Score
 from kvcellar.cluster.sums import summed
 from kvcellar.engine.card import EngineCard
 from kvcellar.engine.control_replies import AdapterInfo, NamespaceContents, Removed
@@ -65,12 +70,13 @@ from kvcellar.engine.messages import (
     Reply,
     ShowEntry,
     ShowWay,
+    StepEvents,
     Submission,
     reply_type,
 )
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, KvcellarError, ModelRefused
-from kvcellar.frontend.remote_client import RemoteClient, Request
+from kvcellar.frontend.remote_client import RemoteClient, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
@@ -87,6 +93,8 @@ SUSPECT = 0.125
 STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 LAST_WORDS = 5.0
 TICK = 0.25
+HELD = 2.0  # seconds
+HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SOMEWHERE = (ShowEntry, ShowWay, CheckPinned)  # one replica has it
 MERGED = (ListNamespaces, ListMostValuable, ReadStats)
@@ -126,10 +134,14 @@ class ReplicaLink:
 class ClusterClient(RemoteClient[ReplicaLink]):
     """An `EngineClient` of all replicas of an engine together."""
 
-    def __init__(self, router: Callable[[int], Router], *, adapter: str | None = None, seed: int = 0) -> None:
-        """`router` makes one for blocks of so many tokens. `adapter`: that of requests which name none."""
+    def __init__(
+        self, router: Callable[[int], Router], *, adapter: str | None = None, seed: int = 0, to_zero: bool = False
+    ) -> None:
+        """`router` makes one for blocks of so many tokens. `adapter`: that of requests which name none. `to_zero`:
+        there may be no replica while nothing is asked for."""
         super().__init__()
         self._make_router, self._default, self._random = router, adapter, Random(seed)
+        self._to_zero, self._calls = to_zero, 0  # that wait for a replica
         self._block = 0  # tokens of a block
         self._router: Router | None = None  # of the first replica's blocks. The lock is held for it, too
         self._addresses: dict[str, Address] = {}
@@ -143,6 +155,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._counts: dict[str, int] = {}  # requests by replica
         self.unranked = 0  # requests of which the router had no opinion
         self.moved = 0  # requests that went on at another replica
+        self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
+        self.handing = 0.0  # seconds in which a stream is told nothing as it is handed over: mean
         self._last: EngineStats | None = None
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
@@ -176,6 +190,27 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             return {
                 name: "ready" if name in ready else self._refused.get(name, "not connected") for name in self._addresses
             }
+
+    @property
+    def asked(self) -> bool:
+        """Whether replicas are to be there: at first, while there are any, and where something waits for one, beside
+        prompts that are pinned."""
+        with self._changed:
+            waiting = [one for number in self._to_go_on if (one := self._running.get(number)) is not None]
+            requests = any(one.deliver is not dropped for one in waiting)
+            return self._router is None or bool(self._addresses or self._calls) or requests
+
+    @property
+    def starting(self) -> bool:
+        return super().starting and not (self._to_zero and not self._addresses)
+
+    def _ready_engine(self, request: Request[ReplicaLink] | None = None) -> ReplicaLink:
+        with self._changed:
+            self._calls += 1
+            try:
+                return super()._ready_engine(request)
+            finally:
+                self._calls -= 1
 
     def _connect_missing(self) -> None:
         now = time.monotonic()
@@ -352,23 +387,33 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             return self._rank(hashes, submission)
 
-    def _rank(self, hashes: Sequence[int], submission: Submission) -> Ranking:
+    def _rank(self, hashes: Sequence[int], submission: Submission, exclude: frozenset[str] = frozenset()) -> Ranking:
         assert self._router is not None, "a replica has joined"
-        return self._router.rank(hashes, len(submission.prompt) // TOKEN)
+        return self._router.rank(hashes, len(submission.prompt) // TOKEN, exclude)
 
     def _choose(self, request: Request[ReplicaLink] | None) -> ReplicaLink | None:
         if not self._engines:
             return None
         if request is None:
             return self._engines[0]
-        by_name = {one.name: one for one in self._engines}
-        ranking = self._rank(self._hashes.get(request.submission.number, ()), request.submission)
-        for score in ranking:
+        prefill = [one for one in self._engines if one.address.prefill]
+        others = [one for one in self._engines if not one.address.prefill]
+        found, score = self._best(others or prefill, prefill if others else [], request)
+        if prefill and others and request.first_token is None and (score is None or score.compute > self.handing):
+            found, score = self._best(prefill, others, request)
+        self.unranked += score is None
+        return found
+
+    def _best(
+        self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
+    ) -> tuple[ReplicaLink, Score | None]:
+        by_name = {one.name: one for one in among}
+        hashes = self._hashes.get(request.submission.number, ())
+        for score in self._rank(hashes, request.submission, frozenset(one.name for one in others)):
             if (link := by_name.get(score.replica)) is not None:
-                return link
-        self.unranked += 1
-        some = self._random.sample(self._engines, min(2, len(self._engines)))
-        return min(some, key=lambda one: self._counts[one.name])
+                return link, score
+        some = self._random.sample(among, min(2, len(among)))
+        return min(some, key=lambda one: self._counts[one.name]), None
 
     def _sent(self, request: Request[ReplicaLink], engine: ReplicaLink) -> None:
         assert self._router is not None
@@ -379,11 +424,16 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
         assert self._router is not None, "it is told by a replica"
         if not isinstance(event, Admitted) and not request.proven:
-            self._router.first(request.submission.number)
+            self._router.first(number := request.submission.number)
+            if (since := self._handed.pop(number, None)) is not None:
+                seconds = time.monotonic() - since
+                self.handing = HANDED * self.handing + (1 - HANDED) * seconds if self.handing else seconds
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
         number = request.submission.number
         self._hashes.pop(number, None)
+        self._held.pop(number, None)
+        self._handed.pop(number, None)
         if self._router is not None:
             self._router.ended(number)
         if request.engine is not None and request.engine.name in self._counts:
@@ -401,6 +451,41 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 super()._take(engine, message)
         if isinstance(message, EngineSnapshot):
             self._loaded(engine)
+        elif isinstance(message, StepEvents) and engine.address.prefill:
+            self._hand_over(engine, {number for number, _ in message.events})
+        elif isinstance(message, Blocks):
+            self._release()
+
+    def _hand_over(self, engine: ReplicaLink, numbers: Iterable[int]) -> None:
+        """Those whose prompts are computed leave it, if there are other replicas."""
+        with self._changed:
+            if self._router is None or all(one.address.prefill for one in self._engines):
+                return
+            for number in numbers:
+                request = self._running.get(number)
+                if request is not None and request.engine is engine and request.first_token is not None:
+                    engine.send(Cancel(number))
+                    self._router.ended(number)
+                    self._counts[engine.name] -= 1
+                    request.leave()
+                    self._held[number] = self._handed[number] = time.monotonic()
+        self._release()
+
+    def _release(self) -> None:
+        """Let requests go on that wait for the store."""
+        with self._changed:
+            held = [number for number, since in self._held.items() if self._has_waited(number, since)]
+            for number in held:
+                del self._held[number]
+            self._to_go_on.extend(held)
+        if held:
+            self._go_on()
+
+    def _has_waited(self, number: int, since: float) -> bool:
+        assert self._router is not None, "a replica had it"
+        request = self._running[number]
+        late = request.cancelled or request.failed is not None or time.monotonic() - since > HELD
+        return late or self._router.stored(self._hashes.get(number, ()))
 
     def _cached(self, engine: ReplicaLink, events: list[Any]) -> None:
         with self._changed:
@@ -491,6 +576,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         last = time.monotonic()
         while not self._end.wait(TICK):
             self._look()
+            self._release()
             self._connect_missing()
             now = time.monotonic()
             self._give_up_silent(now, stopped=now - last > TICK + STALLED)

@@ -168,6 +168,10 @@ class _Blocks:
         """On its device."""
         return block in self._bits and bool(self._bits[block][DEVICE] & self._bit[at])
 
+    def stored(self, block: int) -> bool:
+        """In the shared store."""
+        return bool(self._bits.get(block, _NOWHERE)[REMOTE])
+
     def count(self, at: int) -> int:
         """Of a replica, in all media."""
         return len(self._held[at])
@@ -372,6 +376,10 @@ class Router:
             if self._coming.get((request.at, block)) == number:
                 del self._coming[request.at, block]
                 self._blocks.remove(request.at, DEVICE, block)
+
+    def stored(self, hashes: Sequence[int]) -> bool:
+        """Whether the shared store has all these blocks."""
+        return all(map(self._blocks.stored, hashes))
 
     # -- ranking ------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from benchmarks import (
     against,
     attention,
     bookkeeping,
+    cluster_roles,
     cluster_sim,
     conversation,
     drafts,
@@ -41,6 +42,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
     {
         "attention": attention.row,
         "bookkeeping": bookkeeping.row,
+        "cluster-roles": cluster_roles.row,
         "cluster-sim": cluster_sim.row,
         "drafts": drafts.row,
         "fragmented": fragmented.row,

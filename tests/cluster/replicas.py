@@ -19,7 +19,6 @@ from kvcellar.frontend.front_end import FrontEnd
 from kvcellar.frontend.thread_client import ThreadClient
 from tests.engine.places import eventually
 
-
 PREFILL = "prefill"  # name of a replica for prompts
 
 

@@ -1,5 +1,5 @@
-"""cluster_roles: what it brings to compute prompts at replicas of their own (`--roles`), by model and link. Simulated, as
-`cluster_sim` does: the real router, and engines by measured costs.
+"""cluster_roles: what it brings to compute prompts at replicas of their own (`--roles`), by model and link. As in
+`cluster_sim` it is simulated: the real router, and engines by measured costs.
 
 A prompt is written to the store when it is computed, at the rate of the link of its replica, and read at that of the
 other one; its stream is told nothing meanwhile. A request begins at a replica for prompts where its prompt takes longer
@@ -9,7 +9,7 @@ than that has taken lately, as in `cluster/client.py`.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.cluster_sim import CPU, FINE, GPU, LATE, WIRE, Ask, Costs, Fleet, Ours, Rule, Scene, Session
+from benchmarks.cluster_sim import CPU, FINE, GPU, LATE, WIRE, Ask, Costs, Fleet, Ours, Scene, Session
 from benchmarks.row import Given, Lines
 
 HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
@@ -42,9 +42,10 @@ class Roles(Ours):
 class Split(Fleet):
     """The first `prefill` replicas are for prompts."""
 
-    def __init__(self, costs: Costs, replicas: int, *, prefill: int, write: float, rule: type[Rule] = Roles) -> None:
+    def __init__(self, costs: Costs, replicas: int, *, prefill: int, write: float) -> None:
         """`write`: seconds of a token."""
-        super().__init__(costs, replicas, rule, gateways=2, store=True)
+        super().__init__(costs, replicas, Roles, gateways=2, store=True)
+        self.roles = [one for one in self.rules if isinstance(one, Roles)]
         self.prefill, self.write = prefill, write
         self.began: dict[int, float] = {}  # requests with a first token
         self.fresh: dict[int, int] = {}  # tokens that its replica computes
@@ -67,7 +68,7 @@ class Split(Fleet):
         self.handed += 1
         self.engines[ask.replica].leave(ask)
         self.queues[ask.replica] -= 1
-        self.rules[ask.gateway].ended(ask)
+        self.roles[ask.gateway].router.ended(ask.number, decoded=False)
         done = max(self._written[ask.replica], self.world.now) + self.fresh[ask.number] * self.write
         self._written[ask.replica] = done
         self.world.after(done - self.world.now + LATE + LOOK / 2, lambda: self._go_on(ask))
@@ -112,8 +113,8 @@ def measured(load: Load, link: float, prefill: int, sessions: Sequence[tuple[flo
 
 
 def row(given: Given) -> Lines:
-    """Every load without roles, and with one or two replicas for prompts. Milliseconds of a token are those of a request
-    behind its first one."""
+    """Every load without roles, and with one or two replicas for prompts. Milliseconds of a token are those of a
+    request behind its first one."""
     names = ("computed", "handed", "gap s", "first", "p99 s", "token ms", "p99 ms", "mean s")
     found = dict[str, dict[str, float]]()
     for load in QUICK if given.quick else LOADS:

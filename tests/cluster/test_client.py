@@ -16,7 +16,7 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace as replace_fields
 
-from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed
+from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed, RetentionOptions
 from kvcellar.cluster import client as client_module
 from kvcellar.cluster import replica as replica_module
 from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink
@@ -343,7 +343,7 @@ def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_
         client.found(addresses)
         client.wait()
         with closing(Engine.of(client)) as engine:
-            engine.generate([5, 6, 7], pinned=True, **GREEDY)
+            engine.pin([5, 6, 7])
             assert client.asked
             client.found([])
             for one in pair:
@@ -365,19 +365,26 @@ def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_
 # -- prompts and what follows at different replicas -------------------------------------------------------------------
 
 
-@pytest.fixture
-def roles(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, FaultyReplica]]:
-    """One for prompts, and one that goes on, with a store that both use."""
-    monkeypatch.setattr(client_module, "AGAIN", 0.02)
-    shared = SETTINGS | {"store_remote": f"file://{tmp_path}/store"}
-    with ExitStack() as opened:
-        found = {name: opened.enter_context(closing(FaultyReplica(model, shared))) for name in (PREFILL, "decode")}
-        yield found
-        for one in found.values():
-            one.rests()
-
-
 Roles = dict[str, FaultyReplica]
+
+
+@pytest.fixture(scope="module")
+def sharing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
+    """One for prompts, and one that goes on, with a store that both use."""
+    shared = SETTINGS | {"store_remote": f"file://{tmp_path_factory.mktemp('shared')}/store"}
+    with ExitStack() as opened:
+        yield {name: opened.enter_context(closing(FaultyReplica(model, shared))) for name in (PREFILL, "decode")}
+
+
+@pytest.fixture
+def roles(sharing: Roles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roles]:
+    monkeypatch.setattr(client_module, "AGAIN", 0.02)
+    for one in sharing.values():
+        one.mend()
+        one._client.ask(client_module.ClearCacheAndStore())
+    yield sharing
+    for one in sharing.values():
+        one.rests()
 
 
 def test_answers_are_those_of_one_engine_where_prompts_are_computed_elsewhere(roles: Roles, expected) -> None:
@@ -415,7 +422,7 @@ def test_a_request_goes_on_though_its_prompt_is_not_stored(roles: Roles, alone: 
     monkeypatch.setattr(client_module, "HELD", 0.1)
     prompt = [*range(5, 100)]
     with gateway(roles) as (engine, _):
-        asked = outcome(engine.generate(prompt, stored=False, **SEEDED))
+        asked = outcome(engine.generate(prompt, retention=RetentionOptions(stored=False), **SEEDED))
         assert asked == outcome(alone.generate(prompt, **SEEDED))
         assert len(roles["decode"].taken) == 1
 

@@ -218,7 +218,8 @@ def test_streams_go_on_through_an_update(cluster: Cluster, alone: Engine, tmp_pa
             updated.set()
 
 
-def test_replicas_come_with_work_and_go_without_it_to_none_and_back(_ray: None, alone: Engine, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_ray")
+def test_replicas_come_with_work_and_go_without_it_to_none_and_back(alone: Engine, tmp_path: Path) -> None:
     """There is room for one stream in each."""
     options = ("--replicas", "0..2", "--idle", "3", "--max-sequences", "1", "--cache-bytes", "200M")
     sampling = SEEDED | {"max_tokens": 400, "ignore_eos": True}

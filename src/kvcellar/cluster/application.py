@@ -23,7 +23,7 @@ from kvcellar.serve.settings import ServeSettings
 
 END_SECONDS = 30.0  # for a replica to write what it has, behind `LEAVE_SECONDS`
 MOST_CONNECTIONS = 512  # of one gateway
-REPORT_SECONDS, MEAN_SECONDS = 1.0, 30.0  # between two reports of a replica, and of which means are taken
+REPORT_SECONDS, MEAN_SECONDS = 1.0, 30.0  # between two reports of a replica, and of which the mean room is taken
 _Count = Annotated[int, Meta(ge=1)]
 
 

@@ -27,7 +27,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
 from random import Random
@@ -76,6 +76,7 @@ from kvcellar.engine.messages import (
 )
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, KvcellarError, ModelRefused
+from kvcellar.events import Done, Failed
 from kvcellar.frontend.remote_client import RemoteClient, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
@@ -155,6 +156,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._counts: dict[str, int] = {}  # requests by replica
         self.unranked = 0  # requests of which the router had no opinion
         self.moved = 0  # requests that went on at another replica
+        self._ending: dict[int, ReplicaLink] = {}  # of those that are held, which replica ends them still
         self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
         self.handing = 0.0  # seconds in which a stream is told nothing as it is handed over: mean
         self._last: EngineStats | None = None
@@ -434,6 +436,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._hashes.pop(number, None)
         self._held.pop(number, None)
         self._handed.pop(number, None)
+        self._ending.pop(number, None)
         if self._router is not None:
             self._router.ended(number)
         if request.engine is not None and request.engine.name in self._counts:
@@ -452,27 +455,30 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if isinstance(message, EngineSnapshot):
             self._loaded(engine)
         elif isinstance(message, StepEvents) and engine.address.prefill:
-            self._hand_over(engine, {number for number, _ in message.events})
+            self._hand_over(engine, message)
         elif isinstance(message, Blocks):
             self._release()
 
-    def _hand_over(self, engine: ReplicaLink, numbers: Iterable[int]) -> None:
-        """Those whose prompts are computed leave it, if there are other replicas."""
+    def _hand_over(self, engine: ReplicaLink, step: StepEvents) -> None:
+        """Requests whose prompts are computed leave it, if there are other replicas."""
         with self._changed:
-            if self._router is None or all(one.address.prefill for one in self._engines):
-                return
-            for number in numbers:
+            others = not all(one.address.prefill for one in self._engines)
+            for number, event in step.events:
+                if isinstance(event, Done | Failed) and self._ending.get(number) is engine:
+                    del self._ending[number]
                 request = self._running.get(number)
-                if request is not None and request.engine is engine and request.first_token is not None:
+                if others and request is not None and request.engine is engine and request.first_token is not None:
+                    assert self._router is not None, "it has joined"
                     engine.send(Cancel(number))
-                    self._router.ended(number)
+                    self._router.ended(number, decoded=False)
                     self._counts[engine.name] -= 1
                     request.leave()
+                    self._ending[number] = engine
                     self._held[number] = self._handed[number] = time.monotonic()
         self._release()
 
     def _release(self) -> None:
-        """Let requests go on that wait for the store."""
+        """Let requests go on that wait for the store, and have ended where they were, where they may go again."""
         with self._changed:
             held = [number for number, since in self._held.items() if self._has_waited(number, since)]
             for number in held:
@@ -483,7 +489,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _has_waited(self, number: int, since: float) -> bool:
         assert self._router is not None, "a replica had it"
-        request = self._running[number]
+        request, engine = self._running[number], self._ending.get(number)
+        if engine is not None and self._links.get(engine.name) is engine:
+            return False
         late = request.cancelled or request.failed is not None or time.monotonic() - since > HELD
         return late or self._router.stored(self._hashes.get(number, ()))
 

@@ -361,11 +361,11 @@ class Router:
             if request.reports == self._seats["reports"][request.at]:
                 self._seats["sent"][request.at] -= request.tokens
 
-    def ended(self, number: int) -> None:
-        """It is over, at any point; one that is not known is, too."""
+    def ended(self, number: int, *, decoded: bool = True) -> None:
+        """It is over, at any point; one that is not known is, too. `decoded`: not if it goes on elsewhere."""
         if (request := self._requests.get(number)) is None:
             return
-        if request.began is not None:
+        if request.began is not None and decoded:
             self._decoding = FADING * self._decoding + self._clock() - request.began
             self._decoded = FADING * self._decoded + 1
         self.first(number)

@@ -1,13 +1,13 @@
 """scaling: how many replicas of an engine there should be, by what they have measured. No Ray.
 
     meter.note(stats)                  # in a replica, several times a second
-    meter.read()                       # a `Report`, as a mapping: means since the last one
+    meter.read()                       # a `Report`, as a mapping
     wanted(reports, target)            # where Serve decides: `target` are there, or are being started
 
-  * work: the part of the time in which prompts wait or are computed. Of all replicas together it is how many of them
-    prompts keep busy;
-  * backlog: seconds that the prompts that wait take. A replica that is started now works off what is left when it is
-    ready, after `start` seconds: so many more are of use as work it off in that time;
+  * work: seconds of prompts that come in a second, lately. Of all replicas together it is how many of them prompts
+    keep busy;
+  * backlog: seconds that the prompts that wait take. So many more replicas are of use as work it off in the time that
+    one takes to start: what is done by then needs none;
   * room: cells of running sequences and of prompts that wait, over those that there are, or sequences, over the most
     that run at once. Of all replicas together it is how many of them hold all that.
 
@@ -18,7 +18,7 @@ of it. What waits for fewer ones is more: by the law of Pollaczek and Khinchine 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from math import ceil, floor, inf
+from math import ceil, exp, floor, inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
     from kvcellar.engine.stats import EngineStats
 
+MEAN_SECONDS = 15.0  # in which the weight of work that has come falls to 1 / e
 SPARE = 0.8  # of what fewer replicas can do: so those that were ended are not started again at once
 
 
 class Report(NamedTuple):
-    """Of one replica."""
+    """Of one replica. `start`: seconds that it took until it could be used."""
 
     work: float
     backlog: float
@@ -39,72 +40,84 @@ class Report(NamedTuple):
 
 
 def wanted(reports: Sequence[Report], target: int) -> int:
-    """So many replicas, with those of the reports among them. 0: they do nothing."""
+    """So many replicas, with those of the reports among them. 0: nothing runs or waits."""
     if not reports:
         return target
-    work, backlog, room, _ = map(sum, zip(*reports, strict=True))
-    if not (work or backlog or room):
+    work, backlog, room, start = map(sum, zip(*reports, strict=True))
+    if not (backlog or room):
         return 0
-    there, start = len(reports), max(one.start for one in reports)
+    there = len(reports)
+    soon = max(start / there, MEAN_SECONDS)  # earlier it is not known what comes
 
     def used(replicas: int) -> float:
-        """The part of so many, fewer ones than there are."""
+        """The part of so many."""
         if work >= replicas:
             return inf
         longer = max(1.0, (1 - work / there) / (1 - work / replicas))
-        return max(work + backlog * longer / start, room) / replicas
+        return max(work + backlog * longer / soon, room) / replicas
 
-    found = max(target, floor(work) + 1, ceil(work + backlog / start), ceil(room))
+    found = max(target, floor(work) + 1, ceil(work + backlog / soon), ceil(room))
     while found == target > 1 and used(target - 1) <= SPARE:
         found = target = target - 1
     return found
 
 
+def calmed(found: int, target: int, peak: int) -> tuple[int, int]:
+    """Where fewer are wanted, the most of those that were since then, `peak`, which comes with it: Serve ends replicas
+    when fewer have been wanted for a time."""
+    if found >= target:
+        return found, 0
+    peak = max(found, peak if peak < target else 0)
+    return peak, peak
+
+
 def policy(context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-    """As Serve calls it, in its controller. Ray pickles it by value. Calls through handles are those of gateways that
+    """As Serve calls it, in its controller; Ray pickles it by value. Calls through handles are those of gateways that
     ask for a replica (`gateway.py`)."""
-    metrics = context.aggregated_metrics or {}
-    measured = [metrics.get(name, {}) for name in Report._fields]
-    replicas = [one for one in context.running_replicas if all(one in values for values in measured)]
-    reports = [Report(*(values[one] for values in measured)) for one in replicas]
-    found = wanted(reports, context.target_num_replicas)
-    return found or int(context.total_num_requests > 0), {}
+    raw, room = context.raw_metrics or {}, (context.aggregated_metrics or {}).get("room", {})
+    last = {name: {replica: series[-1].value for replica, series in raw[name].items()} for name in raw}
+    reports = [
+        Report(last["work"][one], last["backlog"][one], room[one], last["start"][one])
+        for one in context.running_replicas
+        if one in room
+    ]
+    found = wanted(reports, context.target_num_replicas) or int(context.total_num_requests > 0)
+    found, peak = calmed(found, context.target_num_replicas, context.policy_state.get("peak", 0))
+    return found, {"peak": peak}
 
 
 class Meter:
     """Measures what a replica reports. From any thread."""
 
     def __init__(self, start: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`start`: seconds that it took until the replica could be used."""
         self._start, self._clock, self._lock = start, clock, threading.Lock()
-        self._now = Report(0.0, 0.0, 0.0, start)  # since `_at`
-        self._sums, self._began = Report(0.0, 0.0, 0.0, 0.0), clock()
-        self._at = self._began
+        self._tokens = 0  # of prompts that have come: computed, and waiting
+        self._work = self._backlog = self._room = 0.0
+        self._sum = 0.0  # of the room, over seconds, since it was read
+        self._at = self._began = clock()
 
     def note(self, stats: "EngineStats") -> None:
         cells = max((one.cells for one in stats.groups), default=1)
         used = max((one.used / one.cells for one in stats.groups if one.cells), default=0.0)
         sequences = (stats.running + stats.waiting) / stats.max_sequences
+        tokens = stats.waiting_tokens + stats.prefixes.asked - stats.prefixes.restored
         with self._lock:
             self._pass()
-            self._now = Report(
-                work=float(stats.waiting_tokens > 0),
-                backlog=stats.waiting_tokens * stats.token_seconds,
-                room=max(used + stats.waiting_tokens / cells, sequences),
-                start=self._start,
-            )
+            self._work += (tokens - self._tokens) * stats.token_seconds / MEAN_SECONDS
+            self._tokens, self._backlog = tokens, stats.waiting_tokens * stats.token_seconds
+            self._room = max(used + stats.waiting_tokens / cells, sequences)
 
     def read(self) -> dict[str, float]:
-        """Means since it was called last."""
+        """`room`: its mean since this was called last."""
         with self._lock:
             now = self._pass()
-            seconds = now - self._began
-            found = Report(*(one / seconds for one in self._sums)) if seconds > 0 else self._now
-            self._sums, self._began = Report(0.0, 0.0, 0.0, 0.0), now
-            return found._asdict()
+            room = self._sum / (now - self._began) if now > self._began else self._room
+            self._sum, self._began = 0.0, now
+            return Report(max(0.0, self._work), self._backlog, room, self._start)._asdict()
 
     def _pass(self) -> float:
         now = self._clock()
-        self._sums = Report(*(old + one * (now - self._at) for old, one in zip(self._sums, self._now, strict=True)))
+        self._work *= exp((self._at - now) / MEAN_SECONDS)
+        self._sum += self._room * (now - self._at)
         self._at = now
         return now

@@ -381,7 +381,7 @@ def roles(sharing: Roles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roles]:
     monkeypatch.setattr(client_module, "AGAIN", 0.02)
     for one in sharing.values():
         one.mend()
-        one._client.ask(client_module.ClearCacheAndStore())
+        one._client.ask(client_module.ClearCacheAndStore(all_models=False))
     yield sharing
     for one in sharing.values():
         one.rests()

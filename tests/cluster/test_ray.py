@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import httpx
 import pytest
 
 from kvcellar import Engine
-from kvcellar.cli.cluster import free_ports
+from kvcellar.cli.cluster import FREE
 from tests.engine.places import eventually
 
 pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
@@ -30,12 +32,20 @@ SEEDED: Any = {"max_tokens": 24, "temperature": 1.0, "seed": 5}
 PROMPTS = [f"def part_{number}(cellar):\n    " for number in range(8)]
 
 
+def free_port() -> int:
+    """As `free_ports` finds it, at this machine's own address: tests bind to no other."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port := random.choice(FREE)))
+            return port
+
+
 class Cluster:
     """One that runs, found by a secret in the environment of its processes."""
 
     def __init__(self, folder: Path, *options: str, of: "Cluster | None" = None) -> None:
         """`of`: one that runs, which is updated."""
-        (self.port,) = free_ports(1) if of is None else (of.port,)
+        self.port = free_port() if of is None else of.port
         self._mark = secrets.token_hex(32) if of is None else of._mark
         # Ray's sockets have paths of at most 107 bytes, and those of pytest are long.
         environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._mark, "OMP_NUM_THREADS": "1"}
@@ -140,6 +150,13 @@ def cluster(_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 
 @pytest.fixture(scope="module")
+def scaled(_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    options = ("--replicas", "0..2", "--idle", "3", "--max-sequences", "1", "--cache-bytes", "200M")
+    with running(tmp_path_factory.mktemp("scaled"), *options) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
 def alone() -> Iterator[Engine]:
     with Engine(threads=1, record="off", cache_bytes=200_000_000) as engine:
         yield engine
@@ -218,18 +235,15 @@ def test_streams_go_on_through_an_update(cluster: Cluster, alone: Engine, tmp_pa
             updated.set()
 
 
-@pytest.mark.usefixtures("_ray")
-def test_replicas_come_with_work_and_go_without_it_to_none_and_back(alone: Engine, tmp_path: Path) -> None:
+def test_replicas_come_with_work_and_go_without_it_to_none_and_back(scaled: Cluster, alone: Engine) -> None:
     """There is room for one stream in each."""
-    options = ("--replicas", "0..2", "--idle", "3", "--max-sequences", "1", "--cache-bytes", "200M")
     sampling = SEEDED | {"max_tokens": 400, "ignore_eos": True}
-    with running(tmp_path, *options) as scaled, ThreadPoolExecutor(len(PROMPTS)) as pool:
-        assert len(scaled.engines()) == 1
+    expected = [alone.generate(one, **sampling).text for one in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
         streams = [pool.submit(scaled.stream, one, **sampling) for one in PROMPTS]
         eventually(lambda: len(scaled.engines()) == 2, "another one comes")
-        expected = [alone.generate(one, **sampling).text for one in PROMPTS]
         assert [one.result()[0] for one in streams] == expected
-        eventually(lambda: not scaled.engines(), "both go")
-        assert scaled.client.get("/ready").status_code == 200
-        assert scaled.text(PROMPTS[0], **sampling) == expected[0]
-        assert len(scaled.engines()) == 1
+    eventually(lambda: not scaled.engines(), "both go")
+    assert scaled.client.get("/ready").status_code == 200
+    assert scaled.text(PROMPTS[0], **sampling) == expected[0]
+    assert len(scaled.engines()) == 1

@@ -30,7 +30,8 @@ class Roles(Ours):
     def choose(self, ask: Ask) -> int:
         split = self.fleet.prefill
         ranking = self.router.rank(ask.prompt, ask.turn.prompt, frozenset(map(str, range(split))))
-        if split and ask.number not in self.fleet.began and ranking[0].compute > self.fleet.handing:
+        longer = ranking[0].compute > (0.0 if self.fleet.every else self.fleet.handing)
+        if split and ask.number not in self.fleet.began and longer:
             others = frozenset(map(str, range(split, len(self.fleet.engines))))
             ranking = self.router.rank(ask.prompt, ask.turn.prompt, others)
         best = ranking[0]
@@ -42,11 +43,11 @@ class Roles(Ours):
 class Split(Fleet):
     """The first `prefill` replicas are for prompts."""
 
-    def __init__(self, costs: Costs, replicas: int, *, prefill: int, write: float) -> None:
-        """`write`: seconds of a token."""
+    def __init__(self, costs: Costs, replicas: int, *, prefill: int, write: float, every: bool) -> None:
+        """`write`: seconds of a token. `every`: all prompts begin at these."""
         super().__init__(costs, replicas, Roles, gateways=2, store=True)
         self.roles = [one for one in self.rules if isinstance(one, Roles)]
-        self.prefill, self.write = prefill, write
+        self.prefill, self.write, self.every = prefill, write, every
         self.began: dict[int, float] = {}  # requests with a first token
         self.fresh: dict[int, int] = {}  # tokens that its replica computes
         self.handing, self.handed = 0.0, 0
@@ -85,19 +86,20 @@ class Split(Fleet):
 
 
 LOADS = (
-    *(Load(Scene("conversation", 4, 600, rate)) for rate in (4, 7)),
-    *(Load(Scene("tool and agent", 4, 600, rate)) for rate in (8, 15)),
-    *(Load(Scene("Azure conversation", 4, 600, rate)) for rate in (15, 40)),
-    Load(Scene("users", 4, 1, 0.7), (1.25e9, 0.1e9)),
-    Load(Scene("chats", 4, 3, 0.6), (1.25e9, 0.1e9)),
+    *(Load(Scene("conversation", 4, 200, rate)) for rate in (4, 7)),
+    Load(Scene("tool and agent", 4, 200, 15)),
+    *(Load(Scene(name, 4, 1, rate), (1.25e9, 0.1e9)) for name, rate in (("users", 0.5), ("edits", 0.3))),
 )
+KINDS = ((0, False), (1, False), (1, True), (2, True))  # replicas for prompts, and whether all begin there
 QUICK = (Load(Scene("tool and agent", 3, 40, 10), (10e9,)),)
 
 
-def measured(load: Load, link: float, prefill: int, sessions: Sequence[tuple[float, Session]]) -> dict[str, float]:
+def measured(
+    load: Load, link: float, prefill: int, sessions: Sequence[tuple[float, Session]], *, every: bool
+) -> dict[str, float]:
     costs = load.scene.costs
     seconds = BYTES[costs] / link
-    fleet = Split(costs._replace(read=seconds), load.scene.replicas, prefill=prefill, write=seconds)
+    fleet = Split(costs._replace(read=seconds), load.scene.replicas, prefill=prefill, write=seconds, every=every)
     found = fleet.serve(sessions)
     each = sorted(fleet.each)
     return {
@@ -113,8 +115,8 @@ def measured(load: Load, link: float, prefill: int, sessions: Sequence[tuple[flo
 
 
 def row(given: Given) -> Lines:
-    """Every load without roles, and with one or two replicas for prompts. Milliseconds of a token are those of a
-    request behind its first one."""
+    """Every load without roles, and with one or two replicas for prompts: those that take long, or every one.
+    Milliseconds of a token are those of a request behind its first one."""
     names = ("computed", "handed", "gap s", "first", "p99 s", "token ms", "p99 ms", "mean s")
     found = dict[str, dict[str, float]]()
     for load in QUICK if given.quick else LOADS:
@@ -125,9 +127,11 @@ def row(given: Given) -> Lines:
             label += f", {link / 1e9:g} GB/s"
             yield f"\n{label}"
             yield "{:14} {:>8} {:>7} {:>7} {:>7} {:>7} {:>8} {:>8} {:>7}".format("", *names)
-            for prefill in (0, 1) if given.quick else (0, 1, 2):
-                one = found[f"{label}: {prefill}"] = measured(load, link, prefill, sessions)
+            for prefill, every in KINDS:
+                one = measured(load, link, prefill, sessions, every=every)
                 kind = f"{prefill}:{scene.replicas - prefill}" if prefill else "without roles"
+                kind += ", every" if every else ""
+                found[f"{label}: {kind}"] = one
                 yield (
                     f"{kind:14} {one['computed']:8.3f} {one['handed']:7.2f} {one['handing']:7.3f} {one['first']:7.3f} "
                     f"{one['first_p99']:7.2f} {1e3 * one['token']:8.1f} {1e3 * one['token_p99']:8.1f} "

@@ -30,6 +30,7 @@ STARTING = 300.0  # seconds; only a test that fails waits so long
 GREEDY: Any = {"max_tokens": 24, "temperature": 0.0}
 SEEDED: Any = {"max_tokens": 24, "temperature": 1.0, "seed": 5}
 PROMPTS = [f"def part_{number}(cellar):\n    " for number in range(8)]
+SOME = PROMPTS[:3]
 
 
 def free_port() -> int:
@@ -211,22 +212,22 @@ def test_streams_go_on_where_a_replica_is_killed_and_another_one_takes_its_place
 
 def test_streams_go_on_through_an_update(cluster: Cluster, alone: Engine, tmp_path: Path) -> None:
     """Of all gateways and replicas, to other settings."""
-    sampling = SEEDED | {"max_tokens": 300, "ignore_eos": True}
-    expected = {prompt: alone.generate(prompt, **sampling).text for prompt in PROMPTS}
+    sampling = SEEDED | {"max_tokens": 200, "ignore_eos": True}
+    expected = {prompt: alone.generate(prompt, **sampling).text for prompt in SOME}
     before, updated = set(cluster.engines()), threading.Event()
 
     def ask(prompt: str) -> int:
         answers = 0
         while not updated.is_set() or not answers:
             text, usage = cluster.stream(prompt, **sampling)
-            assert (text, usage["completion_tokens"]) == (expected[prompt], 300)
+            assert (text, usage["completion_tokens"]) == (expected[prompt], 200)
             answers += 1
         return answers
 
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        asked = [pool.submit(ask, one) for one in PROMPTS]
+    with ThreadPoolExecutor(len(SOME)) as pool:
+        asked = [pool.submit(ask, one) for one in SOME]
         try:
-            eventually(lambda: cluster.running() >= len(PROMPTS) - 1, "they run")
+            eventually(lambda: cluster.running() >= len(SOME) - 1, "they run")
             with running(tmp_path, "--replicas", "2", "--cache-bytes", "150M", of=cluster):
                 eventually(lambda: len(cluster.engines()) == 2 and not before & set(cluster.engines()), "it is updated")
                 updated.set()
@@ -237,13 +238,13 @@ def test_streams_go_on_through_an_update(cluster: Cluster, alone: Engine, tmp_pa
 
 def test_replicas_come_with_work_and_go_without_it_to_none_and_back(scaled: Cluster, alone: Engine) -> None:
     """There is room for one stream in each."""
-    sampling = SEEDED | {"max_tokens": 400, "ignore_eos": True}
-    expected = [alone.generate(one, **sampling).text for one in PROMPTS]
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        streams = [pool.submit(scaled.stream, one, **sampling) for one in PROMPTS]
+    sampling = SEEDED | {"max_tokens": 150, "ignore_eos": True}
+    expected = [alone.generate(one, **sampling).text for one in SOME]
+    with ThreadPoolExecutor(len(SOME)) as pool:
+        streams = [pool.submit(scaled.stream, one, **sampling) for one in SOME]
         eventually(lambda: len(scaled.engines()) == 2, "another one comes")
         assert [one.result()[0] for one in streams] == expected
     eventually(lambda: not scaled.engines(), "both go")
     assert scaled.client.get("/ready").status_code == 200
-    assert scaled.text(PROMPTS[0], **sampling) == expected[0]
+    assert scaled.text(SOME[0], **sampling) == expected[0]
     assert len(scaled.engines()) == 1

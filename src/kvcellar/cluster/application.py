@@ -109,9 +109,10 @@ def _engine(kind: str, name: str, model: str | None, cluster: Cluster, resources
         downscale_delay_s=cluster.idle_seconds,
         policy=AutoscalingPolicy(policy_function="kvcellar.cluster.scaling:policy"),
     )
+    number: dict[str, Any] = {"num_replicas": most} if least == most else {"autoscaling_config": scaling}
     deployed = serve.deployment(
         name=f"{kind}-{name}",
-        **({"num_replicas": most} if least == most else {"autoscaling_config": scaling}),
+        **number,
         ray_actor_options=dict(resources),
         graceful_shutdown_timeout_s=LEAVE_SECONDS + END_SECONDS,
         health_check_period_s=2.0,

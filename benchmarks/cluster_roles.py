@@ -2,8 +2,8 @@
 `cluster_sim` it is simulated: the real router, and engines by measured costs.
 
 A prompt is written to the store when it is computed, at the rate of the link of its replica, and read at that of the
-other one; its stream is told nothing meanwhile. A request begins at a replica for prompts where its prompt takes longer
-than that has taken lately, as in `cluster/client.py`.
+other one; its stream is told nothing meanwhile. Whether a request begins at a replica for prompts is decided by the rule
+of `cluster/client.py`, or all do.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from benchmarks.cluster_sim import CPU, FINE, GPU, LATE, WIRE, Ask, Costs, Fleet, Ours, Scene, Session
 from benchmarks.row import Given, Lines
+from kvcellar.cluster.client import handed_over
 
 HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
 LOOK = 0.25  # seconds between two looks into the store at most: half of it on the mean
@@ -29,12 +30,12 @@ class Roles(Ours):
 
     def choose(self, ask: Ask) -> int:
         split = self.fleet.prefill
-        ranking = self.router.rank(ask.prompt, ask.turn.prompt, frozenset(map(str, range(split))))
-        longer = ranking[0].compute > (0.0 if self.fleet.every else self.fleet.handing)
-        if split and ask.number not in self.fleet.began and longer:
+        best = self.router.rank(ask.prompt, ask.turn.prompt, frozenset(map(str, range(split))))[0]
+        if split and ask.number not in self.fleet.began:
             others = frozenset(map(str, range(split, len(self.fleet.engines))))
-            ranking = self.router.rank(ask.prompt, ask.turn.prompt, others)
-        best = ranking[0]
+            begins = self.router.rank(ask.prompt, ask.turn.prompt, others)[0]
+            if self.fleet.every or handed_over(best, begins, self.fleet.handing):
+                best = begins
         self.fleet.fresh[ask.number] = ask.turn.prompt - best.have - best.restored
         self.router.sent(best.replica, ask.number, ask.prompt, ask.turn.prompt)
         return int(best.replica)
@@ -86,11 +87,11 @@ class Split(Fleet):
 
 
 LOADS = (
-    *(Load(Scene("conversation", 4, 200, rate)) for rate in (4, 7)),
-    Load(Scene("tool and agent", 4, 200, 15)),
+    *(Load(Scene("conversation", 4, 150, rate)) for rate in (4, 7)),
+    Load(Scene("tool and agent", 4, 150, 15)),
     *(Load(Scene(name, 4, 1, rate), (1.25e9, 0.1e9)) for name, rate in (("users", 0.5), ("edits", 0.3))),
 )
-KINDS = ((0, False), (1, False), (1, True), (2, True))  # replicas for prompts, and whether all begin there
+KINDS = ((0, False), (1, False), (2, False), (2, True))  # replicas for prompts, and whether all begin there
 QUICK = (Load(Scene("tool and agent", 3, 40, 10), (10e9,)),)
 
 

@@ -19,8 +19,9 @@ from msgspec.structs import replace as replace_fields
 from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed, RetentionOptions
 from kvcellar.cluster import client as client_module
 from kvcellar.cluster import replica as replica_module
-from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink
+from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over
 from kvcellar.cluster.replica import Replica
+from kvcellar.cluster.routing import Score
 from kvcellar.cluster.sums import summed
 from kvcellar.engine.control_replies import NamespaceContents
 from kvcellar.engine.messages import (
@@ -379,6 +380,7 @@ def sharing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 @pytest.fixture
 def roles(sharing: Roles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roles]:
     monkeypatch.setattr(client_module, "AGAIN", 0.02)
+    monkeypatch.setattr(client_module, "handed_over", lambda stays, begins, handing: True)
     for one in sharing.values():
         one.mend()
         one._client.ask(client_module.ClearCacheAndStore(all_models=False))
@@ -403,9 +405,15 @@ def test_a_prompt_that_was_computed_elsewhere_is_read_from_the_store(roles: Role
         assert (begun.produced, len(gone_on.produced[0].token_ids)) == ((), 1)
         assert roles["decode"]._client.ask(ReadStats()).prefixes.sources["remote"] >= 240
         assert client.handing > 0
-        client.handing = 1e6  # it takes longer than any prompt
-        engine.generate([7, *prompt], **GREEDY)
-        assert len(roles[PREFILL].taken) == 1
+
+
+def test_a_prompt_is_handed_over_where_all_streams_wait_for_less_then() -> None:
+    stays = Score("stays", 1.0, wait=0.5, restore=0.0, compute=0.5, others=0.0, have=0, restored=0, running=4)
+    begins = replace_fields(stays, replica="begins", running=0)
+    assert [handed_over(stays, begins, handing) for handing in (0.0, 1.9, 2.1)] == [True, True, False]
+    assert not handed_over(stays, replace_fields(begins, seconds=3.1), 0.0)  # it would wait there for longer
+    idle = replace_fields(stays, running=0)
+    assert [handed_over(idle, begins, handing) for handing in (0.0, 0.1)] == [True, False]  # it is tried once
 
 
 @pytest.mark.parametrize("name", [PREFILL, "decode"])

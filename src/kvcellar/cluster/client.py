@@ -7,9 +7,10 @@
 A request goes to the replica that the router ranks first. When a replica dies, or is shut down, its requests go on at
 others (`remote_client.py`).
 
-Where some replicas are for prompts, a request whose prompt takes longer than handing it over does begins at one of
-these. With its first token it leaves it, and goes on at another one, by the same rules, when the shared store has its
-prompt, or after `HELD` seconds.
+Where some replicas are for prompts, a request begins at one of these if that costs fewer seconds, of itself and of the
+streams that wait while its prompt is computed: there, a stream waits once, as long as handing over has taken lately.
+With its first token it leaves, and goes on at another one, by the same rules, when the shared store has its prompt, or
+after `HELD` seconds.
 
 Always true:
   * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds;
@@ -401,8 +402,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         prefill = [one for one in self._engines if one.address.prefill]
         others = [one for one in self._engines if not one.address.prefill]
         found, score = self._best(others or prefill, prefill if others else [], request)
-        if prefill and others and request.first_token is None and (score is None or score.compute > self.handing):
-            found, score = self._best(prefill, others, request)
+        if prefill and others and request.first_token is None:
+            other, there = self._best(prefill, others, request)
+            if score is None or there is None or handed_over(score, there, self.handing):
+                found, score = other, there
         self.unranked += score is None
         return found
 
@@ -619,6 +622,11 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 reader.join(LAST_WORDS)
         self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
+
+
+def handed_over(stays: Score, begins: Score, handing: float) -> bool:
+    """Whether a prompt is computed at a replica for prompts, which has the second score, and then handed over."""
+    return begins.seconds + handing <= stays.seconds + stays.compute * stays.running
 
 
 def load_of(stats: EngineStats) -> Load:

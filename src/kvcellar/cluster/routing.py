@@ -82,6 +82,7 @@ class Score(Struct, frozen=True):
     others: float
     have: int  # tokens of the prompt on its device, or about to be there
     restored: int  # tokens that it would read
+    running: int  # completions that are in decode there
 
 
 Ranking: TypeAlias = tuple[Score, ...]
@@ -410,7 +411,7 @@ class Router:
         fill = np.array([self._blocks.count(at).bit_length() for at in among.tolist()], np.int64)
         order = np.lexsort((tie[among], fill, seats["requests"][among], key[among]))
         best: list[int] = among[order][:most].tolist()
-        columns = (seconds, wait, restore, compute, others, have, restored)
+        columns = (seconds, wait, restore, compute, others, have, restored, seats["running"].astype(np.int64))
         return tuple(
             Score(name, *(column[at].item() for column in columns))
             for at in best

@@ -2,8 +2,8 @@
 `cluster_sim` it is simulated: the real router, and engines by measured costs.
 
 A prompt is written to the store when it is computed, at the rate of the link of its replica, and read at that of the
-other one; its stream is told nothing meanwhile. Whether a request begins at a replica for prompts is decided by the rule
-of `cluster/client.py`, or all do.
+other one; its stream is told nothing meanwhile. Whether a request begins at a replica for prompts is decided by the
+rule of `cluster/client.py`, or all do.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.cluster.scaling import MEAN_SECONDS, Meter, Report, calmed, policy, wanted
+from kvcellar.errors import BadRequest
 
 TICK = 0.5  # seconds of a step
 IDLE = 300.0
@@ -235,6 +236,24 @@ def test_serve_takes_the_policy() -> None:
 
     taken = AutoscalingPolicy(policy_function="kvcellar.cluster.scaling:policy").get_policy()
     assert taken(context([BUSY])) == (4, {"peak": 0})
+
+
+def test_a_description_says_how_many_there_are() -> None:
+    pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
+    from kvcellar.cluster.application import app, replicas_of
+
+    assert [replicas_of(text) for text in (3, "3", "0..2", "2..2")] == [(3, 3), (3, 3), (0, 2), (2, 2)]
+    for wrong in (0, -1, "0", "3..2", "0..0", "1..", "many", "1..2..3"):
+        with pytest.raises(BadRequest, match="a number of at least 1, or MIN..MAX"):
+            app({"replicas": wrong})
+    store = {"store_remote": "file:///somewhere"}
+    for wrong in (
+        {"prefill": 1},
+        {"prefill": "0..1", "engine": store},
+        {"prefill": 1, "replicas": "0..1", "engine": store},
+    ):
+        with pytest.raises(BadRequest, match="replicas for prompts need others"):
+            app(wrong)
 
 
 # -- a replica ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
   * work: seconds of prompts that come in a second, lately. Of all replicas together it is how many of them prompts
     keep busy;
   * backlog: seconds that the prompts that wait take. So many more replicas are of use as work it off in the time that
-    one takes to start: what is done by then needs none;
+    one takes to start, and `MEAN_SECONDS` at least: what is done by then needs none;
   * room: cells of running sequences and of prompts that wait, over those that there are, or sequences, over the most
     that run at once. Of all replicas together it is how many of them hold all that.
 

@@ -125,7 +125,7 @@ def live(model: Path, every: Sequence[Sequence[Turn]], replicas: int, rule: type
             client = ClusterClient(router) if rule is None else Ruled(router, seen, rule)
             opened.callback(client.close)
             client.found(addresses)
-            while set(client.replicas.values()) != {"ready"}:
+            while {one.state for one in client.replicas} != {"connected"}:
                 time.sleep(0.01)
             engines.append(opened.enter_context(closing(Engine.of(client, **cast("Any", SETTINGS)))))
         return replay(engines, every, AT_ONCE * replicas)

@@ -166,10 +166,22 @@ class Engine:
         self._waiting.append(ask)
         if self._step is None:
             self._begin()
-        elif self._step[2] > 1:  # it ends with the step that runs now
-            began, each, _ = self._step
-            steps = max(1, ceil((self._world.now - began) / each - 1e-9))
-            self._run(began, each, steps, [])
+        else:
+            self._cut(self._step)
+
+    def _cut(self, step: tuple[float, float, int]) -> None:
+        """Of many steps, the one that runs now is the last."""
+        began, each, steps = step
+        if steps > 1:
+            self._run(began, each, max(1, ceil((self._world.now - began) / each - 1e-9)), [])
+
+    def leave(self, ask: Ask) -> None:
+        """Its prompt is computed, and it goes on elsewhere."""
+        self._decode.remove(ask)
+        self._reserved -= ceil((ask.turn.prompt + ask.turn.answer) / self.costs.block) - len(ask.prompt)
+        self._free(ask.prompt)
+        if self._step is not None:
+            self._cut(self._step)
 
     def _has(self, block: int) -> bool:
         return block in self._used or block in self._idle
@@ -271,14 +283,17 @@ class Engine:
             blocks, size = ask.turn.blocks, self.costs.block
             events += self._keep(blocks[len(ask.prompt) :])
             self._reserved -= ceil((ask.turn.prompt + ask.turn.answer) / size) - len(blocks)
-            for one in reversed(blocks):
-                self._used[one] -= 1
-                if not self._used[one]:
-                    del self._used[one]
-                    self._idle[one] = None
+            self._free(blocks)
             self._ended(ask)
         self._tell(events)
         self._begin()
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        for one in reversed(blocks):
+            self._used[one] -= 1
+            if not self._used[one]:
+                del self._used[one]
+                self._idle[one] = None
 
     def _keep(self, blocks: list[int]) -> list[list[object]]:
         """Blocks that a running request has computed."""
@@ -436,7 +451,7 @@ class Fleet:
         ]
         self.rules: list[Rule] = []
         self.rules = [rule(self, gateway) for gateway in range(gateways)]
-        self._observed = rule is Ours
+        self._observed = issubclass(rule, Ours)
         self._waits: list[float] = []
         self._wholes: list[float] = []
         self._asked = self._messages = self._bytes = self._open = 0

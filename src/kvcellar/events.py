@@ -173,6 +173,7 @@ class Score:
     others: float  # what that costs other requests
     have: int  # tokens of the prompt on its device, or about to be there
     restored: int  # tokens that it would read
+    running: int  # completions that are in decode there
     measured: bool  # False: no replica had measured a speed, and tokens stand for seconds
 
 

@@ -19,14 +19,19 @@ from kvcellar.frontend.front_end import FrontEnd
 from kvcellar.frontend.thread_client import ThreadClient
 from tests.engine.places import eventually
 
-
-def address_of(name: str, replica: Replica, *, version: str = VERSION, weights: str = "same") -> Address:
-    return Address(name, *replica.address, replica.secret, version, weights, replica.block)
+PREFILL = "prefill"  # name of a replica for prompts
 
 
-def client_of(settings: Mapping[str, Any] | None = None) -> ClusterClient:
+def address_of(
+    name: str, replica: Replica, *, version: str = VERSION, weights: str = "same", prefill: bool = False
+) -> Address:
+    return Address(name, *replica.address, replica.secret, version, weights, replica.block, prefill)
+
+
+def client_of(settings: Mapping[str, Any] | None = None, *, to_zero: bool = False) -> ClusterClient:
     adapter = (settings or {}).get("adapter")
-    return ClusterClient(partial(Router, most_blocks=1 << 16, clock=time.monotonic), adapter=adapter)
+    router = partial(Router, most_blocks=1 << 16, clock=time.monotonic)
+    return ClusterClient(router, adapter=adapter, to_zero=to_zero)
 
 
 def states(client: ClusterClient) -> dict[str, str]:
@@ -146,7 +151,7 @@ class FaultyReplica(Replica):
 def gateway(replicas: Mapping[str, Replica], **how: Any) -> Iterator[tuple[Engine, ClusterClient]]:
     """An engine of replicas, all of which are used. At the end, nothing is left of requests."""
     client = client_of()
-    client.found([address_of(name, one, **how) for name, one in replicas.items()])
+    client.found([address_of(name, one, prefill=name == PREFILL, **how) for name, one in replicas.items()])
     with closing(client):
         eventually(lambda: set(states(client).values()) == {"connected"}, "all are used")
         client.wait()

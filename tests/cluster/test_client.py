@@ -18,11 +18,11 @@ import pytest
 from msgspec import Raw
 from msgspec.structs import replace as replace_fields
 
-from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed, Overloaded
+from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed, Overloaded, RetentionOptions
 from kvcellar.cluster import client as client_module
 from kvcellar.cluster import observed
 from kvcellar.cluster import replica as replica_module
-from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink
+from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over
 from kvcellar.cluster.observed import Told as ReplicaTold
 from kvcellar.cluster.replica import Replica
 from kvcellar.cluster.sums import counted, summed
@@ -46,11 +46,11 @@ from kvcellar.engine.messages import (
 )
 from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
-from kvcellar.events import Done, Failed
+from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
-from tests.cluster.replicas import FaultyReplica, address_of, client_of, gateway, states
+from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -343,6 +343,106 @@ def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pa
         assert str(failed(ears[2][1])) == "no text"
 
 
+def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_waits(pair: Pair, expected) -> None:
+    addresses = [address_of(name, one) for name, one in named(*pair).items()]
+    with closing(client_of(to_zero=True)) as client:
+        assert client.asked  # the model is not known yet
+        client.found(addresses)
+        client.wait()
+        with closing(Engine.of(client)) as engine:
+            engine.pin([5, 6, 7])
+            assert client.asked
+            client.found([])
+            for one in pair:
+                one.die_for_good()
+            eventually(lambda: not client._engines, "they have gone")
+            client.check()
+            assert not client.asked  # for a prompt that is pinned
+            assert not client.starting
+            with ThreadPoolExecutor(1) as pool:
+                call = pool.submit(ASKED["greedy"], engine)
+                eventually(lambda: client.asked, "it waits")
+                for one in pair:
+                    one.down = False
+                client.found(addresses)
+                assert call.result() == expected["greedy"]
+            engine.clear_cache()
+
+
+# -- prompts and what follows at different replicas -------------------------------------------------------------------
+
+
+Roles = dict[str, FaultyReplica]
+
+
+@pytest.fixture(scope="module")
+def sharing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Roles]:
+    """One for prompts, and one that goes on, with a store that both use."""
+    shared = SETTINGS | {"store_remote": f"file://{tmp_path_factory.mktemp('shared')}/store"}
+    with ExitStack() as opened:
+        yield {name: opened.enter_context(closing(FaultyReplica(model, shared))) for name in (PREFILL, "decode")}
+
+
+@pytest.fixture
+def roles(sharing: Roles, monkeypatch: pytest.MonkeyPatch) -> Iterator[Roles]:
+    monkeypatch.setattr(client_module, "AGAIN", 0.02)
+    monkeypatch.setattr(client_module, "handed_over", lambda stays, begins, handing: True)
+    for one in sharing.values():
+        one.mend()
+        one._client.ask(client_module.ClearCacheAndStore(all_models=False))
+    yield sharing
+    for one in sharing.values():
+        one.rests()
+
+
+def test_answers_are_those_of_one_engine_where_prompts_are_computed_elsewhere(roles: Roles, expected) -> None:
+    with gateway(roles) as (engine, _):
+        all_asked(engine, expected)
+        assert roles[PREFILL].taken
+        assert all(asked.produced for asked in roles["decode"].taken)
+
+
+def test_a_prompt_that_was_computed_elsewhere_is_read_from_the_store(roles: Roles, alone: Engine) -> None:
+    prompt = [*range(5, 260)]
+    wanted = outcome(alone.generate(prompt, **SEEDED))
+    with gateway(roles) as (engine, client):
+        assert outcome(engine.generate(prompt, **SEEDED)) == wanted
+        (begun,), (gone_on,) = roles[PREFILL].taken, roles["decode"].taken
+        assert (begun.produced, len(gone_on.produced[0].token_ids)) == ((), 1)
+        assert roles["decode"]._client.ask(ReadStats()).prefixes.sources["remote"] >= 240
+        assert client.handing > 0
+
+
+def test_a_prompt_is_handed_over_where_all_streams_wait_for_less_then() -> None:
+    stays = Score(
+        "stays", 1.0, wait=0.5, restore=0.0, compute=0.5, others=0.0, have=0, restored=0, running=4, measured=True
+    )
+    begins = replace(stays, replica="begins", running=0)
+    assert [handed_over(stays, begins, handing) for handing in (0.0, 1.9, 2.1)] == [True, True, False]
+    assert not handed_over(stays, replace(begins, seconds=3.1), 0.0)  # it would wait there for longer
+    idle = replace(stays, running=0)
+    assert [handed_over(idle, begins, handing) for handing in (0.0, 0.1)] == [True, False]  # it is tried once
+
+
+@pytest.mark.parametrize("name", [PREFILL, "decode"])
+@pytest.mark.parametrize("steps", [1, 12])
+def test_answers_are_those_of_one_engine_where_one_of_these_dies(roles: Roles, expected, name: str, steps: int) -> None:
+    one = roles[name]
+    one.steps, one.at_step = steps, one.die_for_good
+    with gateway(roles) as (engine, _):
+        all_asked(engine, expected)
+        assert one.deaths == 1
+
+
+def test_a_request_goes_on_though_its_prompt_is_not_stored(roles: Roles, alone: Engine, monkeypatch) -> None:
+    monkeypatch.setattr(client_module, "HELD", 0.1)
+    prompt = [*range(5, 100)]
+    with gateway(roles) as (engine, _):
+        asked = outcome(engine.generate(prompt, retention=RetentionOptions(stored=False), **SEEDED))
+        assert asked == outcome(alone.generate(prompt, **SEEDED))
+        assert len(roles["decode"].taken) == 1
+
+
 # -- routing ----------------------------------------------------------------------------------------------------------
 
 
@@ -466,7 +566,7 @@ def test_a_refused_replica_is_used_when_those_that_it_is_not_like_are_gone(pair:
     with gateway(named(pair[0])) as (engine, client):
         other = address_of("other", pair[1], weights="other")
         client.found([address_of("replica-0", pair[0]), other])
-        eventually(lambda: "its weights, or what" in client.replicas["other"], "it is refused")
+        eventually(lambda: "its weights, or what" in states(client)["other"], "it is refused")
         _, ear = sent(client, (5, 6), **LONG)
         runs(ear)
         client.found([other])
@@ -474,7 +574,7 @@ def test_a_refused_replica_is_used_when_those_that_it_is_not_like_are_gone(pair:
         error = failed(ear)
         assert isinstance(error, Overloaded)
         assert "replica other: its weights, or what" in str(error)
-        eventually(lambda: client.replicas["other"] == "ready", "it is tried again")
+        eventually(lambda: states(client)["other"] == "connected", "it is tried again")
         assert ASKED["batch"](engine) == expected["batch"]
         assert pair[1].taken != []
 

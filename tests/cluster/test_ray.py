@@ -6,9 +6,11 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +28,22 @@ STARTING = 300.0  # seconds; only a test that fails waits so long
 GREEDY: Any = {"max_tokens": 24, "temperature": 0.0}
 SEEDED: Any = {"max_tokens": 24, "temperature": 1.0, "seed": 5}
 PROMPTS = [f"def part_{number}(cellar):\n    " for number in range(8)]
+SOME = PROMPTS[:3]
 
 
 class Cluster:
     """One that runs, found by a secret in the environment of its processes."""
 
-    def __init__(self, folder: Path) -> None:
-        (self.port,) = free_ports(1)
-        self._mark = secrets.token_hex(32)
+    def __init__(self, folder: Path, *options: str, of: "Cluster | None" = None) -> None:
+        """`of`: one that runs, which is updated."""
+        self.port = free_ports(1)[0] if of is None else of.port
+        self._mark = secrets.token_hex(32) if of is None else of._mark
         # Ray's sockets have paths of at most 107 bytes, and those of pytest are long.
         environment = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._mark, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "kvcellar", "cluster", "serve", "--replicas", "2", "--port", str(self.port)]
+        command = [sys.executable, "-m", "kvcellar", "cluster", "serve", "--port", str(self.port), *options]
+        command += [] if of is None else ["--ray", of.address()]
         self.log = (folder / "log").open("w")
-        settings = ("--no-store", "--threads", "1", "--cache-bytes", "200M", "--record", "off")
+        settings = ("--no-store", "--threads", "1", "--record", "off")
         self.process = subprocess.Popen([*command, *settings], env=environment, stdout=self.log, stderr=self.log)
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120.0)
 
@@ -62,15 +67,23 @@ class Cluster:
 
     def engines(self) -> list[int]:
         """Processes of replicas of the engine."""
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if self._is_engine(pid)]
+        return [pid for pid, title in self._processes("ray::ServeReplica") if ":engine-" in title]
 
-    def _is_engine(self, pid: int) -> bool:
-        try:
-            title = Path(f"/proc/{pid}/cmdline").read_bytes()
-            ours = self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            return False
-        return title.startswith(b"ray::ServeReplica") and b":engine-" in title and ours
+    def address(self) -> str:
+        """Of Ray."""
+        titles = (title for _, title in self._processes("") if "--gcs-address=" in title)
+        return next(titles).split("--gcs-address=")[1].split("\0")[0]
+
+    def _processes(self, begin: str) -> Iterator[tuple[int, str]]:
+        """Those of this cluster whose titles begin so."""
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                title = Path(f"/proc/{pid}/cmdline").read_text()
+                ours = self._mark.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if title.startswith(begin) and ours:
+                yield int(pid), title
 
     def running(self) -> float:
         """Completions, at all replicas."""
@@ -103,18 +116,35 @@ assert ray.get(ray.remote(lambda: 1).remote()) == 1
 """
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    environment = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
-    ray = subprocess.run([sys.executable, "-c", RAY], env=environment, capture_output=True, text=True, check=False)
-    if ray.returncode:
-        pytest.skip(f"Ray itself does not run on this machine: {ray.stderr[-300:]}")
-    found = Cluster(tmp_path_factory.mktemp("cluster"))
+@contextmanager
+def running(folder: Path, *options: str, of: Cluster | None = None) -> Iterator[Cluster]:
+    found = Cluster(folder, *options, of=of)
     try:
         found.wait()
         yield found
     finally:
         found.close()
+
+
+@pytest.fixture(scope="module")
+def _ray() -> None:
+    environment = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = subprocess.run([sys.executable, "-c", RAY], env=environment, capture_output=True, text=True, check=False)
+    if ray.returncode:
+        pytest.skip(f"Ray itself does not run on this machine: {ray.stderr[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def cluster(_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("cluster"), "--replicas", "2", "--cache-bytes", "200M") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def scaled(_ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    options = ("--replicas", "0..2", "--idle", "3", "--max-sequences", "1", "--cache-bytes", "200M")
+    with running(tmp_path_factory.mktemp("scaled"), *options) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -179,3 +209,43 @@ def test_streams_go_on_where_a_replica_is_killed_and_another_one_takes_its_place
     assert [usage["completion_tokens"] for _, usage in found] == [200] * len(PROMPTS)
     eventually(lambda: len(set(cluster.engines()) - {before[0]}) == 2, "another replica is started")
     assert cluster.text(PROMPTS[0], **GREEDY) == alone.generate(PROMPTS[0], **GREEDY).text
+
+
+def test_streams_go_on_through_an_update(cluster: Cluster, alone: Engine, tmp_path: Path) -> None:
+    """Of all gateways and replicas, to other settings."""
+    sampling = SEEDED | {"max_tokens": 200, "ignore_eos": True}
+    expected = {prompt: alone.generate(prompt, **sampling).text for prompt in SOME}
+    before, updated = set(cluster.engines()), threading.Event()
+
+    def ask(prompt: str) -> int:
+        answers = 0
+        while not updated.is_set() or not answers:
+            text, usage = cluster.stream(prompt, **sampling)
+            assert (text, usage["completion_tokens"]) == (expected[prompt], 200)
+            answers += 1
+        return answers
+
+    with ThreadPoolExecutor(len(SOME)) as pool:
+        asked = [pool.submit(ask, one) for one in SOME]
+        try:
+            eventually(lambda: cluster.running() >= len(SOME) - 1, "they run")
+            with running(tmp_path, "--replicas", "2", "--cache-bytes", "150M", of=cluster):
+                eventually(lambda: len(cluster.engines()) == 2 and not before & set(cluster.engines()), "it is updated")
+                updated.set()
+                assert all(one.result() for one in asked)
+        finally:
+            updated.set()
+
+
+def test_replicas_come_with_work_and_go_without_it_to_none_and_back(scaled: Cluster, alone: Engine) -> None:
+    """There is room for one stream in each."""
+    sampling = SEEDED | {"max_tokens": 150, "ignore_eos": True}
+    expected = [alone.generate(one, **sampling).text for one in SOME]
+    with ThreadPoolExecutor(len(SOME)) as pool:
+        streams = [pool.submit(scaled.stream, one, **sampling) for one in SOME]
+        eventually(lambda: len(scaled.engines()) == 2, "another one comes")
+        assert [one.result()[0] for one in streams] == expected
+    eventually(lambda: not scaled.engines(), "both go")
+    assert scaled.client.get("/ready").status_code == 200
+    assert scaled.text(SOME[0], **sampling) == expected[0]
+    assert len(scaled.engines()) == 1

@@ -64,7 +64,7 @@ class Twins:
             clients = [opened.enter_context(closing(client_of(settings))) for _ in range(2)]
             for client in clients:
                 client.found(addresses)
-                while set(client.replicas.values()) != {"ready"}:
+                while {one.state for one in client.replicas} != {"connected"}:
                     client.wait()
             engine._open(clients[0], settings_of(front))
             other = opened.enter_context(closing(Engine.of(clients[1], **front)))

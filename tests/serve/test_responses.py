@@ -322,11 +322,11 @@ def test_finish_reason_length(http):
     assert (choice["text"], choice["finish_reason"]) == ("hel", "length")
 
 
-def test_a_stream_without_data_sends_comment_lines(http, engine):
+def test_a_stream_without_data_sends_empty_lines(http, engine):
     gate = threading.Event()
     with engine.scripted(gate=gate), http.stream("POST", COMPLETIONS, json=completion("hi", stream=True)) as response:
         lines = response.iter_lines()
-        assert next(lines) == ": still here"
+        assert next(lines) == ""
         gate.set()
         assert [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")] == [
             "h",

@@ -66,13 +66,35 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
 
 @command.command("serve", cls=Command, epilog="Example: kvcellar cluster serve ./my-model --replicas 4 --gateways 2")
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
-@click.option("--replicas", type=click.IntRange(1), default=2, show_default=True, help="Engines of each model.")
+@click.option(
+    "--replicas",
+    metavar="N|MIN..MAX",
+    default="2",
+    show_default=True,
+    help="Engines of each model, or as many as it takes.",
+)
+@click.option(
+    "--roles",
+    metavar="PREFILL:DECODE",
+    help="In place of --replicas: engines for prompts, and those that go on from the store (--store-remote).",
+)
+@click.option(
+    "--idle",
+    "idle_seconds",
+    type=click.FloatRange(1, min_open=True),
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Until an engine ends that is not needed, with MIN..MAX.",
+)
 @click.option("--gateways", type=click.IntRange(1), default=1, show_default=True, help="Front ends of all engines.")
 @click.option("--ray", "address", help="Address of a running Ray cluster, or auto. Default: Ray is started here.")
 @together(http_options, store_options, engine_options, adapter_option)
 def serve(
     models: tuple[str, ...],
-    replicas: int,
+    replicas: str,
+    roles: str | None,
+    idle_seconds: float,
     gateways: int,
     address: str | None,
     api_key_file: Path | None,
@@ -89,6 +111,9 @@ def serve(
     server = {name: options.pop(name) for name in HTTP_OPTIONS}
     files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
     described = {"models": list(map(_absolute, models)), "replicas": replicas, "gateways": gateways, "server": server}
+    described |= {"idle_seconds": idle_seconds}
+    if roles is not None:
+        described["prefill"], _, described["replicas"] = roles.partition(":")
     described |= {name: str(file) for name, file in files.items() if file is not None}
     own_ports = {} if address is not None else dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
     for name, value in (ENVIRONMENT | own_ports).items():
@@ -141,10 +166,11 @@ def free_ports(number: int) -> list[int]:
     """Ports, all different, that neither the system nor Ray gives to others before they are used."""
     with ExitStack() as stack:
         found: list[int] = []
-        while len(found) < number:
-            free = stack.enter_context(socket.socket())
+        for port in random.sample(FREE, len(FREE)):
+            if len(found) == number:
+                break
             with suppress(OSError):
-                free.bind(("", port := random.choice(FREE)))  # the system says whether it is used, at any address
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 found.append(port)
         return found
 

@@ -19,6 +19,7 @@ class Address(Struct, frozen=True):
     version: str  # of kvcellar
     weights: str
     block: int  # tokens of a block of its KV events
+    prefill: bool = False  # it computes prompts, and others go on with their requests, from the store
 
 
 def keep_alive(link: socket.socket) -> None:

@@ -7,6 +7,11 @@
 A request goes to the replica that the router ranks first. When a replica dies, or is shut down, its requests go on at
 others (`remote_client.py`).
 
+Where some replicas are for prompts, a request begins at one of these if that costs fewer seconds, of itself and of the
+streams that wait while its prompt is computed: there, a stream waits once, as long as handing over has taken lately.
+With its first token it leaves, and goes on at another one, by the same rules, when the shared store has its prompt, or
+after `HELD` seconds.
+
 Always true:
   * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds; so are those
     that are refused, while no other one is used and no request waits: then there is none that they have to be like;
@@ -15,6 +20,7 @@ Always true:
   * the router knows the replicas that get requests, and no others;
   * a replica that gets requests has been told of all adapters;
   * what was counted does not fall when a replica goes, and is not counted twice when it comes back;
+  * `asked` says whether replicas are to be there: where there may be none while nothing is asked for, that starts one;
   * the death of a replica counts against a request that went on alone there, and else `SUSPECT` of it: a replica can be
     killed for many reasons, and that is not told.
 """
@@ -71,13 +77,15 @@ from kvcellar.engine.messages import (
     Reply,
     ShowEntry,
     ShowWay,
+    StepEvents,
     Submission,
     TakePicture,
     reply_type,
 )
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaState, ReplicaStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused
-from kvcellar.frontend.remote_client import RemoteClient, Request
+from kvcellar.events import Done, Failed, Score
+from kvcellar.frontend.remote_client import RemoteClient, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
@@ -94,6 +102,8 @@ SUSPECT = 0.125
 STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 LAST_WORDS = 5.0
 TICK = 0.25
+HELD = 2.0  # seconds
+HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
 SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
@@ -136,10 +146,14 @@ class ReplicaLink:
 class ClusterClient(RemoteClient[ReplicaLink]):
     """An `EngineClient` of all replicas of an engine together."""
 
-    def __init__(self, router: Callable[[int], Router], *, adapter: str | None = None, seed: int = 0) -> None:
-        """`router` makes one for blocks of so many tokens. `adapter`: that of requests which name none."""
+    def __init__(
+        self, router: Callable[[int], Router], *, adapter: str | None = None, seed: int = 0, to_zero: bool = False
+    ) -> None:
+        """`router` makes one for blocks of so many tokens. `adapter`: that of requests which name none. `to_zero`:
+        there may be no replica while nothing is asked for."""
         super().__init__()
         self._make_router, self._default, self._random = router, adapter, Random(seed)
+        self._to_zero, self._calls = to_zero, 0  # that wait for a replica
         self._block = 0  # tokens of a block
         self._router: Router | None = None  # of the first replica's blocks. The lock is held for it, too
         self._addresses: dict[str, Address] = {}
@@ -156,6 +170,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self.moved = 0  # requests that went on at another replica
         self._began = time.time()
         self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
+        self._ending: dict[int, ReplicaLink] = {}  # of those that are held, which replica ends them still
+        self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
+        self.handing = 0.0  # seconds in which a stream is told nothing as it is handed over: mean
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
@@ -203,6 +220,27 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             state = "refused" if name in self._refused else "lost"
         blocks = self._router.blocks(name) if self._router is not None and used else 0
         return (Told() if link is None else link.told).shown(name, f"{address.host}:{address.port}", state, why, blocks)
+
+    @property
+    def asked(self) -> bool:
+        """Whether replicas are to be there: at first, while there are any, and where something waits for one, beside
+        prompts that are pinned."""
+        with self._changed:
+            waiting = [one for number in self._to_go_on if (one := self._running.get(number)) is not None]
+            requests = any(one.deliver is not dropped for one in waiting)
+            return self._router is None or bool(self._addresses or self._calls) or requests
+
+    @property
+    def starting(self) -> bool:
+        return super().starting and not (self._to_zero and not self._addresses)
+
+    def _ready_engine(self, request: Request[ReplicaLink] | None = None) -> ReplicaLink:
+        with self._changed:
+            self._calls += 1
+            try:
+                return super()._ready_engine(request)
+            finally:
+                self._calls -= 1
 
     def _connect_missing(self) -> None:
         now = time.monotonic()
@@ -402,23 +440,37 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             return self._rank(hashes, submission)
 
-    def _rank(self, hashes: Sequence[int], submission: Submission) -> Ranking:
+    def _rank(self, hashes: Sequence[int], submission: Submission, exclude: frozenset[str] = frozenset()) -> Ranking:
         assert self._router is not None, "a replica has joined"
-        return self._router.rank(hashes, len(submission.prompt) // TOKEN)
+        return self._router.rank(hashes, len(submission.prompt) // TOKEN, exclude)
 
     def _choose(self, request: Request[ReplicaLink] | None) -> ReplicaLink | None:
         if not self._engines:
             return None
         if request is None:
             return self._engines[0]
-        by_name = {one.name: one for one in self._engines}
-        request.considered = self._rank(self._hashes.get(request.submission.number, ()), request.submission)
-        for score in request.considered:
+        prefill = [one for one in self._engines if one.address.prefill]
+        others = [one for one in self._engines if not one.address.prefill]
+        found, considered = self._best(others or prefill, prefill if others else [], request)
+        if prefill and others and request.first_token is None:
+            other, there = self._best(prefill, others, request)
+            if not considered or not there or handed_over(considered[0], there[0], self.handing):
+                found, considered = other, there
+        request.considered = considered
+        self.unranked += not considered
+        return found
+
+    def _best(
+        self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
+    ) -> tuple[ReplicaLink, Ranking]:
+        by_name = {one.name: one for one in among}
+        hashes = self._hashes.get(request.submission.number, ())
+        considered = self._rank(hashes, request.submission, frozenset(one.name for one in others))
+        for at, score in enumerate(considered):
             if (link := by_name.get(score.replica)) is not None:
-                return link
-        self.unranked += 1
-        some = self._random.sample(self._engines, min(2, len(self._engines)))
-        return min(some, key=lambda one: self._counts[one.name])
+                return link, considered[at:]
+        some = self._random.sample(among, min(2, len(among)))
+        return min(some, key=lambda one: self._counts[one.name]), ()
 
     def _sent(self, request: Request[ReplicaLink], engine: ReplicaLink) -> None:
         assert self._router is not None
@@ -430,11 +482,17 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
         assert self._router is not None, "it is told by a replica"
         if not isinstance(event, Admitted) and not request.proven:
-            self._router.first(request.submission.number)
+            self._router.first(number := request.submission.number)
+            if (since := self._handed.pop(number, None)) is not None:
+                seconds = time.monotonic() - since
+                self.handing = HANDED * self.handing + (1 - HANDED) * seconds if self.handing else seconds
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
         number = request.submission.number
         self._hashes.pop(number, None)
+        self._held.pop(number, None)
+        self._handed.pop(number, None)
+        self._ending.pop(number, None)
         if self._router is not None:
             self._router.ended(number)
         if request.engine is not None and request.engine.name in self._counts:
@@ -452,6 +510,46 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 super()._take(engine, message)
         if isinstance(message, EngineSnapshot):
             self._loaded(engine)
+        elif isinstance(message, StepEvents) and engine.address.prefill:
+            self._hand_over(engine, message)
+        elif isinstance(message, Blocks):
+            self._release()
+
+    def _hand_over(self, engine: ReplicaLink, step: StepEvents) -> None:
+        """Requests whose prompts are computed leave it, if there are other replicas."""
+        with self._changed:
+            others = not all(one.address.prefill for one in self._engines)
+            for number, event in step.events:
+                if isinstance(event, Done | Failed) and self._ending.get(number) is engine:
+                    del self._ending[number]
+                request = self._running.get(number)
+                if others and request is not None and request.engine is engine and request.first_token is not None:
+                    assert self._router is not None, "it has joined"
+                    engine.send(Cancel(number))
+                    self._router.ended(number, decoded=False)
+                    self._counts[engine.name] -= 1
+                    request.leave("has computed its prompt")
+                    self._ending[number] = engine
+                    self._held[number] = self._handed[number] = time.monotonic()
+        self._release()
+
+    def _release(self) -> None:
+        """Let requests go on that wait for the store, and have ended where they were, where they may go again."""
+        with self._changed:
+            held = [number for number, since in self._held.items() if self._has_waited(number, since)]
+            for number in held:
+                del self._held[number]
+            self._to_go_on.extend(held)
+        if held:
+            self._go_on()
+
+    def _has_waited(self, number: int, since: float) -> bool:
+        assert self._router is not None, "a replica had it"
+        request, engine = self._running[number], self._ending.get(number)
+        if engine is not None and self._links.get(engine.name) is engine:
+            return False
+        late = request.cancelled or request.failed is not None or time.monotonic() - since > HELD
+        return late or self._router.stored(self._hashes.get(number, ()))
 
     def _cached(self, engine: ReplicaLink, events: list[Any]) -> None:
         with self._changed:
@@ -576,6 +674,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         last = time.monotonic()
         while not self._end.wait(TICK):
             self._look()
+            self._release()
             self._connect_missing()
             now = time.monotonic()
             self._give_up_silent(now, stopped=now - last > TICK + STALLED)
@@ -610,6 +709,11 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 reader.join(LAST_WORDS)
         self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
+
+
+def handed_over(stays: Score, begins: Score, handing: float) -> bool:
+    """Whether a prompt is computed at a replica for prompts, which has the second score, and then handed over."""
+    return begins.seconds + handing <= stays.seconds + stays.compute * stays.running
 
 
 def load_of(stats: EngineStats) -> Load:

@@ -6,6 +6,7 @@ Requests do not go through Serve's handles, which take milliseconds for each mes
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,7 @@ from ray import serve
 from ray.util import get_node_ip_address
 
 from kvcellar.cluster.address import Address
+from kvcellar.cluster.scaling import Meter
 from kvcellar.engine.messages import VERSION
 
 log = logging.getLogger("kvcellar.cluster")
@@ -25,17 +27,24 @@ LEAVE_SECONDS = 10.0  # for gateways to move requests to other replicas
 class EngineReplica:
     """One engine, on one device. Raises what the load of its model raises: then Serve starts another one."""
 
-    def __init__(self, model: str | None, settings: Mapping[str, Any]) -> None:
+    def __init__(self, model: str | None, settings: Mapping[str, Any], prefill: bool) -> None:
+        """`prefill`: it computes prompts, and others go on with their requests."""
+        began = time.monotonic()
         from kvcellar.cluster.replica import Replica  # imports torch, which neither gateways nor commands need
 
         self._replica = Replica(model, settings, get_node_ip_address())
+        self._prefill = prefill
         self._name = serve.get_replica_context().replica_id.unique_id
+        self._meter = self._replica.meter = Meter(time.monotonic() - began)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Its `Address`, as Serve tells it to the routers of gateways."""
         found = self._replica
-        address = Address(self._name, *found.address, found.secret, VERSION, found.weights, found.block)
+        address = Address(self._name, *found.address, found.secret, VERSION, found.weights, found.block, self._prefill)
         return msgspec.to_builtins(address)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._meter.read()
 
     async def meet(self, gateway: object) -> str:
         """A gateway lets its router know it (`gateway.py`)."""

@@ -40,26 +40,39 @@ class Listener:
     """Is told of all replicas of an engine by the router of a handle. It stays in this process: what is sent of it to a
     replica is nothing."""
 
-    def __init__(self, client: ClusterClient) -> None:
-        self._client, self.heard = client, False
+    def __init__(self, client: ClusterClient, found: dict["Listener", list[Address]]) -> None:
+        """`found`: what all listeners of an engine have been told, which has a handle for each kind of replicas."""
+        self._client, self._found, self.heard = client, found, False
+
+    @property
+    def asks(self) -> bool:
+        """Whether a call for a replica is to be made: one starts a replica where there is none."""
+        return self._client.asked
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return str, ()
 
     def seen(self, replicas: Sequence[RunningReplica]) -> None:
         self.heard = True
-        self._client.found([msgspec.convert(one.replica_metadata, Address) for one in replicas if one.replica_metadata])
+        told = [one.replica_metadata for one in replicas if one.replica_metadata]
+        self._found[self] = [msgspec.convert(one, Address) for one in told]
+        self._client.found([one for some in self._found.values() for one in some])
 
 
 class Gateway:
     """One front end of all engines."""
 
     def __init__(
-        self, engines: Mapping[str, tuple[DeploymentHandle[Any], EngineOptions]], settings: Mapping[str, Any]
+        self,
+        engines: Mapping[str, tuple[Sequence[DeploymentHandle[Any]], EngineOptions]],
+        settings: Mapping[str, Any],
+        *,
+        to_zero: bool = False,
     ) -> None:
-        """`engines`: the replicas of each model, by its name, and what of their settings a front end has to know."""
-        self._handles = {name: handle for name, (handle, _) in engines.items()}
-        self._clients = {name: _client(options) for name, (_, options) in engines.items()}
+        """`engines`: the replicas of each model, by its name, and what of their settings a front end has to know.
+        `to_zero`: there may be none."""
+        self._handles = {name: handles for name, (handles, _) in engines.items()}
+        self._clients = {name: _client(options, to_zero=to_zero) for name, (_, options) in engines.items()}
         self._options = {name: options for name, (_, options) in engines.items()}
         self._startup, self._failed = Startup(tuple(engines)), False
         limits = Limits(max_bytes=0, max_models=len(engines))
@@ -73,8 +86,10 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         self._startup.begin()
-        for name, handle in self._handles.items():
-            self._meetings.add(asyncio.create_task(_meet(handle, Listener(self._clients[name]))))
+        for name, handles in self._handles.items():
+            found = dict[Listener, list[Address]]()
+            for handle in handles:
+                self._meetings.add(asyncio.create_task(_meet(handle, Listener(self._clients[name], found))))
         self._loading.start(lambda: None)
         return served(self._shared, inspector)
 
@@ -116,16 +131,20 @@ class Gateway:
         self._shared.threads.close()
 
 
-def _client(options: EngineOptions) -> ClusterClient:
-    return ClusterClient(partial(Router, most_blocks=MOST_BLOCKS, clock=time.monotonic), adapter=options.get("adapter"))
+def _client(options: EngineOptions, *, to_zero: bool) -> ClusterClient:
+    router = partial(Router, most_blocks=MOST_BLOCKS, clock=time.monotonic)
+    return ClusterClient(router, adapter=options.get("adapter"), to_zero=to_zero)
 
 
 async def _meet(handle: DeploymentHandle[Any], listener: Listener) -> None:
     """Let the router of a handle have the listener, again and again: Serve makes another router when it has got the
     configuration of the deployment, or another one."""
     while True:
-        try:
-            await handle.meet.remote(listener)
-        except Exception as error:  # noqa: BLE001 - the replica that was called has died, or there is none
-            log.info("no replica was met: %s", error)
-        await asyncio.sleep(AGAIN_SECONDS if listener.heard else MEET_SECONDS)
+        seconds = MEET_SECONDS
+        if listener.asks:
+            try:
+                await handle.meet.remote(listener)
+            except Exception as error:  # noqa: BLE001 - the replica that was called has died, or there is none
+                log.info("no replica was met: %s", error)
+            seconds = AGAIN_SECONDS if listener.heard else MEET_SECONDS
+        await asyncio.sleep(seconds)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from kvcellar.cluster.address import SECRET, keep_alive
+from kvcellar.cluster.scaling import Meter
 from kvcellar.engine.load.build import build, source_of
 from kvcellar.engine.load.open_store import identity_of
 from kvcellar.engine.load.settings import settings_of
@@ -49,6 +50,7 @@ class Replica:
         `build` raises."""
         self.secret = secrets.token_bytes(SECRET)
         self._pools, self._leaving = Pools(), False
+        self.meter: Meter | None = None  # is told of all statistics
         self._fronts: tuple[FrontEnd, ...] = ()  # replaced, never changed
         self._lock, self._unknown = threading.Lock(), threading.Semaphore(GREETED)
         self._ended = threading.Event()
@@ -87,6 +89,8 @@ class Replica:
             front.turned()
 
     def _counted(self, stats: EngineStats) -> None:
+        if self.meter is not None:
+            self.meter.note(stats)
         if fronts := self._fronts:
             snapshot = EngineSnapshot(packed(stats))
             for front in fronts:

@@ -158,6 +158,10 @@ class _Blocks:
         """On its device."""
         return block in self._bits and bool(self._bits[block][DEVICE] & self._bit[at])
 
+    def stored(self, block: int) -> bool:
+        """In the shared store."""
+        return bool(self._bits.get(block, _NOWHERE)[REMOTE])
+
     def count(self, at: int) -> int:
         """Of a replica, in all media."""
         return len(self._held[at])
@@ -351,11 +355,11 @@ class Router:
             if request.reports == self._seats["reports"][request.at]:
                 self._seats["sent"][request.at] -= request.tokens
 
-    def ended(self, number: int) -> None:
-        """It is over, at any point; one that is not known is, too."""
+    def ended(self, number: int, *, decoded: bool = True) -> None:
+        """It is over, at any point; one that is not known is, too. `decoded`: not if it goes on elsewhere."""
         if (request := self._requests.get(number)) is None:
             return
-        if request.began is not None:
+        if request.began is not None and decoded:
             self._decoding = FADING * self._decoding + self._clock() - request.began
             self._decoded = FADING * self._decoded + 1
         self.first(number)
@@ -366,6 +370,10 @@ class Router:
             if self._coming.get((request.at, block)) == number:
                 del self._coming[request.at, block]
                 self._blocks.remove(request.at, DEVICE, block)
+
+    def stored(self, hashes: Sequence[int]) -> bool:
+        """Whether the shared store has all these blocks."""
+        return all(map(self._blocks.stored, hashes))
 
     # -- ranking ------------------------------------------------------------------------------------------------
 
@@ -396,7 +404,7 @@ class Router:
         fill = np.array([self._blocks.count(at).bit_length() for at in among.tolist()], np.int64)
         order = np.lexsort((tie[among], fill, seats["requests"][among], key[among]))
         best: list[int] = among[order][:most].tolist()
-        columns = (seconds, wait, restore, compute, others, have, restored)
+        columns = (seconds, wait, restore, compute, others, have, restored, seats["running"].astype(np.int64))
         return tuple(
             Score(name, *(column[at].item() for column in columns), measured=measured)
             for at in best

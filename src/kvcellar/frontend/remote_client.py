@@ -7,7 +7,8 @@ position only, so that they get the text that they would have got.
 Always true:
   * `_running` are the requests that are not done, by number, with all that was told of each: what another engine needs
     to go on with it;
-  * a request is at one of `_engines`, or at none, and then it waits for one; what another one tells of it is dropped;
+  * a request is at one of `_engines`, or at none, and then it waits for one, or is held until a subclass lets it go on;
+    what another one tells of it is dropped;
   * what engines are sent of requests is sent while `_changed` is held: so it arrives in the order of what was decided;
   * events of a request are delivered in order, by the thread that reads what its engine sends, and none after `Done` or
     `Failed`;
@@ -175,6 +176,12 @@ class Request(Generic[E]):
     def _timings(self) -> Timings:
         return timings_of(self.submitted, self.admitted, self.first_token, self.last_token)
 
+    def leave(self, how: str) -> None:
+        """It goes on at another engine. `how`: what its engine has done, for `placements`."""
+        self.engine, self.here, self.proven, self.went_on = None, False, False, True
+        if self.placements:
+            self.placements[-1] = with_fields(self.placements[-1], left=how)
+
     @property
     def length(self) -> int:
         """Tokens that another engine has to compute before it draws one, at most."""
@@ -201,7 +208,7 @@ class _Call(Generic[E]):
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
-def _dropped(event: EngineEvent) -> None:
+def dropped(event: EngineEvent) -> None:
     """Of a prompt that is pinned again, no caller waits for events."""
 
 
@@ -226,6 +233,7 @@ class RemoteClient(ABC, Generic[E]):
         self._waiting: dict[int, _Call[E]] = {}  # by the number of the ask
         self._resumed: dict[int, tuple[int, E]] = {}  # requests, by the number of the ask by which they go on
         self._to_go_on: deque[int] = deque()  # requests that are at no engine
+        self._held: dict[int, float] = {}  # requests that are at none, and do not go on yet, since when
         self._unproven: tuple[int, E, float] | None = None  # the last one that goes on alone, and since when
         self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what engines were told last of each name
         self._pins: dict[tuple[str, str | None, bytes], tuple[Submission, float, E]] = {}  # pinned, when and where
@@ -572,9 +580,7 @@ class RemoteClient(ABC, Generic[E]):
                 if blame is not None and had_begun and not one.proven:
                     one.deaths += blame(one)
                 one.alone = blame is not None or (one.alone and not one.proven)
-                one.engine, one.here, one.proven, one.went_on = None, False, False, True
-                if one.placements:
-                    one.placements[-1] = with_fields(one.placements[-1], left=how)
+                one.leave(how)
                 if one.deaths >= DEATHS:
                     guilty.append(number)
             moved = [number for number in mine if number not in guilty]
@@ -605,7 +611,7 @@ class RemoteClient(ABC, Generic[E]):
     def _order(self, number: int) -> tuple[bool, bool, bool, int]:
         if (request := self._running.get(number)) is None:
             return False, False, False, 0
-        return request.alone, request.deliver is _dropped, request.ask is not None, request.length
+        return request.alone, request.deliver is dropped, request.ask is not None, request.length
 
     def _next(self) -> bool:
         """Send the next request to an engine. Whether another one may follow."""
@@ -645,7 +651,7 @@ class RemoteClient(ABC, Generic[E]):
             ]
             for one in pins:
                 again = replace(one, number=self.number(), goes_on=True)
-                self._running[again.number] = Request[E](again, _dropped, alone=True)
+                self._running[again.number] = Request[E](again, dropped, alone=True)
                 self._to_go_on.append(again.number)
 
     def _over(self, error: Exception) -> None:
@@ -687,4 +693,4 @@ class RemoteClient(ABC, Generic[E]):
                 assert request.ask is None or self._waiting[request.ask].request is request
                 assert request.deaths < DEATHS
                 assert all(0 <= index < request.submission.params.n for index in request.choices)
-                assert request.engine is not None or number in self._to_go_on
+                assert [request.engine is not None, number in self._to_go_on, number in self._held].count(True) == 1

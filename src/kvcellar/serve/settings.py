@@ -57,7 +57,7 @@ class ServeSettings:
     header_seconds: float = 15.0  # limit for receiving a request line and its headers
     body_seconds: float = 60.0  # limit for receiving a body
     write_seconds: float = 60.0  # limit for a client that does not read
-    ping_seconds: float = 15.0  # a stream without data for this long sends a comment line
+    ping_seconds: float = 15.0  # a stream without data for this long sends an empty line
     idle_seconds: int = 75  # limit for an idle connection
     share_prefixes: bool = False  # requests of different API keys and users find each other's prefixes in memory
     both_reasoning_names: bool = False  # chats have reasoning as `reasoning_content` and as `reasoning`, too

@@ -18,7 +18,7 @@ from kvcellar.serve.http.parsing import Fields
 
 SSE = b"text/event-stream; charset=utf-8"
 NDJSON = b"application/x-ndjson"
-SSE_PING = b": still here\n\n"  # a comment, which parsers skip
+SSE_PING = b"\n"  # an empty line, which parsers skip; of a comment, vLLM's clients lose all that follows
 
 
 class Writer(ABC):

@@ -1,5 +1,6 @@
 """`kvcellar cluster serve`, as far as it goes without Ray; with it: tests/cluster/test_ray.py."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,9 +21,11 @@ def test_a_model_that_is_not_found_is_named_before_anything_is_started() -> None
         CliRunner().invoke(command, ["serve", "no-such-model", "--no-store"], catch_exceptions=False)
 
 
-def test_without_ray_it_says_what_to_install() -> None:
+def test_without_ray_it_says_what_to_install_and_sets_no_variables() -> None:
+    before = dict(os.environ)
     with pytest.raises(BadRequest, match=r"install kvcellar\[cluster\]"):
         CliRunner().invoke(command, ["serve", "--no-store"], catch_exceptions=False)
+    assert dict(os.environ) == before
 
 
 def test_paths_are_those_of_the_directory_in_which_it_was_started(tmp_path: Path, monkeypatch) -> None:

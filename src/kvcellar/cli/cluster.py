@@ -115,11 +115,12 @@ def serve(
     if roles is not None:
         described["prefill"], _, described["replicas"] = roles.partition(":")
     described |= {name: str(file) for name, file in files.items() if file is not None}
-    own_ports = {} if address is not None else dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
-    for name, value in (ENVIRONMENT | own_ports).items():
-        os.environ.setdefault(name, value)
     try:
-        ray, ray_serve = import_module("ray"), import_module("ray.serve")
+        ray = import_module("ray")
+        own_ports = {} if address is not None else dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
+        for name, value in (ENVIRONMENT | own_ports).items():
+            os.environ.setdefault(name, value)  # `ray.serve` reads it when it is imported
+        ray_serve = import_module("ray.serve")
     except ImportError as error:
         raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
     application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})

@@ -159,9 +159,10 @@ def sources_of(network: PreTrainedModel, weights: WeightsFiles) -> dict[str, AsS
         for name, one in named
         if name in stored and stored[name] not in weights.forms and id(one) not in turned
     }
+    parameters = dict(named)
     for name, names in stacked_targets(network, weights).items():
-        if not any(part in weights.forms for expert in names for part in expert):
-            one = network.get_parameter(name)
+        one = parameters.get(name)  # None: of a layer behind the last one
+        if one is not None and not any(part in weights.forms for expert in names for part in expert):
             found[id(one)] = AsStored("", str(one.dtype).removeprefix("torch."), None, tuple(map(tuple, names)))
     return {name: found.get(id(one)) for name, one in named}
 

@@ -175,6 +175,8 @@ def test_a_fork_has_no_threads_and_a_process_ends_with_them(counted: ctypes.CDLL
         (["0-1,4-5", "2-3,6-7"], (3, 6), [-1, -1, -1, 0, -1, -1, 0]),  # those of one node
         (["0", "", "1"], (0, 1), [0, 1]),  # a node without CPUs
         ([], (0, 2), [0, -1, 0]),
+        (["0-3", "4-7"], (0, 1, 2, 4), [0, 0, 0, -1, 0]),  # their shares of work are equal
+        (["0-1", "2-x"], range(4), [0, 0, 0, 0]),
     ],
 )
 def test_cpus_belong_to_memory_nodes(

@@ -110,7 +110,8 @@ def test_replies_count_for_their_owner_and_are_found_for_it_alone() -> None:
 def test_lookups_that_find_others_under_way_do_not_count_as_failures() -> None:
     place = Blocked()
     shared = ArchivedReplies(place, TOKENIZER, seconds=0.01)
-    shared._bounded = Bounded(0.01, most=0)
+    shared._bounded = Bounded(0.01, most=1)
+    shared._bounded._free.acquire()
     assert shared.find("", "", b"x") is None
     assert not shared._breaker.down
     place.go.set()

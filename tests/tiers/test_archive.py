@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from kvcellar.files import Files
 from kvcellar.memory.tiers import archive as module
 from kvcellar.memory.tiers.archive import (
-    FOLLOWED,
     PART,
     Archive,
     Changed,
@@ -253,14 +252,17 @@ def test_two_that_write_in_turn_list_the_directory_once_each(folder: Path) -> No
     ] * 2
 
 
-def test_after_more_changes_than_are_followed_or_a_change_that_failed_files_are_counted(folder: Path) -> None:
+def test_after_more_changes_than_are_followed_or_a_change_that_failed_files_are_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FOLLOWED", followed := 64)
     files = Listing()
     one, other = DiskArchive(folder, 50 * CAP, files=files), DiskArchive(folder, 50 * CAP)
     seals(one, "x")
-    seals(other, *(f"y{number}" for number in range(FOLLOWED)))
+    seals(other, *(f"y{number}" for number in range(followed)))
     seals(one, "x")
     assert files.listed == 1
-    seals(other, *(f"y{number}" for number in range(FOLLOWED + 1)))
+    seals(other, *(f"y{number}" for number in range(followed + 1)))
     seals(one, "x")
     assert files.listed == 2
     failing = Failing()

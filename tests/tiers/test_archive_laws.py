@@ -296,6 +296,10 @@ def test_what_the_server_has_evicted_takes_no_space(redis: RedisArchive, server_
     with pytest.raises(Full, match="6000 bytes are allowed"):
         redis.put("a", "w", b"head", bytes(1500))
     client(server_url).delete(f"{tmp_path}-{file_of('a', 'x')}")
+    with pytest.raises(Full):  # all documents were counted just now: a refusal costs the server little
+        redis.put("a", "w", b"head", bytes(1500))
+    assert 0 < client(server_url).ttl(f"{tmp_path}-counted") <= 60
+    client(server_url).delete(f"{tmp_path}-counted")
     redis.put("a", "w", b"head", bytes(1500))
     redis.check()
     assert sorted(redis._entries()) == sorted(file_of("a", name) for name in "wyz")

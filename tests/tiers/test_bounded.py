@@ -13,8 +13,9 @@ def test_a_call_that_hangs_ends_in_time_and_many_are_not_tried() -> None:
     for _ in range(2):
         with pytest.raises(RemoteFailed, match="no result"):
             bounded(lambda: go.wait(10))
-    with pytest.raises(RemoteFailed, match="too many"):
+    with pytest.raises(RemoteFailed, match="too many") as raised:
         bounded(lambda: 1)
+    assert not raised.value.answers  # the store, by what is known
     go.set()
     for _ in range(1000):
         try:
@@ -24,6 +25,21 @@ def test_a_call_that_hangs_ends_in_time_and_many_are_not_tried() -> None:
             pass
     else:
         raise AssertionError("calls that have ended still count as hanging")
+
+
+def test_too_many_calls_of_callers_that_wait_still_are_no_fault_of_the_store() -> None:
+    bounded, begun, go = Bounded(60.0, most=1), threading.Event(), threading.Event()
+    caller = threading.Thread(target=lambda: bounded(lambda: (begun.set(), go.wait(60))))
+    caller.start()
+    assert begun.wait(60)
+    bounded._seconds = 0.01
+    with pytest.raises(RemoteFailed, match="too many") as raised:
+        bounded(lambda: 1)
+    assert raised.value.answers
+    go.set()
+    caller.join()
+    bounded._seconds = 60.0
+    assert bounded(lambda: 1) == 1
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, TimeoutError, KeyError])
@@ -53,11 +69,24 @@ def test_an_archive_that_hangs_is_asked_once_and_others_of_its_callers_do_not_wa
     archive = Slow(0.01)
     with pytest.raises(OSError, match="no result"):
         archive.get("a", "x")
-    for call in (lambda: archive.get("a", "x"), lambda: archive.put("a", "x", b"", b""), lambda: archive.heads("a")):
+    for call in (lambda: archive.get("a", "x"), lambda: archive.put("a", "x", b"", b"")):
         with pytest.raises(OSError, match="left alone"):
             call()
     assert archive.asked == 1
     archive.go.set()
+
+
+def test_a_listing_that_takes_long_stops_listings_only() -> None:
+    archive = Slow(60.0)
+    archive._lists = Guard(0.05)
+    archive.put("a", "x", b"head", b"body")
+    with pytest.raises(OSError, match="no result"):
+        archive.heads("a")
+    with pytest.raises(OSError, match="left alone"):
+        archive.stamps("a")
+    archive.go.set()
+    archive.put("b", "y", b"head", b"body")
+    assert archive.get("b", "y") is not None
 
 
 def test_a_store_that_answers_is_asked_again_at_once() -> None:

@@ -43,8 +43,8 @@ class Documents:
         """What is dropped of one kind: as many documents are kept as have `EACH` bytes on the average."""
         return Forgets(seconds, own, max(LEAST_FILES, self.cap // EACH))
 
-    def archive(self, kind: Kind, *, timeout: float = 2.0, **options: Unpack[ArchiveOptions]) -> Archive:
-        """Reads and writes nothing yet. `timeout` in seconds of the calls of a server. Raises `BadRequest`."""
+    def archive(self, kind: Kind, **options: Unpack[ArchiveOptions]) -> Archive:
+        """Reads and writes nothing yet. Raises `BadRequest`."""
         made: ArchiveOptions = {"share": self.share, "cipher": self.cipher, "secret": self.secret, **options}
         if self.durable:
             made["seconds"] = SECONDS
@@ -52,7 +52,7 @@ class Documents:
             return DiskArchive(self.directory / kind, self.cap, **made)
         if self.server is None:
             return Archive(self.cap, **made)
-        make = partial(RedisArchive, self.server, f"kvcellar-{kind}-", self.cap, timeout=timeout)
+        make = partial(RedisArchive, self.server, f"kvcellar-{kind}-", self.cap)
         try:
             return make(**made)
         except ImportError as error:

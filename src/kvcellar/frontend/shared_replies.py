@@ -36,7 +36,7 @@ def open_replies(documents: Documents, tokenizer: str | None) -> "ArchivedReplie
     if not documents.durable or tokenizer is None:
         return None
     forgets = documents.forgets(LASTS, int(documents.share * documents.cap))
-    return ArchivedReplies(documents.archive("replies", timeout=SECONDS, forgets=forgets), tokenizer)
+    return ArchivedReplies(documents.archive("replies", forgets=forgets), tokenizer)
 
 
 class ArchivedReplies:

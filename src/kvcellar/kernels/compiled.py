@@ -280,12 +280,21 @@ class Threads:
 
 def nodes_of(root: Path = Path("/")) -> list[int]:
     """By CPU, the number of its memory node among those with CPUs that this process may use; -1: it may not use it. One
-    node where the system does not tell. `root` is where the kernel's `sys` is."""
+    node where the system does not tell, or where it may use more CPUs of one than of another: work is divided equally.
+    `root` is where the kernel's `sys` is."""
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set[int]()
     found = [0 if cpu in allowed else -1 for cpu in range(max(allowed, default=-1) + 1)]
     folders = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    lists = [_cpus(file.read_text()) & allowed for file in sorted(folders, key=lambda one: int(one.parent.name[4:]))]
-    for node, cpus in enumerate(filter(None, lists)):
+    try:
+        files = sorted(folders, key=lambda one: int(one.parent.name[4:]))
+        lists = [cpus for file in files if (cpus := _cpus(file.read_text()) & allowed)]
+    except (OSError, ValueError) as error:
+        log.warning("memory nodes are not told apart: %s", error)
+        return found
+    if len(set(map(len, lists))) > 1:
+        log.info("memory nodes are not told apart: this process may use %s of their CPUs", [*map(len, lists)])
+        return found
+    for node, cpus in enumerate(lists):
         for cpu in cpus:
             found[cpu] = node
     return found

@@ -232,20 +232,23 @@ extern "C" Threads* kvcellar_threads() {
     return made;
 }
 
-// The memory node of each CPU, or -1 for one that is not used. It counts if no worker was started before.
+// The memory node of each CPU, or -1 for one that is not used. It counts if no worker was started before; what is the
+// same as before is not written, as kernels of one thread may be reading it.
 extern "C" void kvcellar_threads_nodes(const int64_t* of_cpus, int64_t cpus) {
 #if defined(__linux__)
     if (pool->workers || pool->taken.exchange(true)) return;
-    Places& places = pool->places;
-    for (cpu_set_t& one : places.cpus) CPU_ZERO(&one);
-    pool->nodes = 1;
+    Places found;
+    int64_t nodes = 1;
+    for (cpu_set_t& one : found.cpus) CPU_ZERO(&one);
     for (int64_t cpu = 0; cpu < std::min<int64_t>(cpus, CPU_SETSIZE); ++cpu) {
         if (of_cpus[cpu] < 0) continue;
         const int64_t node = std::min(of_cpus[cpu], NODES - 1);
-        CPU_SET(cpu, &places.cpus[node]);
-        places.of[cpu] = int8_t(node);
-        pool->nodes = std::max(pool->nodes, node + 1);
+        CPU_SET(cpu, &found.cpus[node]);
+        found.of[cpu] = int8_t(node);
+        nodes = std::max(nodes, node + 1);
     }
+    pool->places = found;
+    if (nodes != pool->nodes) pool->nodes = nodes;
     pool->taken = false;
 #endif
 }

@@ -9,6 +9,7 @@ code programs call.
 import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,8 +232,9 @@ def made_weights(weights: Weights, path: Path, *, packs: bool) -> tuple[nn.Modul
                 made[key] = nn.Parameter(_tensor(one, files), requires_grad=False)
             _parent(root, name).register_parameter(name.rpartition(".")[2], made[key])
         _add_codes(root, coded, files)
+        kernels = _Kernels()
         for name, layers in weights.layers.items():
-            _parent(root, name).add_module(name.rpartition(".")[2], _made(layers, files))
+            _parent(root, name).add_module(name.rpartition(".")[2], _made(layers, files, kernels))
         files.check_unchanged()
     made.clear()
     for name in weights.linears:
@@ -247,19 +249,40 @@ def made_weights(weights: Weights, path: Path, *, packs: bool) -> tuple[nn.Modul
     return root, pack(root, environment=os.environ) if packs else None
 
 
-def _made(one: Layers, files: WeightsFiles) -> nn.Module:
+class _Kernels:
+    """Those that layers need, each looked up once."""
+
+    @cached_property
+    def heads(self) -> HeadsKernel:
+        return HeadsKernel(os.environ)
+
+    @cached_property
+    def panels(self) -> PanelKernel:
+        return PanelKernel(os.environ)
+
+    @cached_property
+    def experts(self) -> ExpertsKernel:
+        return ExpertsKernel(os.environ)
+
+    @cached_property
+    def codes(self) -> QuantisedKernel:
+        return QuantisedKernel(os.environ)
+
+
+def _made(one: Layers, files: WeightsFiles, kernels: _Kernels) -> nn.Module:
     """Layers of ours."""
     bias = None if one.bias is None else _slice(files, one.bias, one.dtype)
     if one.kind is not None:
-        return _coded(one, one.kind, bias, files)
+        return _coded(one, one.kind, bias, files, kernels)
     weights = _matrices(one, files)
     if one.what == "heads":
-        return panel_heads(HeadsKernel(os.environ), weights, one.tail)
-    kernel, computed = PanelKernel(os.environ), getattr(torch, one.computed)
+        return panel_heads(kernels.heads, weights, one.tail)
     if one.what == "router":
+        computed = getattr(torch, one.computed)
         (weight,) = (each.to(computed) for each in weights)
-        return panel_linear(kernel, Arena(panel_bytes(weight)), weight, None if bias is None else bias.to(computed))
-    return panel_experts(ExpertsKernel(os.environ), kernel, Arena(sum(map(panel_bytes, weights))), weights, bias)
+        bias = None if bias is None else bias.to(computed)
+        return panel_linear(kernels.panels, Arena(panel_bytes(weight)), weight, bias)
+    return panel_experts(kernels.experts, kernels.panels, Arena(sum(map(panel_bytes, weights))), weights, bias)
 
 
 def _matrices(one: Layers, files: WeightsFiles) -> list[Tensor]:
@@ -271,9 +294,9 @@ def _matrices(one: Layers, files: WeightsFiles) -> list[Tensor]:
     return [part.T.contiguous() if one.turned else part for part in parts]
 
 
-def _coded(one: Layers, kind: CodesKind, biases: Tensor | None, files: WeightsFiles) -> OwnExperts:
+def _coded(one: Layers, kind: CodesKind, biases: Tensor | None, files: WeightsFiles, kernels: _Kernels) -> OwnExperts:
     """Experts with codes."""
-    kernel, dtype, layers = QuantisedKernel(os.environ), getattr(torch, one.dtype), list[QuantisedLinear]()
+    dtype, layers = getattr(torch, one.dtype), list[QuantisedLinear]()
     arena: Arena | None = None
     for expert, names in enumerate(one.matrices):
         parts = [codes_of(name, files.slices[name], kind) for name in names]
@@ -281,8 +304,9 @@ def _coded(one: Layers, kind: CodesKind, biases: Tensor | None, files: WeightsFi
         if isinstance(codes, str) or any(isinstance(part, str) for part in parts):
             raise Damaged(f"{names[0]} has no codes")
         arena = arena or Arena(len(one.matrices) * most_bytes(*codes.values.shape))
-        layers.append(QuantisedLinear(kernel, codes, None if biases is None else biases[expert].clone(), dtype, arena))
-    return OwnExperts(ExpertsKernel(os.environ), layers)
+        bias = None if biases is None else biases[expert].clone()
+        layers.append(QuantisedLinear(kernels.codes, codes, bias, dtype, arena))
+    return OwnExperts(kernels.experts, layers)
 
 
 def _add_codes(root: nn.Module, coded: Mapping[str, StoredTensor], files: WeightsFiles) -> None:

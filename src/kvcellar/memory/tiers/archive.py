@@ -66,7 +66,7 @@ BUSY = "another process or thread has been writing for {:g} s"
 SLACK = 16  # where documents are dropped, this part of each limit becomes free, so that the next ones fit
 PART, LOCK = ".part", ".lock"
 _MAGIC, _VERSION = b"kvc-docs", 1
-FOLLOWED = 64  # changes that the lock file has, the last ones
+FOLLOWED = 4096  # changes that the lock file has, the last ones; of 10 000 documents 600 are dropped together
 _CHANGE = struct.Struct(f"<QQ{4 * DIGEST + 1}s")  # its number, and the file with its new size
 _START = struct.Struct("<8sIIQ")
 BESIDE_HEAD = _START.size + DIGEST  # bytes before the body
@@ -237,14 +237,16 @@ class Archive:
     ) -> None:
         """`share` of the `cap` on bytes: what one owner may have."""
         self._cap, self._share, self._forgets = cap, share, forgets
-        self._guard = None if seconds is None else Guard(seconds)
+        self._guard, self._lists = (None, None) if seconds is None else (Guard(seconds), Guard(seconds))
         self._cipher, self._secret, self._clock = cipher or Plain(), secret, clock
         self._contents, self._used = dict[str, bytes](), dict[str, int]()
         self._sizes, self._lock = Sizes(), Lock()
 
-    def within(self, act: Callable[[], T]) -> T:
-        """What a call returns, if that is in time. Raises `OSError`, too."""
-        return act() if self._guard is None else self._guard(act)
+    def within(self, act: Callable[[], T], *, lists: bool = False) -> T:
+        """What a call returns, if that is in time. One that `lists` documents may be slow because there are many, so
+        that one which is late holds up such calls only. Raises `OSError`, too."""
+        guard = self._lists if lists else self._guard
+        return act() if guard is None else guard(act)
 
     @property
     def stamp(self) -> int:
@@ -288,10 +290,9 @@ class Archive:
         than it had. Returns which are there."""
         return self._touch([file_of(owner, name, self._secret) for name in names], used)
 
-    @_guarded
     def heads(self, owner: str) -> list[bytes | Exception]:
         """The heads of all documents of an owner in any order, or the error of one that cannot be read."""
-        return [*self._heads(owner)]
+        return self.within(lambda: [*self._heads(owner)], lists=True)
 
     def _heads(self, owner: str) -> Iterator[bytes | Exception]:
         for file in self._entries(self._prefix_of(owner)):
@@ -308,10 +309,10 @@ class Archive:
         except (OSError, Damaged, Foreign) as error:
             return error
 
-    @_guarded
     def stamps(self, owner: str) -> Mapping[str, int]:
         """Of all documents of an owner, for `delete`."""
-        return {file: found.used for file, found in self._entries(self._prefix_of(owner)).items()}
+        entries = self.within(lambda: self._entries(self._prefix_of(owner)), lists=True)
+        return {file: found.used for file, found in entries.items()}
 
     @_guarded
     def delete(self, owner: str, name: str, *, unused_since: Mapping[str, int] | None = None) -> bool:

@@ -11,8 +11,8 @@ Always true:
   * what the server or its client raises is an `OSError`, as that of a disk.
 
 A server that evicts keys by itself loses documents: each is then as one that was deleted. What is counted is counted
-anew where the counts contradict each other, and before a document is refused: then what the server has lost or deleted
-takes no space. It is then used since its count was lost, where it was.
+anew where the counts contradict each other, and once a minute before a document is refused: then what the server has
+lost or deleted takes no space. It is then used since its count was lost, where it was.
 """
 
 # pyright: standard
@@ -38,7 +38,7 @@ from kvcellar.memory.tiers.objects import RedisServer
 OVERHEAD = 1 << 12  # more than the bytes of a document beside its head and body
 SCANNED, HEADS = 1000, 100  # names, and heads, for each call of a listing
 
-# KEYS: document, sizes, used, totals. ARGV: its file and owner; and what each script names.
+# KEYS: document, sizes, used, totals, counted. ARGV: its file and owner; and what each script names.
 _ADDS = """
 local function add(owner, bytes, count)
   for name, more in pairs({[owner] = bytes, ['all'] = bytes, [owner .. '#'] = count, ['all#'] = count}) do
@@ -80,10 +80,12 @@ local function fits()
       and total('all') + new <= tonumber(ARGV[11])
 end
 local files = redis.call('HLEN', KEYS[2])
-if redis.call('ZCARD', KEYS[3]) ~= files or total('all#') ~= files or not fits() then
+if redis.call('ZCARD', KEYS[3]) ~= files or total('all#') ~= files then
   recount()
-  if not fits() then return {own, bytes, others, total('all')} end
+elseif not fits() and redis.call('SET', KEYS[5], '1', 'NX', 'EX', 60) then
+  recount()
 end
+if not fits() then return {own, bytes, others, total('all')} end
 local before = size()
 redis.call('SET', KEYS[1], ARGV[3])
 if ARGV[7] ~= '0' then redis.call('PEXPIRE', KEYS[1], ARGV[7]) end
@@ -141,7 +143,7 @@ class RedisArchive(Archive):
         self._redis, self._failing = server.client, server.calls
         scripts = (_REPLACE, _REMOVE, _TOUCH, _READ)
         self._replacing, self._removing, self._touching, self._reading = map(self._redis.register_script, scripts)
-        self._keys = [prefix + name for name in ("sizes", "used", "totals")]
+        self._keys = [prefix + name for name in ("sizes", "used", "totals", "counted")]
 
     @property
     def _lasts(self) -> int:

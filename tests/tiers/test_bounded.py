@@ -79,7 +79,9 @@ def test_an_archive_that_hangs_is_asked_once_and_others_of_its_callers_do_not_wa
 def test_a_listing_that_takes_long_stops_listings_only() -> None:
     archive = Slow(60.0)
     archive._lists = Guard(0.05)
+    archive.go.set()
     archive.put("a", "x", b"head", b"body")
+    archive.go.clear()
     with pytest.raises(OSError, match="no result"):
         archive.heads("a")
     with pytest.raises(OSError, match="left alone"):

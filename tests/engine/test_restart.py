@@ -135,6 +135,17 @@ def test_a_head_that_is_rounded_in_another_type_than_it_is_stored_in_is_loaded_e
         assert (first, second) == ((False, None), (again, None))
 
 
+def test_other_source_of_the_modules_of_the_network_means_a_load(
+    cache: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest_of = facts._file_digest
+    assert [start(directory, lambda _: None)[0] for _ in range(2)] == [False, True]
+    monkeypatch.setattr(
+        facts, "_file_digest", lambda file: digest_of(file) + ("edited" if "modeling_llama" in file else "")
+    )
+    assert [start(directory, lambda _: None)[0] for _ in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("kind", ["int4", pytest.param("mixed", marks=pytest.mark.slow)])
 def test_codes_of_files_are_read_at_the_second_start(cache: Path, tmp_path: Path, kind: str) -> None:
     """Served by the kernel, with a head of 8 bits that is the embedding; dense weights that are made of codes are no

@@ -37,7 +37,7 @@ from kvcellar.engine.models.guest import MODEL_ERRORS, ComputedKeys, Guest, Verd
 from kvcellar.engine.models.shape import Shape
 from kvcellar.engine.models.weights.find import locate
 from kvcellar.engine.models.weights.packing import Packed
-from kvcellar.engine.recording.facts import Unsettled, digest, surroundings
+from kvcellar.engine.recording.facts import Unsettled, changed, digest, module_sources, surroundings
 from kvcellar.engine.recording.kept import Damaged, Kept, place_of
 from kvcellar.engine.recording.native import native
 from kvcellar.engine.recording.recorded_kernel import StepKernel
@@ -89,6 +89,7 @@ class _Start(Struct, forbid_unknown_fields=True):
     experts: int | str  # see `Packed`
     routers: int | str
     measures: dict[str, int]
+    sources: dict[str, str]  # of the network's modules, which are not imported
     logits: str
 
 
@@ -156,6 +157,9 @@ class Restarts:
         if self._files is None or self._found is None or (start := self._files.read(self._digest)) is None:
             return None
         described = start.described
+        if other := changed(start.sources):
+            log.info("%s is loaded, and not started as before: %s is not as it was", described.name, other[0])
+            return None
         try:
             weights, packing = made_weights(start.weights, self._found[1], packs=self._settings.pack)
             guest = Restored(start, weights, named(self._settings.attention), self._build)
@@ -179,8 +183,8 @@ class Restarts:
             return
         captured = guest.recording.captured
         try:
-            weights = find_weights(guest.model, captured, loaded.sources)
-        except LookupError as error:
+            weights, sources = find_weights(guest.model, captured, loaded.sources), module_sources(guest.model)
+        except (LookupError, Unsettled) as error:
             log.info("each start loads %s: %s", loaded.name, error)
             return
         shape, about = guest.shape, {one.name: getattr(loaded, one.name) for one in fields(Described)}
@@ -199,6 +203,7 @@ class Restarts:
             experts=packing.experts if packing is not None else 0,
             routers=packing.routers if packing is not None else 0,
             measures=measures.known,
+            sources=sources,
             logits=_first_logits(guest),
         )
         self._files.write(self._digest, start)

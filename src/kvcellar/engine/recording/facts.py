@@ -66,7 +66,7 @@ def network(guest: Guest) -> dict[str, Any]:
     `Unsettled`."""
     model, shape = guest.model, guest.shape
     modules = list(model.named_modules(remove_duplicate=False))
-    kinds, paths = {type(module) for _, module in modules}, {module: path for path, module in model.named_modules()}
+    paths = {module: path for path, module in model.named_modules()}
     config = model.config
     return {
         "config": repr(sorted(config.to_dict().items())),
@@ -75,7 +75,7 @@ def network(guest: Guest) -> dict[str, Any]:
         "device": str(guest.device),
         "modules": [[name, _named(type(module)), module.training] for name, module in modules],
         "tensors": _tensors(model),
-        "sources": sorted([_named(kind), _source_of(kind)] for kind in kinds),
+        "sources": module_sources(model),
         "groups": [[group.name, repr(group.layout), repr(group.planes), list(group.layers)] for group in shape.groups],
         "bindings": [[paths[one], to.layer, to.direct, repr(to.expands)] for one, to in shape.bindings.items()],
         "mixers": [paths[one] for one in shape.mixers],
@@ -160,13 +160,22 @@ def _named(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _source_of(kind: type) -> str:
-    """The digest of the file that defines a class. Raises `Unsettled` for one that was defined elsewhere, such as in a
-    console."""
-    try:
-        return _file_digest(str(inspect.getsourcefile(kind)))
-    except (TypeError, OSError) as error:
-        raise Unsettled(f"{_named(kind)} has no source file") from error
+def module_sources(network: nn.Module) -> dict[str, str]:
+    """The files that define the classes of its modules, with their digests. Raises `Unsettled` for a class that was
+    defined elsewhere, such as in a console."""
+    found: dict[str, str] = {}
+    for kind in {type(module) for module in network.modules()}:
+        try:
+            file = str(inspect.getsourcefile(kind))
+            found[file] = _file_digest(file)
+        except (TypeError, OSError) as error:
+            raise Unsettled(f"{_named(kind)} has no source file") from error
+    return found
+
+
+def changed(sources: Mapping[str, str]) -> list[str]:
+    """Those of `module_sources` that are not there, or not as they were."""
+    return [file for file, before in sources.items() if not os.path.isfile(file) or _file_digest(file) != before]
 
 
 @lru_cache(maxsize=256)

@@ -22,9 +22,10 @@ from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed,
 from kvcellar.cluster import client as client_module
 from kvcellar.cluster import observed
 from kvcellar.cluster import replica as replica_module
-from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over
+from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over, load_of
 from kvcellar.cluster.observed import Told as ReplicaTold
 from kvcellar.cluster.replica import Replica
+from kvcellar.cluster.scaling import Meter
 from kvcellar.cluster.sums import counted, summed
 from kvcellar.engine.control_replies import RECENT_SECONDS, NamespaceContents
 from kvcellar.engine.messages import (
@@ -51,6 +52,7 @@ from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
+from tests.engine.embedding_models import saved
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -1251,6 +1253,20 @@ def test_replicas_are_shown_with_their_numbers_and_why_some_are_not_used(pair: P
         assert lost.why
         client.cancel(number)
         ear.wait()
+
+
+def test_a_model_without_cells_has_room_for_prompts_of_any_length(tmp_path: Path) -> None:
+    saved(tmp_path, "mamba")
+    with closing(FaultyReplica(tmp_path, SETTINGS)) as one, gateway({"one": one}) as (engine, client):
+        assert len(engine.generate([*range(5, 90)], **GREEDY).choices[0].token_ids) == 24
+        stats = engine.stats()
+        assert stats.groups == ()
+        assert [(shown.cells, shown.cells_used) for shown in client.replicas] == [(0, 0)]
+        meter = Meter(start=1.0)
+        meter.note(replace(stats, waiting_tokens=10_000, running=0, waiting=1))
+        assert meter._room == 1 / stats.max_sequences
+        load = load_of(stats)
+        assert (load.cells_free, load.cells) == (client_module.UNLIMITED, client_module.UNLIMITED)
 
 
 def test_what_is_shown_of_a_replica_is_that_of_no_other(pair: Pair) -> None:

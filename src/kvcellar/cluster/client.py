@@ -103,6 +103,7 @@ STALLED = 5.0  # seconds by which a wait is too long where this process was stop
 LAST_WORDS = 5.0
 TICK = 0.25
 HELD = 2.0  # seconds
+UNLIMITED = 1 << 62  # cells, where no layer has any: all have recurrent state
 HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
@@ -724,8 +725,8 @@ def load_of(stats: EngineStats) -> Load:
         running=stats.running - stats.prefilling,
         prefill_speed=1 / stats.token_seconds if stats.token_seconds else None,
         read_speed=1 / stats.restore_seconds if stats.restore_seconds else None,
-        cells_free=min((one.cells - one.used for one in groups), default=0),
-        cells=min((one.cells for one in groups), default=0),
+        cells_free=min((one.cells - one.used for one in groups), default=UNLIMITED),
+        cells=min((one.cells for one in groups), default=UNLIMITED),
         waiting=stats.waiting + stats.prefilling,
         sequences=stats.max_sequences,
     )

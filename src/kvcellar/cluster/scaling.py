@@ -97,7 +97,7 @@ class Meter:
         self._at = self._began = clock()
 
     def note(self, stats: "EngineStats") -> None:
-        cells = max((one.cells for one in stats.groups), default=1)
+        cells = max((one.cells for one in stats.groups), default=inf)
         used = max((one.used / one.cells for one in stats.groups if one.cells), default=0.0)
         sequences = (stats.running + stats.waiting) / stats.max_sequences
         tokens = stats.waiting_tokens + stats.prefixes.asked - stats.prefixes.restored

@@ -25,6 +25,7 @@ from kvcellar.cluster import replica as replica_module
 from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over, load_of
 from kvcellar.cluster.observed import Told as ReplicaTold
 from kvcellar.cluster.replica import Replica
+from kvcellar.cluster.routing import Router
 from kvcellar.cluster.scaling import Meter
 from kvcellar.cluster.sums import counted, summed
 from kvcellar.engine.control_replies import RECENT_SECONDS, NamespaceContents
@@ -438,11 +439,29 @@ def test_answers_are_those_of_one_engine_where_one_of_these_dies(roles: Roles, e
 
 def test_a_request_goes_on_though_its_prompt_is_not_stored(roles: Roles, alone: Engine, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "HELD", 0.1)
+    monkeypatch.setattr(Router, "stored", lambda self, hashes: False)
     prompt = [*range(5, 100)]
     with gateway(roles) as (engine, _):
-        asked = outcome(engine.generate(prompt, retention=RetentionOptions(stored=False), **SEEDED))
-        assert asked == outcome(alone.generate(prompt, **SEEDED))
-        assert len(roles["decode"].taken) == 1
+        assert outcome(engine.generate(prompt, **SEEDED)) == outcome(alone.generate(prompt, **SEEDED))
+        assert [len(one.taken) for one in roles.values()] == [1, 1]
+
+
+def test_a_request_that_is_never_stored_is_not_handed_over(roles: Roles) -> None:
+    kept = RetentionOptions(stored=False)
+    with gateway(roles) as (engine, client):
+        engine.generate([*range(5, 100)], retention=kept, **GREEDY)
+        assert [len(one.taken) for one in roles.values()] == [0, 1]
+    with gateway({PREFILL: roles[PREFILL]}) as (engine, client):  # it begins there, as there is no other one yet
+        number, ear = client.number(), Ear()
+        asked = submission((5, 6), number=number, **LONG)
+        client.submit(replace_fields(asked, retention=kept), ear)
+        client.found([address_of(name, one, prefill=name == PREFILL) for name, one in roles.items()])
+        eventually(lambda: len(client._engines) == 2, "it joins")
+        before = ear.tokens(0)
+        eventually(lambda: ear.tokens(0) > before + 3, "it goes on")
+        assert place_of(client, number) == PREFILL
+        client.cancel(number)
+        ear.wait()
 
 
 # -- routing ----------------------------------------------------------------------------------------------------------

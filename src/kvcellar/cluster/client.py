@@ -453,7 +453,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         prefill = [one for one in self._engines if one.address.prefill]
         others = [one for one in self._engines if not one.address.prefill]
         found, considered = self._best(others or prefill, prefill if others else [], request)
-        if prefill and others and request.first_token is None:
+        if prefill and others and request.first_token is None and request.submission.retention.stored:
             other, there = self._best(prefill, others, request)
             if not considered or not there or handed_over(considered[0], there[0], self.handing):
                 found, considered = other, there
@@ -524,7 +524,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 if isinstance(event, Done | Failed) and self._ending.get(number) is engine:
                     del self._ending[number]
                 request = self._running.get(number)
-                if others and request is not None and request.engine is engine and request.first_token is not None:
+                if others and request is not None and request.engine is engine and _leaves_prefill(request):
                     assert self._router is not None, "it has joined"
                     engine.send(Cancel(number))
                     self._router.ended(number, decoded=False)
@@ -710,6 +710,11 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 reader.join(LAST_WORDS)
         self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
+
+
+def _leaves_prefill(request: Request[ReplicaLink]) -> bool:
+    """Its prompt is computed, and another replica can read it from the store."""
+    return request.first_token is not None and request.submission.retention.stored
 
 
 def handed_over(stays: Score, begins: Score, handing: float) -> bool:

@@ -427,6 +427,26 @@ def test_a_prompt_is_handed_over_where_all_streams_wait_for_less_then() -> None:
     assert [handed_over(idle, begins, handing) for handing in (0.0, 0.1)] == [True, False]  # it is tried once
 
 
+def test_what_handing_over_took_counts_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one that took long does not end it for good."""
+    now = [100.0]
+    with closing(client_of()) as client:
+        monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        client._router, request = client._make_router(16), Request[ReplicaLink](submission((5, 6)), Ear())
+
+        def handed(seconds: float) -> float:
+            client._handed[0] = now[0] - seconds
+            client._heard(request, Drawn(0, (7,)))
+            return client.handing
+
+        assert client.handing == 0.0
+        assert handed(1.5) == 1.5
+        assert handed(0.5) == pytest.approx(0.9 * 1.5 + 0.1 * 0.5)
+        now[0] += 300.0
+        assert client.handing < 1e-3
+        assert handed(0.5) == pytest.approx(0.5, abs=1e-3)
+
+
 @pytest.mark.parametrize("name", [PREFILL, "decode"])
 @pytest.mark.parametrize("steps", [1, 12])
 def test_answers_are_those_of_one_engine_where_one_of_these_dies(roles: Roles, expected, name: str, steps: int) -> None:

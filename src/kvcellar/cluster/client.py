@@ -35,6 +35,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
 from heapq import nlargest
+from math import exp, inf
 from random import Random
 from typing import Any, TypeVar, get_args
 
@@ -104,7 +105,8 @@ LAST_WORDS = 5.0
 TICK = 0.25
 HELD = 2.0  # seconds
 UNLIMITED = 1 << 62  # cells, where no layer has any: all have recurrent state
-HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
+HANDED = 0.9  # weight of the mean seconds of handing over, when one more was measured
+FADES = 30.0  # seconds in which that weight, and the mean, fall to 1 / e: where one took long, another one is tried
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
 SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
@@ -173,7 +175,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
         self._ending: dict[int, ReplicaLink] = {}  # of those that are held, which replica ends them still
         self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
-        self.handing = 0.0  # seconds in which a stream is told nothing as it is handed over: mean
+        self._handing = (
+            0.0,
+            -inf,
+        )  # seconds in which a stream is told nothing as it is handed over: mean, and since when
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
@@ -461,6 +466,15 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self.unranked += not considered
         return found
 
+    @property
+    def _fading(self) -> float:
+        return exp((self._handing[1] - time.monotonic()) / FADES)
+
+    @property
+    def handing(self) -> float:
+        """Seconds of the mean that count."""
+        return self._handing[0] * self._fading
+
     def _best(
         self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
     ) -> tuple[ReplicaLink, Ranking]:
@@ -485,8 +499,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if not isinstance(event, Admitted) and not request.proven:
             self._router.first(number := request.submission.number)
             if (since := self._handed.pop(number, None)) is not None:
-                seconds = time.monotonic() - since
-                self.handing = HANDED * self.handing + (1 - HANDED) * seconds if self.handing else seconds
+                now, weight = time.monotonic(), HANDED * self._fading
+                self._handing = weight * self._handing[0] + (1 - weight) * (now - since), now
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
         number = request.submission.number

@@ -1184,6 +1184,19 @@ def test_no_count_falls_when_a_replica_goes_and_none_is_counted_twice_when_it_co
         assert client.last_stats.started == began
 
 
+def test_statistics_are_as_old_as_those_of_a_replica_that_has_requests(alone: Engine) -> None:
+    """One that rests tells nothing."""
+    stats = replace(alone.stats(), running=0, waiting=0)
+    old, new = replace(stats, at=1.0), replace(stats, at=2.0)
+    with closing(client_of()) as client:
+        for found, at in (
+            ([old, new], 2.0),
+            ([old, replace(new, running=1)], 2.0),
+            ([replace(old, waiting=1), replace(new, running=1)], 1.0),
+        ):
+            assert client._together(found).at == at
+
+
 def test_what_has_gone_adds_its_counts_and_nothing_else(alone: Engine) -> None:
     draw, stats = Random(2), alone.stats()
     for _ in range(50):

@@ -594,7 +594,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             replicas = self.replicas
             states = dict.fromkeys(get_args(ReplicaState), 0) | Counter(one.state for one in replicas)
             cluster = ClusterStats(replicas, states, self.moved, self.unranked)
-        at = min((one.at for one in found), default=0.0)
+        busy = [one.at for one in found if one.running or one.waiting]
+        at = min(busy) if busy else max((one.at for one in found), default=0.0)
         return with_fields(summed([*found, *past]), at=at, started=self._began, cluster=cluster)
 
     # -- asking -------------------------------------------------------------------------------------------------

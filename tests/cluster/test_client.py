@@ -1184,6 +1184,32 @@ def test_no_count_falls_when_a_replica_goes_and_none_is_counted_twice_when_it_co
         assert client.last_stats.started == began
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_no_replica_that_goes_or_comes_while_all_are_asked_is_counted_twice_or_not_at_all(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.generate([[5, at] for at in range(6, 12)], **GREEDY)
+        wanted = counts_of(*(one._client.ask(ReadStats()) for one in pair))
+        eventually(lambda: counts_of(replace(client.last_stats, cluster=None)) == wanted, "they are told")
+        from_all = client._from_all
+
+        def then(control: Any) -> Any:
+            found = from_all(control)
+            if answers:  # and goes then
+                pair[1].die_for_good()
+                eventually(lambda: "replica-1" not in client._counts, "it has gone")
+                return found
+            pair[1].die()
+            eventually(lambda: set(map(id, client._engines)).isdisjoint(map(id, gone)), "it has gone")
+            eventually(lambda: "replica-1" in client._counts, "it is back")
+            return {one: stats for one, stats in found.items() if one not in gone}
+
+        gone = [client._links["replica-1"]]
+        monkeypatch.setattr(client, "_from_all", then)
+        assert counts_of(replace(engine.stats(), cluster=None)) == wanted
+
+
 def test_statistics_are_as_old_as_those_of_a_replica_that_has_requests(alone: Engine) -> None:
     """One that rests tells nothing."""
     stats = replace(alone.stats(), running=0, waiting=0)
@@ -1194,7 +1220,7 @@ def test_statistics_are_as_old_as_those_of_a_replica_that_has_requests(alone: En
             ([old, replace(new, running=1)], 2.0),
             ([replace(old, waiting=1), replace(new, running=1)], 1.0),
         ):
-            assert client._together(found).at == at
+            assert client._together(dict(zip("ab", found, strict=False))).at == at
 
 
 def test_what_has_gone_adds_its_counts_and_nothing_else(alone: Engine) -> None:

@@ -31,7 +31,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
 from heapq import nlargest
@@ -111,7 +111,7 @@ EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveA
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
 SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 DEVICE = "device"  # the tier that each replica has for itself
-MERGED = (ListNamespaces, ListMostValuable, ReadStats)
+MERGED = (ListNamespaces, ListMostValuable)
 
 
 class ReplicaLink:
@@ -585,12 +585,13 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def last_stats(self) -> EngineStats:
         """Of all replicas together."""
         with self._changed:
-            return self._together([one.told.last for one in self._engines if one.told.last is not None])
+            return self._together({one.name: one.told.last for one in self._engines if one.told.last is not None})
 
-    def _together(self, found: Sequence[EngineStats]) -> EngineStats:
-        """What replicas are, with what those had counted that have gone, so that no count falls."""
+    def _together(self, by_name: Mapping[str, EngineStats]) -> EngineStats:
+        """What replicas are, with what others had counted that have gone, so that no count falls."""
+        found = list(by_name.values())
         with self._changed:
-            past = [stats for name, stats in self._past.items() if name not in self._counts]
+            past = [stats for name, stats in self._past.items() if name not in by_name]
             replicas = self.replicas
             states = dict.fromkeys(get_args(ReplicaState), 0) | Counter(one.state for one in replicas)
             cluster = ClusterStats(replicas, states, self.moved, self.unranked)
@@ -603,35 +604,36 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
         if isinstance(control, EVERYWHERE):
-            found = self._from_all(control)
+            found = list(self._from_all(control).values())
             if isinstance(control, AddAdapter):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
             elif isinstance(control, RemoveAdapter):
                 with self._changed:
                     self._digests.pop(control.name, None)
             return _merged(control, found)
+        if isinstance(control, ReadStats):
+            together: Any = self._together({one.name: stats for one, stats in self._from_all(control).items()})
+            return together
         if isinstance(control, MERGED):
-            return _merged(control, self._from_all(control), self._together)
+            return _merged(control, list(self._from_all(control).values()))
         if type(control) in SOMEWHERE:
             return self._from_one(control)
         return super().ask(control, source)
 
-    def _from_all(self, control: ControlWithReply[R]) -> list[R]:
+    def _from_all(self, control: ControlWithReply[R]) -> dict[ReplicaLink, R]:
         """Also of those that join meanwhile, but not of those that leave. Where one refuses an adapter, none has it."""
         self._ready_engine()
-        found: list[R] = []
+        found: dict[ReplicaLink, R] = {}
         asked: list[ReplicaLink] = []
-        done: list[ReplicaLink] = []
         while missing := self._not_asked(control, asked):
             for one in missing:
                 try:
-                    found.append(decode(self._asked(control, engine=one), reply_type(control)))
-                    done.append(one)
+                    found[one] = decode(self._asked(control, engine=one), reply_type(control))
                 except EngineDied:
                     pass
                 except BaseException:
                     if isinstance(control, AddAdapter):
-                        self._undo(control, done)
+                        self._undo(control, found)
                     raise
             asked += missing
         if not found:
@@ -645,7 +647,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 self._noted(control)
             return missing
 
-    def _undo(self, control: AddAdapter, engines: Sequence[ReplicaLink]) -> None:
+    def _undo(self, control: AddAdapter, engines: Iterable[ReplicaLink]) -> None:
         """Let these have the adapter that was there before."""
         before = self._adapters.get(control.name) or RemoveAdapter(control.name, wait=False)
         for one in engines:
@@ -752,15 +754,11 @@ def load_of(stats: EngineStats) -> Load:
     )
 
 
-def _merged(
-    control: Control, found: Sequence[Any], together: Callable[[Sequence[EngineStats]], EngineStats] = summed
-) -> Any:
+def _merged(control: Control, found: Sequence[Any]) -> Any:
     """The replies of all replicas as one."""
     first = found[0]
     if isinstance(first, Removed):
         return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
-    if isinstance(first, EngineStats):
-        return together(found)
     if isinstance(first, list):
         every = [one for some in found for one in some]
         if isinstance(control, ListMostValuable):

@@ -39,8 +39,10 @@ class Told:
         if (stats := self.last) is None:
             return ReplicaStats(name, address, state, why)
         groups = [(one.cells, one.used, one.cached) for one in stats.groups]
-        fullest = max(groups, key=lambda one: (one[1] / max(1, one[0]), one[2] / max(1, one[0])), default=(0, 0, 0))
+        cells, used, cached = max(
+            groups, key=lambda one: (one[1] / max(1, one[0]), one[2] / max(1, one[0])), default=(0, 0, 0)
+        )
         return ReplicaStats(
             *(name, address, state, why, stats.running, stats.waiting, stats.waiting_tokens),
-            *(*fullest, *self.rates(), blocks),
+            *(cells, used, cached, *self.rates(), blocks),
         )

@@ -440,12 +440,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         namespace = with_adapter(submission.namespace, self._digests.get(submission.adapter, ""))
         return blocks_of(namespace, START, submission.prompt, self._block)[0].hashes
 
-    def ranking(self, submission: Submission) -> Ranking:
-        """What the router thinks of each replica now."""
-        hashes = self._blocks(submission)
-        with self._changed:
-            return self._rank(hashes, submission)
-
     def _rank(self, hashes: Sequence[int], submission: Submission, exclude: frozenset[str] = frozenset()) -> Ranking:
         assert self._router is not None, "a replica has joined"
         return self._router.rank(hashes, len(submission.prompt) // TOKEN, exclude)

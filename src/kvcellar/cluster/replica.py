@@ -1,4 +1,4 @@
-"""replica: an engine that gateways connect to. No Ray: `deployments.py` runs it in a replica of Ray Serve.
+"""replica: an engine that gateways connect to. No Ray: `engine_replica.py` runs it in a replica of Ray Serve.
 
 A gateway connects by TCP, sends the secret of the replica, and from then on both send the messages of
 `engine/messages.py`, as a front end and an engine in a process of its own do.
@@ -77,10 +77,6 @@ class Replica:
         """Tokens of a block of its KV events."""
         assert self._events is not None
         return self._events.size
-
-    @property
-    def last_stats(self) -> EngineStats:
-        return self._client.last_stats
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 

@@ -1349,6 +1349,17 @@ def test_a_model_without_cells_has_room_for_prompts_of_any_length(tmp_path: Path
         assert (load.cells_free, load.cells) == (client_module.UNLIMITED, client_module.UNLIMITED)
 
 
+def test_a_replica_reports_how_long_it_took_to_start_and_what_it_has_to_do(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (_, client):
+        pair[0].meter.read()
+        number, ear = sent(client, PREFIX, **LONG)
+        runs(ear)
+        eventually(lambda: pair[0].meter.read()["room"] > 0, "it is told")
+        assert pair[0].meter.read()["start"] > 0
+        client.cancel(number)
+        ear.wait()
+
+
 def test_what_is_shown_of_a_replica_is_that_of_no_other(pair: Pair) -> None:
     with gateway(named(*pair)) as (engine, _):
         pictures = {name: engine.cache.picture(name) for name in named(*pair)}

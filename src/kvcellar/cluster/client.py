@@ -7,10 +7,10 @@
 A request goes to the replica that the router ranks first. When a replica dies, or is shut down, its requests go on at
 others (`remote_client.py`).
 
-Where some replicas are for prompts, a request begins at one of these if that costs fewer seconds, of itself and of the
-streams that wait while its prompt is computed: there, a stream waits once, as long as handing over has taken lately.
-With its first token it leaves, and goes on at another one, by the same rules, when the shared store has its prompt, or
-after `HELD` seconds.
+Where some replicas are for prompts, a request that may be stored begins at one of these if that costs fewer seconds, of
+itself and of the streams that wait while its prompt is computed: there, a stream waits once, as long as handing over
+has taken lately. With its first token it leaves, and goes on at another one, by the same rules, when the shared store
+has its prompt, or after `HELD` seconds.
 
 Always true:
   * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds; so are those

@@ -82,7 +82,7 @@ class _Counting(ClusterClient):
 def replica(pipe: Connection, model: str | None, settings: Settings) -> None:
     from kvcellar.cluster.replica import Replica
 
-    with closing(Replica(model, settings, "127.0.0.1")) as found:
+    with closing(Replica(model, settings, "127.0.0.1", time.monotonic())) as found:
         pipe.send((found.address, found.secret, found.weights, found.block))
         with suppress(EOFError):
             pipe.recv()

@@ -118,7 +118,7 @@ def live(model: Path, every: Sequence[Sequence[Turn]], replicas: int, rule: type
         addresses: list[Address] = []
         for at in range(replicas):
             settings = {**SETTINGS, "cache_bytes": cache}
-            one = opened.enter_context(closing(Replica(str(model), settings, "127.0.0.1")))
+            one = opened.enter_context(closing(Replica(str(model), settings, "127.0.0.1", time.monotonic())))
             addresses.append(Address(f"replica-{at}", *one.address, one.secret, VERSION, one.weights, one.block))
         engines: list[Engine] = []
         for _ in range(GATEWAYS):

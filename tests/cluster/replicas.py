@@ -44,10 +44,8 @@ def of_replicas(model: Path | str | None, settings: Mapping[str, Any], count: in
     """It is closed before its replicas."""
     plain = {name: value for name, value in settings.items() if name != "store"}
     with ExitStack() as opened:
-        replicas = [
-            opened.enter_context(closing(Replica(None if model is None else str(model), settings, "127.0.0.1")))
-            for _ in range(count)
-        ]
+        path, began = None if model is None else str(model), time.monotonic()
+        replicas = [opened.enter_context(closing(Replica(path, settings, "127.0.0.1", began))) for _ in range(count)]
         client = client_of(settings)
         client.found([address_of(f"replica-{number}", one) for number, one in enumerate(replicas)])
         client.wait()
@@ -84,7 +82,7 @@ class FaultyReplica(Replica):
     def __init__(self, model: Path | str, settings: Mapping[str, Any]) -> None:
         self.gate = threading.Event()  # requests are taken in once it is set
         self.mend()
-        super().__init__(str(model), settings, "127.0.0.1")
+        super().__init__(str(model), settings, "127.0.0.1", time.monotonic())
 
     def mend(self) -> None:
         """It is one without faults, which nothing was asked of."""

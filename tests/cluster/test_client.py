@@ -22,9 +22,11 @@ from kvcellar import BadRequest, Engine, EngineClosed, EngineDied, EngineFailed,
 from kvcellar.cluster import client as client_module
 from kvcellar.cluster import observed
 from kvcellar.cluster import replica as replica_module
-from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over
+from kvcellar.cluster.client import SILENT, ClusterClient, ReplicaLink, handed_over, load_of
 from kvcellar.cluster.observed import Told as ReplicaTold
 from kvcellar.cluster.replica import Replica
+from kvcellar.cluster.routing import Router
+from kvcellar.cluster.scaling import Meter
 from kvcellar.cluster.sums import counted, summed
 from kvcellar.engine.control_replies import RECENT_SECONDS, NamespaceContents
 from kvcellar.engine.messages import (
@@ -51,6 +53,7 @@ from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
+from tests.engine.embedding_models import saved
 from tests.engine.places import (
     ASKED,
     GREEDY,
@@ -424,6 +427,26 @@ def test_a_prompt_is_handed_over_where_all_streams_wait_for_less_then() -> None:
     assert [handed_over(idle, begins, handing) for handing in (0.0, 0.1)] == [True, False]  # it is tried once
 
 
+def test_what_handing_over_took_counts_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So one that took long does not end it for good."""
+    now = [100.0]
+    with closing(client_of()) as client:
+        monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        client._router, request = client._make_router(16), Request[ReplicaLink](submission((5, 6)), Ear())
+
+        def handed(seconds: float) -> float:
+            client._handed[0] = now[0] - seconds
+            client._heard(request, Drawn(0, (7,)))
+            return client.handing
+
+        assert client.handing == 0.0
+        assert handed(1.5) == 1.5
+        assert handed(0.5) == pytest.approx(0.9 * 1.5 + 0.1 * 0.5)
+        now[0] += 300.0
+        assert client.handing < 1e-3
+        assert handed(0.5) == pytest.approx(0.5, abs=1e-3)
+
+
 @pytest.mark.parametrize("name", [PREFILL, "decode"])
 @pytest.mark.parametrize("steps", [1, 12])
 def test_answers_are_those_of_one_engine_where_one_of_these_dies(roles: Roles, expected, name: str, steps: int) -> None:
@@ -436,11 +459,29 @@ def test_answers_are_those_of_one_engine_where_one_of_these_dies(roles: Roles, e
 
 def test_a_request_goes_on_though_its_prompt_is_not_stored(roles: Roles, alone: Engine, monkeypatch) -> None:
     monkeypatch.setattr(client_module, "HELD", 0.1)
+    monkeypatch.setattr(Router, "stored", lambda self, hashes: False)
     prompt = [*range(5, 100)]
     with gateway(roles) as (engine, _):
-        asked = outcome(engine.generate(prompt, retention=RetentionOptions(stored=False), **SEEDED))
-        assert asked == outcome(alone.generate(prompt, **SEEDED))
-        assert len(roles["decode"].taken) == 1
+        assert outcome(engine.generate(prompt, **SEEDED)) == outcome(alone.generate(prompt, **SEEDED))
+        assert [len(one.taken) for one in roles.values()] == [1, 1]
+
+
+def test_a_request_that_is_never_stored_is_not_handed_over(roles: Roles) -> None:
+    kept = RetentionOptions(stored=False)
+    with gateway(roles) as (engine, client):
+        engine.generate([*range(5, 100)], retention=kept, **GREEDY)
+        assert [len(one.taken) for one in roles.values()] == [0, 1]
+    with gateway({PREFILL: roles[PREFILL]}) as (engine, client):  # it begins there, as there is no other one yet
+        number, ear = client.number(), Ear()
+        asked = submission((5, 6), number=number, **LONG)
+        client.submit(replace_fields(asked, retention=kept), ear)
+        client.found([address_of(name, one, prefill=name == PREFILL) for name, one in roles.items()])
+        eventually(lambda: len(client._engines) == 2, "it joins")
+        before = ear.tokens(0)
+        eventually(lambda: ear.tokens(0) > before + 3, "it goes on")
+        assert place_of(client, number) == PREFILL
+        client.cancel(number)
+        ear.wait()
 
 
 # -- routing ----------------------------------------------------------------------------------------------------------
@@ -448,7 +489,9 @@ def test_a_request_goes_on_though_its_prompt_is_not_stored(roles: Roles, alone: 
 
 def has(client: ClusterClient, prompt: Sequence[int]) -> dict[str, int]:
     """Tokens of a prompt, as the router knows of them, by replica."""
-    return {score.replica: score.have for score in client.ranking(submission(prompt))}
+    asked = submission(prompt)
+    with client._changed:
+        return {score.replica: score.have for score in client._rank(client._blocks(asked), asked)}
 
 
 def test_requests_that_begin_alike_go_to_the_replica_that_has_their_beginning(pair: Pair) -> None:
@@ -1143,6 +1186,45 @@ def test_no_count_falls_when_a_replica_goes_and_none_is_counted_twice_when_it_co
         assert client.last_stats.started == began
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_no_replica_that_goes_or_comes_while_all_are_asked_is_counted_twice_or_not_at_all(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    with gateway(named(*pair)) as (engine, client):
+        engine.generate([[5, at] for at in range(6, 12)], **GREEDY)
+        wanted = counts_of(*(one._client.ask(ReadStats()) for one in pair))
+        eventually(lambda: counts_of(replace(client.last_stats, cluster=None)) == wanted, "they are told")
+        from_all = client._from_all
+
+        def then(control: Any) -> Any:
+            found = from_all(control)
+            if answers:  # and goes then
+                pair[1].die_for_good()
+                eventually(lambda: "replica-1" not in client._counts, "it has gone")
+                return found
+            pair[1].die()
+            eventually(lambda: set(map(id, client._engines)).isdisjoint(map(id, gone)), "it has gone")
+            eventually(lambda: "replica-1" in client._counts, "it is back")
+            return {one: stats for one, stats in found.items() if one not in gone}
+
+        gone = [client._links["replica-1"]]
+        monkeypatch.setattr(client, "_from_all", then)
+        assert counts_of(replace(engine.stats(), cluster=None)) == wanted
+
+
+def test_statistics_are_as_old_as_those_of_a_replica_that_has_requests(alone: Engine) -> None:
+    """One that rests tells nothing."""
+    stats = replace(alone.stats(), running=0, waiting=0)
+    old, new = replace(stats, at=1.0), replace(stats, at=2.0)
+    with closing(client_of()) as client:
+        for found, at in (
+            ([old, new], 2.0),
+            ([old, replace(new, running=1)], 2.0),
+            ([replace(old, waiting=1), replace(new, running=1)], 1.0),
+        ):
+            assert client._together(dict(zip("ab", found, strict=False))).at == at
+
+
 def test_what_has_gone_adds_its_counts_and_nothing_else(alone: Engine) -> None:
     draw, stats = Random(2), alone.stats()
     for _ in range(50):
@@ -1249,6 +1331,31 @@ def test_replicas_are_shown_with_their_numbers_and_why_some_are_not_used(pair: P
         lost = {one.name: one for one in client.replicas}[at or ""]
         assert (lost.running, lost.cells, lost.blocks) == (0, 0, 0)
         assert lost.why
+        client.cancel(number)
+        ear.wait()
+
+
+def test_a_model_without_cells_has_room_for_prompts_of_any_length(tmp_path: Path) -> None:
+    saved(tmp_path, "mamba")
+    with closing(FaultyReplica(tmp_path, SETTINGS)) as one, gateway({"one": one}) as (engine, client):
+        assert len(engine.generate([*range(5, 90)], **GREEDY).choices[0].token_ids) == 24
+        stats = engine.stats()
+        assert stats.groups == ()
+        assert [(shown.cells, shown.cells_used) for shown in client.replicas] == [(0, 0)]
+        meter = Meter(start=1.0)
+        meter.note(replace(stats, waiting_tokens=10_000, running=0, waiting=1))
+        assert meter._room == 1 / stats.max_sequences
+        load = load_of(stats)
+        assert (load.cells_free, load.cells) == (client_module.UNLIMITED, client_module.UNLIMITED)
+
+
+def test_a_replica_reports_how_long_it_took_to_start_and_what_it_has_to_do(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (_, client):
+        pair[0].meter.read()
+        number, ear = sent(client, PREFIX, **LONG)
+        runs(ear)
+        eventually(lambda: pair[0].meter.read()["room"] > 0, "it is told")
+        assert pair[0].meter.read()["start"] > 0
         client.cancel(number)
         ear.wait()
 

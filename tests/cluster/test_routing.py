@@ -151,6 +151,19 @@ def test_a_shared_store_is_read_by_all_and_a_disk_by_its_own_replica() -> None:
     assert {one.restored for one in router.rank(shared, 130)} == {0}, "computing is faster"
 
 
+def test_a_prompt_whose_end_is_not_stored_yet_is_not_looked_through() -> None:
+    """It is asked for at each message of its replica."""
+    router, _ = fleet("a")
+    text, looked = blocks(1, 8), list[int]()
+    router.events("a", [stored(text[:7], "REMOTE")])
+    there = router._blocks.stored
+    router._blocks.stored = lambda block: looked.append(block) or there(block)  # type: ignore[method-assign]
+    assert not router.stored(text)
+    assert looked == [text[7]]
+    router.events("a", [stored(text, "REMOTE")])
+    assert router.stored(text)
+
+
 def test_before_any_measurement_tokens_are_compared_and_one_that_has_not_measured_is_as_the_others() -> None:
     router, _ = fleet()
     for replica in ("a", "b"):

@@ -217,7 +217,7 @@ def test_the_policy_of_serve_is_that_of_the_reports() -> None:
     assert policy(context([BUSY], replicas=2, target=2)) == (4, {"peak": 0})  # the second one has not reported yet
     assert policy(context([], target=1)) == (1, {"peak": 0})
     assert policy(context([RESTS])) == (0, {"peak": 0})
-    assert policy(context([RESTS], calls=0.1)) == (1, {"peak": 0})  # a gateway has asked for one
+    assert policy(context([RESTS], calls=0.1)) == (0, {"peak": 0})  # gateways meet it
 
 
 def test_as_many_go_as_were_not_needed_all_the_time() -> None:
@@ -236,6 +236,17 @@ def test_serve_takes_the_policy() -> None:
 
     taken = AutoscalingPolicy(policy_function="kvcellar.cluster.scaling:policy").get_policy()
     assert taken(context([BUSY])) == (4, {"peak": 0})
+
+
+def test_serve_itself_starts_a_replica_for_a_call_where_there_is_none() -> None:
+    pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
+    from ray.serve.autoscaling_policy import _apply_autoscaling_config
+    from ray.serve.config import AutoscalingConfig
+
+    none = context([], target=0, calls=0.1)
+    none.current_num_replicas, none.config = 0, AutoscalingConfig(min_replicas=0, max_replicas=2)
+    assert policy(none)[0] == 0
+    assert _apply_autoscaling_config(policy)(none)[0] == 1
 
 
 def test_a_description_says_how_many_there_are() -> None:

@@ -7,6 +7,7 @@ the test chooses, and servers of several models.
 """
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -59,7 +60,10 @@ class Twins:
         front = {name: value for name, value in settings.items() if name != "store"}
         front.setdefault("store_remote", f"{DIRECTORY}://{self.place()}")
         with ExitStack() as opened:
-            replicas = [opened.enter_context(closing(Replica(model, settings, "127.0.0.1"))) for _ in range(REPLICAS)]
+            replicas = [
+                opened.enter_context(closing(Replica(model, settings, "127.0.0.1", time.monotonic())))
+                for _ in range(REPLICAS)
+            ]
             addresses = [address_of(f"replica-{number}", one) for number, one in enumerate(replicas)]
             clients = [opened.enter_context(closing(client_of(settings))) for _ in range(2)]
             for client in clients:

@@ -23,7 +23,7 @@ from kvcellar.serve.settings import ServeSettings
 
 END_SECONDS = 30.0  # for a replica to write what it has, behind `LEAVE_SECONDS`
 MOST_CONNECTIONS = 512  # of one gateway
-REPORT_SECONDS, MEAN_SECONDS = 1.0, 30.0  # between two reports of a replica, and of which the mean room is taken
+REPORT_SECONDS, ROOM_SECONDS = 1.0, 30.0  # between two reports of a replica, and of which the mean room is taken
 _Count = Annotated[int, Meta(ge=1)]
 
 
@@ -104,7 +104,7 @@ def _engine(kind: str, name: str, model: str | None, cluster: Cluster, resources
         initial_replicas=max(1, least),  # gateways have to know the model
         max_replicas=most,
         metrics_interval_s=REPORT_SECONDS,
-        look_back_period_s=min(MEAN_SECONDS, cluster.idle_seconds),
+        look_back_period_s=min(ROOM_SECONDS, cluster.idle_seconds),
         upscale_delay_s=0.0,
         downscale_delay_s=cluster.idle_seconds,
         policy=AutoscalingPolicy(policy_function="kvcellar.cluster.scaling:policy"),

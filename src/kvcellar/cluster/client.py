@@ -7,10 +7,10 @@
 A request goes to the replica that the router ranks first. When a replica dies, or is shut down, its requests go on at
 others (`remote_client.py`).
 
-Where some replicas are for prompts, a request begins at one of these if that costs fewer seconds, of itself and of the
-streams that wait while its prompt is computed: there, a stream waits once, as long as handing over has taken lately.
-With its first token it leaves, and goes on at another one, by the same rules, when the shared store has its prompt, or
-after `HELD` seconds.
+Where some replicas are for prompts, a request that may be stored begins at one of these if that costs fewer seconds, of
+itself and of the streams that wait while its prompt is computed: there, a stream waits once, as long as handing over
+has taken lately. With its first token it leaves, and goes on at another one, by the same rules, when the shared store
+has its prompt, or after `HELD` seconds.
 
 Always true:
   * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds; so are those
@@ -31,10 +31,11 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
 from heapq import nlargest
+from math import exp, inf
 from random import Random
 from typing import Any, TypeVar, get_args
 
@@ -103,12 +104,14 @@ STALLED = 5.0  # seconds by which a wait is too long where this process was stop
 LAST_WORDS = 5.0
 TICK = 0.25
 HELD = 2.0  # seconds
-HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
+UNLIMITED = 1 << 62  # cells, where no layer has any: all have recurrent state
+HANDED = 0.9  # weight of the mean seconds of handing over, when one more was measured
+FADES = 30.0  # seconds in which that weight, and the mean, fall to 1 / e: where one took long, another one is tried
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
 SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 DEVICE = "device"  # the tier that each replica has for itself
-MERGED = (ListNamespaces, ListMostValuable, ReadStats)
+MERGED = (ListNamespaces, ListMostValuable)
 
 
 class ReplicaLink:
@@ -172,7 +175,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
         self._ending: dict[int, ReplicaLink] = {}  # of those that are held, which replica ends them still
         self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
-        self.handing = 0.0  # seconds in which a stream is told nothing as it is handed over: mean
+        self._handing = (
+            0.0,
+            -inf,
+        )  # seconds in which a stream is told nothing as it is handed over: mean, and since when
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
@@ -434,12 +440,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         namespace = with_adapter(submission.namespace, self._digests.get(submission.adapter, ""))
         return blocks_of(namespace, START, submission.prompt, self._block)[0].hashes
 
-    def ranking(self, submission: Submission) -> Ranking:
-        """What the router thinks of each replica now."""
-        hashes = self._blocks(submission)
-        with self._changed:
-            return self._rank(hashes, submission)
-
     def _rank(self, hashes: Sequence[int], submission: Submission, exclude: frozenset[str] = frozenset()) -> Ranking:
         assert self._router is not None, "a replica has joined"
         return self._router.rank(hashes, len(submission.prompt) // TOKEN, exclude)
@@ -452,13 +452,22 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         prefill = [one for one in self._engines if one.address.prefill]
         others = [one for one in self._engines if not one.address.prefill]
         found, considered = self._best(others or prefill, prefill if others else [], request)
-        if prefill and others and request.first_token is None:
+        if prefill and others and request.first_token is None and request.submission.retention.stored:
             other, there = self._best(prefill, others, request)
             if not considered or not there or handed_over(considered[0], there[0], self.handing):
                 found, considered = other, there
         request.considered = considered
         self.unranked += not considered
         return found
+
+    @property
+    def _fading(self) -> float:
+        return exp((self._handing[1] - time.monotonic()) / FADES)
+
+    @property
+    def handing(self) -> float:
+        """Seconds of the mean that count."""
+        return self._handing[0] * self._fading
 
     def _best(
         self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
@@ -484,8 +493,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if not isinstance(event, Admitted) and not request.proven:
             self._router.first(number := request.submission.number)
             if (since := self._handed.pop(number, None)) is not None:
-                seconds = time.monotonic() - since
-                self.handing = HANDED * self.handing + (1 - HANDED) * seconds if self.handing else seconds
+                now, weight = time.monotonic(), HANDED * self._fading
+                self._handing = weight * self._handing[0] + (1 - weight) * (now - since), now
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
         number = request.submission.number
@@ -523,7 +532,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 if isinstance(event, Done | Failed) and self._ending.get(number) is engine:
                     del self._ending[number]
                 request = self._running.get(number)
-                if others and request is not None and request.engine is engine and request.first_token is not None:
+                if others and request is not None and request.engine is engine and _leaves_prefill(request):
                     assert self._router is not None, "it has joined"
                     engine.send(Cancel(number))
                     self._router.ended(number, decoded=False)
@@ -570,16 +579,18 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def last_stats(self) -> EngineStats:
         """Of all replicas together."""
         with self._changed:
-            return self._together([one.told.last for one in self._engines if one.told.last is not None])
+            return self._together({one.name: one.told.last for one in self._engines if one.told.last is not None})
 
-    def _together(self, found: Sequence[EngineStats]) -> EngineStats:
-        """What replicas are, with what those had counted that have gone, so that no count falls."""
+    def _together(self, by_name: Mapping[str, EngineStats]) -> EngineStats:
+        """What replicas are, with what others had counted that have gone, so that no count falls."""
+        found = list(by_name.values())
         with self._changed:
-            past = [stats for name, stats in self._past.items() if name not in self._counts]
+            past = [stats for name, stats in self._past.items() if name not in by_name]
             replicas = self.replicas
             states = dict.fromkeys(get_args(ReplicaState), 0) | Counter(one.state for one in replicas)
             cluster = ClusterStats(replicas, states, self.moved, self.unranked)
-        at = min((one.at for one in found), default=0.0)
+        busy = [one.at for one in found if one.running or one.waiting]
+        at = min(busy) if busy else max((one.at for one in found), default=0.0)
         return with_fields(summed([*found, *past]), at=at, started=self._began, cluster=cluster)
 
     # -- asking -------------------------------------------------------------------------------------------------
@@ -587,35 +598,36 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
         if isinstance(control, EVERYWHERE):
-            found = self._from_all(control)
+            found = list(self._from_all(control).values())
             if isinstance(control, AddAdapter):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
             elif isinstance(control, RemoveAdapter):
                 with self._changed:
                     self._digests.pop(control.name, None)
             return _merged(control, found)
+        if isinstance(control, ReadStats):
+            together: Any = self._together({one.name: stats for one, stats in self._from_all(control).items()})
+            return together
         if isinstance(control, MERGED):
-            return _merged(control, self._from_all(control), self._together)
+            return _merged(control, list(self._from_all(control).values()))
         if type(control) in SOMEWHERE:
             return self._from_one(control)
         return super().ask(control, source)
 
-    def _from_all(self, control: ControlWithReply[R]) -> list[R]:
+    def _from_all(self, control: ControlWithReply[R]) -> dict[ReplicaLink, R]:
         """Also of those that join meanwhile, but not of those that leave. Where one refuses an adapter, none has it."""
         self._ready_engine()
-        found: list[R] = []
+        found: dict[ReplicaLink, R] = {}
         asked: list[ReplicaLink] = []
-        done: list[ReplicaLink] = []
         while missing := self._not_asked(control, asked):
             for one in missing:
                 try:
-                    found.append(decode(self._asked(control, engine=one), reply_type(control)))
-                    done.append(one)
+                    found[one] = decode(self._asked(control, engine=one), reply_type(control))
                 except EngineDied:
                     pass
                 except BaseException:
                     if isinstance(control, AddAdapter):
-                        self._undo(control, done)
+                        self._undo(control, found)
                     raise
             asked += missing
         if not found:
@@ -629,7 +641,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 self._noted(control)
             return missing
 
-    def _undo(self, control: AddAdapter, engines: Sequence[ReplicaLink]) -> None:
+    def _undo(self, control: AddAdapter, engines: Iterable[ReplicaLink]) -> None:
         """Let these have the adapter that was there before."""
         before = self._adapters.get(control.name) or RemoveAdapter(control.name, wait=False)
         for one in engines:
@@ -711,6 +723,11 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         return True
 
 
+def _leaves_prefill(request: Request[ReplicaLink]) -> bool:
+    """Its prompt is computed, and another replica can read it from the store."""
+    return request.first_token is not None and request.submission.retention.stored
+
+
 def handed_over(stays: Score, begins: Score, handing: float) -> bool:
     """Whether a prompt is computed at a replica for prompts, which has the second score, and then handed over."""
     return begins.seconds + handing <= stays.seconds + stays.compute * stays.running
@@ -724,22 +741,18 @@ def load_of(stats: EngineStats) -> Load:
         running=stats.running - stats.prefilling,
         prefill_speed=1 / stats.token_seconds if stats.token_seconds else None,
         read_speed=1 / stats.restore_seconds if stats.restore_seconds else None,
-        cells_free=min((one.cells - one.used for one in groups), default=0),
-        cells=min((one.cells for one in groups), default=0),
+        cells_free=min((one.cells - one.used for one in groups), default=UNLIMITED),
+        cells=min((one.cells for one in groups), default=UNLIMITED),
         waiting=stats.waiting + stats.prefilling,
         sequences=stats.max_sequences,
     )
 
 
-def _merged(
-    control: Control, found: Sequence[Any], together: Callable[[Sequence[EngineStats]], EngineStats] = summed
-) -> Any:
+def _merged(control: Control, found: Sequence[Any]) -> Any:
     """The replies of all replicas as one."""
     first = found[0]
     if isinstance(first, Removed):
         return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
-    if isinstance(first, EngineStats):
-        return together(found)
     if isinstance(first, list):
         every = [one for some in found for one in some]
         if isinstance(control, ListMostValuable):

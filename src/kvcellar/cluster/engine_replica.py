@@ -16,7 +16,6 @@ from ray import serve
 from ray.util import get_node_ip_address
 
 from kvcellar.cluster.address import Address
-from kvcellar.cluster.scaling import Meter
 from kvcellar.engine.messages import VERSION
 
 log = logging.getLogger("kvcellar.cluster")
@@ -32,10 +31,9 @@ class EngineReplica:
         began = time.monotonic()
         from kvcellar.cluster.replica import Replica  # imports torch, which neither gateways nor commands need
 
-        self._replica = Replica(model, settings, get_node_ip_address())
+        self._replica = Replica(model, settings, get_node_ip_address(), began)
         self._prefill = prefill
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._meter = self._replica.meter = Meter(time.monotonic() - began)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Its `Address`, as Serve tells it to the routers of gateways."""
@@ -44,7 +42,7 @@ class EngineReplica:
         return msgspec.to_builtins(address)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._meter.read()
+        return self._replica.meter.read()
 
     async def meet(self, gateway: object) -> str:
         """A gateway lets its router know it (`gateway.py`)."""

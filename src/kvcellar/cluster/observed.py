@@ -38,8 +38,11 @@ class Told:
     def shown(self, name: str, address: str, state: ReplicaState, why: str, blocks: int) -> ReplicaStats:
         if (stats := self.last) is None:
             return ReplicaStats(name, address, state, why)
-        group = max(stats.groups, key=lambda one: (one.used / max(1, one.cells), one.cached / max(1, one.cells)))
+        groups = [(one.cells, one.used, one.cached) for one in stats.groups]
+        cells, used, cached = max(
+            groups, key=lambda one: (one[1] / max(1, one[0]), one[2] / max(1, one[0])), default=(0, 0, 0)
+        )
         return ReplicaStats(
             *(name, address, state, why, stats.running, stats.waiting, stats.waiting_tokens),
-            *(group.cells, group.used, group.cached, *self.rates(), blocks),
+            *(cells, used, cached, *self.rates(), blocks),
         )

@@ -1,4 +1,4 @@
-"""replica: an engine that gateways connect to. No Ray: `deployments.py` runs it in a replica of Ray Serve.
+"""replica: an engine that gateways connect to. No Ray: `engine_replica.py` runs it in a replica of Ray Serve.
 
 A gateway connects by TCP, sends the secret of the replica, and from then on both send the messages of
 `engine/messages.py`, as a front end and an engine in a process of its own do.
@@ -45,12 +45,11 @@ FAILED = 70  # exit status: an error has ended the engine
 class Replica:
     """One engine, and the gateways that use it."""
 
-    def __init__(self, model: str | None, settings: Mapping[str, Any], host: str) -> None:
-        """Blocks until the model is loaded. Listens at an address of this machine, at a port that is free. Raises what
-        `build` raises."""
+    def __init__(self, model: str | None, settings: Mapping[str, Any], host: str, began: float) -> None:
+        """Blocks until the model is loaded. Listens at an address of this machine, at a port that is free. `began`:
+        when its start did, by the monotonic clock. Raises what `build` raises."""
         self.secret = secrets.token_bytes(SECRET)
         self._pools, self._leaving = Pools(), False
-        self.meter: Meter | None = None  # is told of all statistics
         self._fronts: tuple[FrontEnd, ...] = ()  # replaced, never changed
         self._lock, self._unknown = threading.Lock(), threading.Semaphore(GREETED)
         self._ended = threading.Event()
@@ -60,6 +59,7 @@ class Replica:
             opened.callback(self._client.close)
             self._events = built.loop.manager.events
             assert self._events is not None, "it is watched"
+            self.meter = Meter(time.monotonic() - began)
             self._client.start(turned=self._turned, counted=self._counted, failed=self._failed)
             self._listener = opened.enter_context(socket.create_server((host, 0), backlog=GREETED))
             opened.pop_all()
@@ -78,10 +78,6 @@ class Replica:
         assert self._events is not None
         return self._events.size
 
-    @property
-    def last_stats(self) -> EngineStats:
-        return self._client.last_stats
-
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
     def _turned(self) -> None:
@@ -89,8 +85,7 @@ class Replica:
             front.turned()
 
     def _counted(self, stats: EngineStats) -> None:
-        if self.meter is not None:
-            self.meter.note(stats)
+        self.meter.note(stats)
         if fronts := self._fronts:
             snapshot = EngineSnapshot(packed(stats))
             for front in fronts:

@@ -372,8 +372,8 @@ class Router:
                 self._blocks.remove(request.at, DEVICE, block)
 
     def stored(self, hashes: Sequence[int]) -> bool:
-        """Whether the shared store has all these blocks."""
-        return all(map(self._blocks.stored, hashes))
+        """Whether the shared store has all these blocks. The last ones are stored last."""
+        return all(map(self._blocks.stored, reversed(hashes)))
 
     # -- ranking ------------------------------------------------------------------------------------------------
 

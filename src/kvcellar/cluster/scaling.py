@@ -72,17 +72,16 @@ def calmed(found: int, target: int, peak: int) -> tuple[int, int]:
 
 
 def policy(context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
-    """As Serve calls it, in its controller; Ray pickles it by value. Calls through handles are those of gateways that
-    ask for a replica (`gateway.py`)."""
+    """As Serve calls it, in its controller; Ray pickles it by value. Calls through handles, by which gateways meet
+    replicas (`gateway.py`), do not count: where there is none, Serve itself starts one for a call."""
     raw, room = context.raw_metrics or {}, (context.aggregated_metrics or {}).get("room", {})
-    last = {name: {replica: series[-1].value for replica, series in raw[name].items()} for name in raw}
     reports = [
-        Report(last["work"][one], last["backlog"][one], room[one], last["start"][one])
+        Report(raw["work"][one][-1].value, raw["backlog"][one][-1].value, room[one], raw["start"][one][-1].value)
         for one in context.running_replicas
         if one in room
     ]
-    found = wanted(reports, context.target_num_replicas) or int(context.total_num_requests > 0)
-    found, peak = calmed(found, context.target_num_replicas, context.policy_state.get("peak", 0))
+    target = context.target_num_replicas
+    found, peak = calmed(wanted(reports, target), target, context.policy_state.get("peak", 0))
     return found, {"peak": peak}
 
 
@@ -97,7 +96,7 @@ class Meter:
         self._at = self._began = clock()
 
     def note(self, stats: "EngineStats") -> None:
-        cells = max((one.cells for one in stats.groups), default=1)
+        cells = max((one.cells for one in stats.groups), default=inf)
         used = max((one.used / one.cells for one in stats.groups if one.cells), default=0.0)
         sequences = (stats.running + stats.waiting) / stats.max_sequences
         tokens = stats.waiting_tokens + stats.prefixes.asked - stats.prefixes.restored

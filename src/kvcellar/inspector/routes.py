@@ -18,7 +18,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
-from kvcellar.engine.stats import EngineStats
+from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaStats
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
@@ -106,6 +106,12 @@ def _paths(files: Mapping[str, File]) -> dict[str, File]:
     return {PAGE: files["index.html"], ICON: files["icon.svg"], **found}
 
 
+def _connected(cluster: ClusterStats | None) -> Sequence[ReplicaStats]:
+    """Without their numbers."""
+    replicas = () if cluster is None else cluster.replicas
+    return [ReplicaStats(one.name, "", one.state, "") for one in replicas if one.state == "connected"]
+
+
 class Place(NamedTuple):
     """What is looked at. None: the first one."""
 
@@ -118,8 +124,7 @@ class Place(NamedTuple):
 
     def replica_of(self, engine: Engine) -> str:
         """Its name; "" where the engine is one. Raises `BadRequest` for one that is not connected."""
-        cluster = engine.last_stats.cluster
-        names = [one.name for one in cluster.replicas if one.state == "connected"] if cluster is not None else []
+        names = [one.name for one in _connected(engine.last_stats.cluster)]
         if self.replica is not None and self.replica not in names:
             raise BadRequest(f"no replica {self.replica[:100]!r} of this model is connected", "replica")
         return self.replica or next(iter(names), "")
@@ -157,9 +162,7 @@ class DataHandler:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._instance = secrets.token_hex(8)  # a page that finds another one forgets what it has
-        self._models: dict[
-            tuple[str, str], _Model
-        ] = {}  # by name and replica; changed in the one thread of inspectors only
+        self._models: dict[tuple[str, str], _Model] = {}  # by name and replica; changed in the thread of inspectors
         self._streams = Counter[str | None]()  # that are open, by tenant
 
     async def snapshot(self, request: Request) -> Response:
@@ -205,8 +208,9 @@ class DataHandler:
             if seen.number == known:
                 return known, b""
             about = SeenModel(engine.model.name, engine.model.context, self._shared.host.names)
-            of_cluster = replica, seen.told.cluster
-            shown = snapshot(seen.picture, viewer, found.text(engine), self._instance, about, *of_cluster)
+            cluster = seen.told.cluster
+            replicas = cluster.replicas if cluster is not None and viewer.tenant is None else _connected(cluster)
+            shown = snapshot(seen.picture, viewer, found.text(engine), self._instance, about, replica, replicas)
             return seen.number, to_json(shown)
 
         return await with_loaded(self._shared, "inspector", place.model, look)

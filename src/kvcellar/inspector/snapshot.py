@@ -26,7 +26,7 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
-from kvcellar.engine.stats import ClusterStats, EngineStats, GroupStats, ReplicaStats
+from kvcellar.engine.stats import EngineStats, GroupStats, ReplicaStats
 from kvcellar.events import Recall
 from kvcellar.serve.answers import Answer
 
@@ -285,10 +285,10 @@ def snapshot(
     instance: str,
     model: SeenModel,
     replica: str = "",
-    cluster: ClusterStats | None = None,
+    replicas: Sequence[ReplicaStats] = (),
 ) -> Snapshot:
     """`text` decodes a few tokens; None: the model has no tokenizer. `instance` and `model` are of the server; of a
-    `cluster`, the picture is that of one `replica`."""
+    cluster of `replicas`, as the viewer may see them, the picture is that of one `replica`."""
     picture, all_seen = _own(picture, viewer), viewer.tenant is None
     stats, groups = picture.stats, zip(picture.stats.groups, picture.maps, strict=True)
     live, ended = list(map(_live, picture.live)), [_ended(one, viewer, text) for one in picture.ended]
@@ -307,12 +307,8 @@ def snapshot(
         instance=instance,
         model=model,
         replica=replica,
-        replicas=() if cluster is None else cluster.replicas if all_seen else _names(cluster),
+        replicas=replicas,
     )
-
-
-def _names(cluster: ClusterStats) -> list[ReplicaStats]:
-    return [ReplicaStats(one.name, "", one.state, "") for one in cluster.replicas if one.state == "connected"]
 
 
 def _own(picture: Picture, viewer: Viewer) -> Picture:

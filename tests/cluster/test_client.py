@@ -47,6 +47,7 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed, Score
+from kvcellar.frontend import remote_client as remote_module
 from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
@@ -832,6 +833,37 @@ def test_a_request_that_replicas_die_of_is_refused_though_one_of_them_leaves(pai
         assert isinstance(request.deliver, Ear)
         assert isinstance(failed(request.deliver), EngineDied)
         assert sum(one.deaths for one in pair) == 1
+
+
+def test_a_request_that_has_survived_a_death_is_handed_over_beside_others() -> None:
+    request = Request[ReplicaLink](submission((5, 6), number=0, **GREEDY), Ear(), alone=True)
+    request.leave("is being shut down")
+    assert request.alone
+    request.tell(Drawn(0, (7,)))
+    request.leave("is being shut down")
+    assert not request.alone
+
+
+def test_a_request_that_no_engine_died_of_does_not_wait_for_one_that_goes_on_alone(pair: Pair, monkeypatch) -> None:
+    monkeypatch.setattr(remote_module, "UNPROVEN_SECONDS", 600.0)
+    with gateway(named(*pair)) as (_, client):
+        number, ear = sent(client, (5, 6), **LONG)
+        runs(ear)
+        before = place_of(client, number)
+        unproven = client.number()
+        with client._changed:
+            request = Request[ReplicaLink](submission((7, 8), number=unproven, **GREEDY), Ear(), alone=True)
+            request.engine = next(one for one in client._engines if one.name != before)
+            client._running[unproven] = request
+            client._sent(request, request.engine)
+            client._unproven = unproven, request.engine, time.monotonic()
+        named(*pair)[before or ""].says_that_it_leaves()
+        eventually(lambda: place_of(client, number) == request.engine.name, "it moves")
+        with client._changed:
+            assert client._unproven is not None
+            client._remove(unproven)
+        client.cancel(number)
+        ear.wait()
 
 
 # -- several gateways -------------------------------------------------------------------------------------------------

@@ -178,6 +178,7 @@ class Request(Generic[E]):
 
     def leave(self, how: str) -> None:
         """It goes on at another engine. `how`: what its engine has done, for `placements`."""
+        self.alone = self.alone and not self.proven
         self.engine, self.here, self.proven, self.went_on = None, False, False, True
         if self.placements:
             self.placements[-1] = with_fields(self.placements[-1], left=how)
@@ -579,8 +580,8 @@ class RemoteClient(ABC, Generic[E]):
                 had_begun = one.here or one.ask is not None or number in begun or unknown
                 if blame is not None and had_begun and not one.proven:
                     one.deaths += blame(one)
-                one.alone = blame is not None or (one.alone and not one.proven)
                 one.leave(how)
+                one.alone = one.alone or blame is not None
                 if one.deaths >= DEATHS:
                     guilty.append(number)
             moved = [number for number in mine if number not in guilty]
@@ -618,9 +619,11 @@ class RemoteClient(ABC, Generic[E]):
         with self._changed:
             while self._to_go_on and self._to_go_on[0] not in self._running:
                 self._to_go_on.popleft()
-            if not self._to_go_on or self._unproven is not None:
+            if not self._to_go_on:
                 return False
             request = self._running[self._to_go_on[0]]
+            if request.alone and self._unproven is not None:
+                return False
             if (engine := self._choose(request)) is None:
                 return False
             number = self._to_go_on.popleft()

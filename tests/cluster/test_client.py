@@ -48,7 +48,7 @@ from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend import remote_client as remote_module
-from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
+from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request, dropped
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
@@ -342,6 +342,49 @@ def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pa
         for at in (0, 1, 3):
             assert isinstance(ears[at][1].wait()[-1], Done)
         assert str(failed(ears[2][1])) == "no text"
+
+
+def test_a_request_that_has_lost_its_replica_is_refused_when_none_has_come_for_long(pair: Pair, monkeypatch) -> None:
+    """A prompt that is pinned waits on."""
+    monkeypatch.setattr(client_module, "WAIT_SECONDS", 0.1)
+    with gateway(named(pair[0])) as (engine, client):
+        engine.pin([5, 6, 7])
+        _, ear = sent(client, (5, 6), **LONG)
+        runs(ear)
+        pair[0].die_for_good()
+        assert isinstance(error := failed(ear), Overloaded)
+        assert "no engine runs now" in str(error)
+        client.check()
+        assert [one.deliver for one in client._running.values()] == [dropped]
+        pair[0].down = False
+        eventually(lambda: not client._running, "it is pinned again")
+        engine.clear_cache()
+
+
+def test_a_request_that_is_cancelled_at_no_replica_ends_at_once_and_asks_for_none(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (_, client):
+        number, ear = sent(client, (5, 6), **LONG | {"n": 2})
+        other, heard = sent(client, (5, 7), **LONG)
+        runs(ear, heard)
+        drawn(ear)
+        client.found([])
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines and not client._links, "it has gone")
+        assert client.asked
+        client.fail(other, BadRequest("no text"))
+        with client._changed:
+            client.cancel(number)
+            assert client._running[number].cancelled
+        done = ear.wait()[-1]
+        assert str(failed(heard)) == "no text"
+        assert isinstance(done, Done)
+        assert done.usage.completion_tokens == ear.tokens(0) + ear.tokens(1)
+        ended = [event for event in ear.events if isinstance(event, Ended)]
+        assert [(one.reason, one.tokens) for one in sorted(ended, key=lambda one: one.choice)] == [
+            ("cancelled", ear.tokens(0)),
+            ("cancelled", ear.tokens(1)),
+        ]
+        assert not client.asked
 
 
 def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_waits(pair: Pair, expected) -> None:

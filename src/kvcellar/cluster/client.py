@@ -85,7 +85,7 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaState, ReplicaStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused
 from kvcellar.events import Done, Failed, Score
-from kvcellar.frontend.remote_client import RemoteClient, Request, dropped
+from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
@@ -227,7 +227,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         prompts that are pinned."""
         with self._changed:
             waiting = [one for number in self._to_go_on if (one := self._running.get(number)) is not None]
-            requests = any(one.deliver is not dropped for one in waiting)
+            requests = any(one.deliver is not dropped and not one.cancelled for one in waiting)
             return self._router is None or bool(self._addresses or self._calls) or requests
 
     @property
@@ -673,7 +673,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._end.wait(TICK):
-            self._look()
+            self._look(WAIT_SECONDS)
             self._release()
             self._connect_missing()
             now = time.monotonic()

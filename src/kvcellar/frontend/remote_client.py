@@ -10,8 +10,8 @@ Always true:
   * a request is at one of `_engines`, or at none, and then it waits for one, or is held until a subclass lets it go on;
     what another one tells of it is dropped;
   * what engines are sent of requests is sent while `_changed` is held: so it arrives in the order of what was decided;
-  * events of a request are delivered in order, by the thread that reads what its engine sends, and none after `Done` or
-    `Failed`;
+  * events of a request are delivered in order, by the thread that reads what its engine sends, or, of one that ends at
+    none, that watches; none after `Done` or `Failed`;
   * after a death, its requests go on one after the other: the next one when the one before was told something, or after
     `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one that had
     `DEATHS` of these, in a row, has failed.
@@ -72,7 +72,7 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.request_options import timings_of
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, Overloaded, WrongStage, forked_from
-from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings
+from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings, Usage
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.memory.tiers.upkeep import Readable
 from kvcellar.wire import decode, packed
@@ -83,6 +83,7 @@ log = logging.getLogger("kvcellar.engine")
 DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
 UNPROVEN_SECONDS = 2.0
 WAIT_SECONDS = 60.0  # that a call waits while no engine is there
+NO_ENGINE = "no engine runs now, and one that is being started is not ready; try again later"
 PLACEMENTS = 4  # of a request that are told: one can go on at any number of replicas
 PINS = 256  # prompts, the last ones, that are pinned again at another engine
 
@@ -122,6 +123,7 @@ class Request(Generic[E]):
     cached: int = 0  # tokens of the prompt that came from memory, in the first engine
     prompt_told: bool = False
     engine: E | None = None  # where it is
+    since: float = field(default_factory=time.monotonic)  # it came, or the last engine left
     here: bool = False  # this engine has begun with it
     proven: bool = False  # this engine has told something of it
     alone: bool = False  # it goes on after a death: others go on when it is proven
@@ -168,6 +170,15 @@ class Request(Generic[E]):
             usage = with_fields(event.usage, cached_tokens=cached)
             event = replace(event, usage=usage, timings=self._timings())
         return replace(event, placements=tuple(self.placements)) if self.placements else event
+
+    def cancel(self) -> Generator[EngineEvent]:
+        """How it ends at no engine."""
+        for index, one in list(self.choices.items()):
+            if one.ended is None:
+                yield Ended(index, "cancelled", len(one.token_ids))
+        tokens = sum(one.ended or 0 for one in self.choices.values())
+        usage = Usage(len(ids_of(self.submission.prompt)), self.cached, tokens)
+        yield Done(usage, self._timings())
 
     def placed(self, replica: str) -> None:
         """It is sent to a replica, which was chosen now."""
@@ -378,7 +389,7 @@ class RemoteClient(ABC, Generic[E]):
             if (engine := self._choose(request)) is None:
                 if why := self._hopeless():
                     raise Overloaded(why)
-                raise Overloaded("the engine has died and is started again; try again later")
+                raise Overloaded(NO_ENGINE)
             return engine
 
     def _asked(
@@ -479,7 +490,7 @@ class RemoteClient(ABC, Generic[E]):
                 self._remove(number)
             if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
                 self._pinned(request.submission, engine)
-            proven = not isinstance(event, Admitted) and self._proved(number)
+            proven = engine is not None and not isinstance(event, Admitted) and self._proved(number)
             if engine is not None:
                 self._heard(request, event)
         try:
@@ -561,7 +572,7 @@ class RemoteClient(ABC, Generic[E]):
         """An engine is not used any more, and `how` it has ended. Its requests, whose numbers are returned, wait for
         another one, and all else that was asked of it is refused. If it has died, `blame` is how much of a death that
         is for one that it had begun with; None: it has not."""
-        died = EngineDied(f"the process of the engine {how}; it is started again. Send this again")
+        died = EngineDied(f"the engine {how}. Send this again")
         with self._changed:
             if engine in self._engines:
                 self._engines.remove(engine)
@@ -584,6 +595,9 @@ class RemoteClient(ABC, Generic[E]):
                 one.alone = one.alone or blame is not None
                 if one.deaths >= DEATHS:
                     guilty.append(number)
+            if not self._engines:
+                for one in self._running.values():
+                    one.since = time.monotonic()
             moved = [number for number in mine if number not in guilty]
             self._to_go_on.extend(moved)
             self._forgotten(engine)
@@ -670,12 +684,13 @@ class RemoteClient(ABC, Generic[E]):
         for number in list(self._running):
             self._tell(None, number, Failed(error))
 
-    def _look(self) -> None:
-        """On a thread that watches: go on with the next request where one takes long, or was refused; fail those that
-        wait for no engine that will come."""
+    def _look(self, patience: float = inf) -> None:
+        """On a thread that watches: go on with the next request where one takes long, or was refused; end those at no
+        engine that are cancelled, have failed, or wait for one that will not come. `patience`: for how many seconds
+        they wait while none is there."""
         with self._changed:
-            waiting = [number for number, one in self._running.items() if one.engine is None]
-            why = self._hopeless()
+            waiting = [one for one in self._running.values() if one.engine is None]
+            why, since = self._hopeless(), -inf if self._engines else time.monotonic() - patience
             late = self._unproven is not None and (
                 self._unproven[0] not in self._running or time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
             )
@@ -683,8 +698,15 @@ class RemoteClient(ABC, Generic[E]):
                 self._unproven = None
         if late:
             self._go_on()
-        for number in waiting if why else ():
-            self._refuse(number, Overloaded(why))
+        for one in waiting:
+            number = one.submission.number
+            if one.cancelled:
+                for event in one.cancel():
+                    self._tell(None, number, event)
+            elif one.failed is not None:
+                self._tell(None, number, Failed(one.failed))
+            elif why or (one.since < since and one.deliver is not dropped):
+                self._refuse(number, Overloaded(why or NO_ENGINE))
 
     def check(self) -> None:
         """Assert what is always true."""

@@ -361,6 +361,37 @@ def test_a_request_that_has_lost_its_replica_is_refused_when_none_has_come_for_l
         engine.clear_cache()
 
 
+def test_a_request_for_which_no_replica_is_there_keeps_no_thread(pair: Pair, alone: Engine, monkeypatch) -> None:
+    """It is told by events what becomes of it."""
+    with gateway(named(pair[0])) as (_, client):
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines, "it has gone")
+        _, ear = sent(client, (5, 6, 7), **GREEDY)
+        named_so = replace_fields(submission((5, 6), number=client.number(), **GREEDY), adapter="unknown")
+        client.submit(named_so, unknown := Ear())
+        assert client.asked
+        client.check()
+        pair[0].down = False
+        assert answered(ear.wait(), 0) == answered(sent(alone._client, (5, 6, 7), **GREEDY)[1].wait(), 0)
+        assert isinstance(failed(unknown), BadRequest)
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines, "it has gone again")
+        monkeypatch.setattr(remote_module, "WAIT_SECONDS", 0.1)
+        assert isinstance(failed(sent(client, (5, 6, 7), **GREEDY)[1]), Overloaded)
+
+
+def test_requests_that_no_replica_has_had_are_refused_where_too_many_wait(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (_, client):
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines, "it has gone")
+        sent(client, (5, 6, 7), **GREEDY)
+        (request,) = client._running.values()
+        assert not request.rest().goes_on
+        request.leave("is being shut down")
+        assert request.rest().goes_on
+        pair[0].down = False
+
+
 def test_a_request_that_is_cancelled_at_no_replica_ends_at_once_and_asks_for_none(pair: Pair) -> None:
     with gateway(named(pair[0])) as (_, client):
         number, ear = sent(client, (5, 6), **LONG | {"n": 2})
@@ -403,6 +434,10 @@ def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_
             client.check()
             assert not client.asked  # for a prompt that is pinned
             assert not client.starting
+            for looks in (engine.stats, engine.adapters.list, lambda: [*engine.cache.listed("device")]):
+                with pytest.raises(Overloaded, match="no engine runs now; the next request starts one"):
+                    looks()
+            assert not client.asked
             with ThreadPoolExecutor(1) as pool:
                 call = pool.submit(ASKED["greedy"], engine)
                 eventually(lambda: client.asked, "it waits")

@@ -171,6 +171,11 @@ class Request(Generic[E]):
             event = replace(event, usage=usage, timings=self._timings())
         return replace(event, placements=tuple(self.placements)) if self.placements else event
 
+    def waits_in_vain(self, patience: float) -> bool:
+        """A prompt that is pinned again waits for as long as it takes."""
+        seconds = patience if self.went_on else WAIT_SECONDS
+        return self.deliver is not dropped and time.monotonic() - self.since > seconds
+
     def cancel(self) -> Generator[EngineEvent]:
         """How it ends at no engine."""
         for index, one in list(self.choices.items()):
@@ -208,7 +213,8 @@ class Request(Generic[E]):
             for index, one in sorted(self.choices.items())
             if one.token_ids or one.ended is not None
         )
-        return replace(self.submission, produced=produced, prompt_told=self.prompt_told, goes_on=True)
+        goes_on = self.went_on or self.submission.goes_on
+        return replace(self.submission, produced=produced, prompt_told=self.prompt_told, goes_on=goes_on)
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +222,7 @@ class _Call(Generic[E]):
     """A caller that waits for the reply of an engine to an ask."""
 
     request: Request[E] | None  # that it submits
-    engine: E
+    engine: E | None
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
@@ -433,7 +439,7 @@ class RemoteClient(ABC, Generic[E]):
                     case Refusal(_, error):
                         raise error
                     case Wanted(_, size):
-                        assert source is not None, "only what has a source reads one"
+                        assert source is not None and engine is not None, "only what has a source reads one"
                         engine.send(Given(number, source.read(size)))
         except BaseException:
             if source is not None and engine is not None:
@@ -446,9 +452,16 @@ class RemoteClient(ABC, Generic[E]):
                     request.ask = None
 
     def _called(self, number: int, message: Ask | NextPart, request: Request[E] | None, engine: E | None) -> _Call[E]:
-        """Send a message, whose caller waits, to an engine, or to the one that is chosen."""
+        """Send a message, whose caller waits, to an engine, or to the one that is chosen. A request for which none is
+        there yet waits for one, and its caller does not: what becomes of it is told by events."""
         self._check_owner()
         with self._changed:
+            if request is not None and self.alive and not self._engines and not self._hopeless():
+                self._running[request.submission.number] = request
+                self._to_go_on.append(request.submission.number)
+                call = _Call(request, engine)
+                call.answers.put(Reply(number, packed(None)))
+                return call
             if engine is None:
                 engine = self._ready_engine(request)
             elif engine not in self._engines:
@@ -687,10 +700,10 @@ class RemoteClient(ABC, Generic[E]):
     def _look(self, patience: float = inf) -> None:
         """On a thread that watches: go on with the next request where one takes long, or was refused; end those at no
         engine that are cancelled, have failed, or wait for one that will not come. `patience`: for how many seconds
-        they wait while none is there."""
+        those wait that have lost theirs, while none is there."""
         with self._changed:
             waiting = [one for one in self._running.values() if one.engine is None]
-            why, since = self._hopeless(), -inf if self._engines else time.monotonic() - patience
+            why, none_is_there = self._hopeless(), not self._engines
             late = self._unproven is not None and (
                 self._unproven[0] not in self._running or time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
             )
@@ -705,7 +718,7 @@ class RemoteClient(ABC, Generic[E]):
                     self._tell(None, number, event)
             elif one.failed is not None:
                 self._tell(None, number, Failed(one.failed))
-            elif why or (one.since < since and one.deliver is not dropped):
+            elif why or (none_is_there and one.waits_in_vain(patience)):
                 self._refuse(number, Overloaded(why or NO_ENGINE))
 
     def check(self) -> None:

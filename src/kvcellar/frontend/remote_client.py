@@ -176,8 +176,11 @@ class Request(Generic[E]):
         seconds = patience if self.went_on else WAIT_SECONDS
         return self.deliver is not dropped and time.monotonic() - self.since > seconds
 
-    def cancel(self) -> Generator[EngineEvent]:
-        """How it ends at no engine."""
+    def end(self) -> Generator[EngineEvent]:
+        """What is told of one that was cancelled, or has failed, and is at no engine."""
+        if self.failed is not None:
+            yield Failed(self.failed)
+            return
         for index, one in list(self.choices.items()):
             if one.ended is None:
                 yield Ended(index, "cancelled", len(one.token_ids))
@@ -457,11 +460,7 @@ class RemoteClient(ABC, Generic[E]):
         self._check_owner()
         with self._changed:
             if request is not None and self.alive and not self._engines and not self._hopeless():
-                self._running[request.submission.number] = request
-                self._to_go_on.append(request.submission.number)
-                call = _Call(request, engine)
-                call.answers.put(Reply(number, packed(None)))
-                return call
+                return self._queued(number, request)
             if engine is None:
                 engine = self._ready_engine(request)
             elif engine not in self._engines:
@@ -472,6 +471,14 @@ class RemoteClient(ABC, Generic[E]):
                 self._sent(request, engine)
             engine.send(message)
             return call
+
+    def _queued(self, number: int, request: Request[E]) -> _Call[E]:
+        """While `_changed` is held."""
+        self._running[request.submission.number] = request
+        self._to_go_on.append(request.submission.number)
+        call = _Call(request, None)
+        call.answers.put(Reply(number, packed(None)))
+        return call
 
     # -- on the threads that read -------------------------------------------------------------------------------
 
@@ -503,7 +510,8 @@ class RemoteClient(ABC, Generic[E]):
                 self._remove(number)
             if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
                 self._pinned(request.submission, engine)
-            proven = engine is not None and not isinstance(event, Admitted) and self._proved(number)
+            news = isinstance(event, Failed) if engine is None else not isinstance(event, Admitted)
+            proven = news and self._proved(number)
             if engine is not None:
                 self._heard(request, event)
         try:
@@ -712,14 +720,11 @@ class RemoteClient(ABC, Generic[E]):
         if late:
             self._go_on()
         for one in waiting:
-            number = one.submission.number
-            if one.cancelled:
-                for event in one.cancel():
-                    self._tell(None, number, event)
-            elif one.failed is not None:
-                self._tell(None, number, Failed(one.failed))
+            if one.cancelled or one.failed is not None:
+                for event in one.end():
+                    self._tell(None, one.submission.number, event)
             elif why or (none_is_there and one.waits_in_vain(patience)):
-                self._refuse(number, Overloaded(why or NO_ENGINE))
+                self._refuse(one.submission.number, Overloaded(why or NO_ENGINE))
 
     def check(self) -> None:
         """Assert what is always true."""

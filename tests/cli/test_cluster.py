@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvcellar import BadRequest, ModelNotFound
-from kvcellar.cli.cluster import _engine, command
+from kvcellar.cli.cluster import _engine, _engines, command
 
 
 @pytest.fixture(autouse=True)
@@ -34,3 +34,24 @@ def test_paths_are_those_of_the_directory_in_which_it_was_started(tmp_path: Path
     options = {"store": "kept", "draft": "ngram", "adapters": {"style": ["style"]}, "threads": None}
     expected = {"store": str(tmp_path / "kept"), "draft": "ngram", "adapters": {"style": [str(tmp_path / "style")]}}
     assert _engine(options) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--roles", "2"], "they are PREFILL:DECODE, as 2:2 or 1:1..4, not 2"),
+        (["--roles", "2:"], "they are PREFILL:DECODE"),
+        (["--roles", ":2"], "they are PREFILL:DECODE"),
+        (["--roles", "2:2", "--replicas", "2"], "they are in place of --replicas"),
+    ],
+)
+def test_roles_that_are_none_or_beside_replicas_are_refused(given: list[str], why: str) -> None:
+    result = CliRunner().invoke(command, ["serve", *given, "--no-store"], catch_exceptions=False)
+    assert result.exit_code == 2
+    assert f"Invalid value for '--roles': {why}" in result.output
+
+
+def test_engines_are_two_of_a_model_or_those_that_are_named() -> None:
+    assert _engines(None, None) == {"replicas": "2"}
+    assert _engines("0..4", None) == {"replicas": "0..4"}
+    assert _engines(None, "1:1..4") == {"prefill": "1", "replicas": "1..4"}

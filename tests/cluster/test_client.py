@@ -49,7 +49,8 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed, Score
-from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request
+from kvcellar.frontend import remote_client as remote_module
+from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request, dropped
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
@@ -346,6 +347,80 @@ def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pa
         assert str(failed(ears[2][1])) == "no text"
 
 
+def test_a_request_that_has_lost_its_replica_is_refused_when_none_has_come_for_long(pair: Pair, monkeypatch) -> None:
+    """A prompt that is pinned waits on."""
+    monkeypatch.setattr(client_module, "WAIT_SECONDS", 0.1)
+    with gateway(named(pair[0])) as (engine, client):
+        engine.pin([5, 6, 7])
+        _, ear = sent(client, (5, 6), **LONG)
+        runs(ear)
+        pair[0].die_for_good()
+        assert isinstance(error := failed(ear), Overloaded)
+        assert "no engine runs now" in str(error)
+        client.check()
+        assert [one.deliver for one in client._running.values()] == [dropped]
+        pair[0].down = False
+        eventually(lambda: not client._running, "it is pinned again")
+        engine.clear_cache()
+
+
+def test_a_request_for_which_no_replica_is_there_keeps_no_thread(pair: Pair, alone: Engine, monkeypatch) -> None:
+    """It is told by events what becomes of it."""
+    with gateway(named(pair[0])) as (_, client):
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines, "it has gone")
+        _, ear = sent(client, (5, 6, 7), **GREEDY)
+        named_so = replace_fields(submission((5, 6), number=client.number(), **GREEDY), adapter="unknown")
+        client.submit(named_so, unknown := Ear())
+        assert client.asked
+        client.check()
+        pair[0].down = False
+        assert answered(ear.wait(), 0) == answered(sent(alone._client, (5, 6, 7), **GREEDY)[1].wait(), 0)
+        assert isinstance(failed(unknown), BadRequest)
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines, "it has gone again")
+        monkeypatch.setattr(remote_module, "WAIT_SECONDS", 0.1)
+        assert isinstance(failed(sent(client, (5, 6, 7), **GREEDY)[1]), Overloaded)
+
+
+def test_requests_that_no_replica_has_had_are_refused_where_too_many_wait(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (_, client):
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines, "it has gone")
+        sent(client, (5, 6, 7), **GREEDY)
+        (request,) = client._running.values()
+        assert not request.rest().goes_on
+        request.leave("is being shut down")
+        assert request.rest().goes_on
+        pair[0].down = False
+
+
+def test_a_request_that_is_cancelled_at_no_replica_ends_at_once_and_asks_for_none(pair: Pair) -> None:
+    with gateway(named(pair[0])) as (_, client):
+        number, ear = sent(client, (5, 6), **LONG | {"n": 2})
+        other, heard = sent(client, (5, 7), **LONG)
+        runs(ear, heard)
+        drawn(ear)
+        client.found([])
+        pair[0].die_for_good()
+        eventually(lambda: not client._engines and not client._links, "it has gone")
+        assert client.asked
+        client.fail(other, BadRequest("no text"))
+        with client._changed:
+            client.cancel(number)
+            assert client._running[number].cancelled
+        done = ear.wait()[-1]
+        assert str(failed(heard)) == "no text"
+        assert isinstance(done, Done)
+        assert done.usage.completion_tokens == ear.tokens(0) + ear.tokens(1)
+        ended = [event for event in ear.events if isinstance(event, Ended)]
+        assert [(one.reason, one.tokens) for one in sorted(ended, key=lambda one: one.choice)] == [
+            ("cancelled", ear.tokens(0)),
+            ("cancelled", ear.tokens(1)),
+        ]
+        assert not client.asked
+
+
 def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_waits(pair: Pair, expected) -> None:
     addresses = [address_of(name, one) for name, one in named(*pair).items()]
     with closing(client_of(to_zero=True)) as client:
@@ -362,6 +437,10 @@ def test_a_replica_is_asked_for_at_first_while_there_is_one_and_where_a_request_
             client.check()
             assert not client.asked  # for a prompt that is pinned
             assert not client.starting
+            for looks in (engine.stats, engine.adapters.list, lambda: [*engine.cache.listed("device")]):
+                with pytest.raises(Overloaded, match="no engine runs now; the next request starts one"):
+                    looks()
+            assert not client.asked
             with ThreadPoolExecutor(1) as pool:
                 call = pool.submit(ASKED["greedy"], engine)
                 eventually(lambda: client.asked, "it waits")
@@ -875,6 +954,37 @@ def test_a_request_that_replicas_die_of_is_refused_though_one_of_them_leaves(pai
         assert isinstance(request.deliver, Ear)
         assert isinstance(failed(request.deliver), EngineDied)
         assert sum(one.deaths for one in pair) == 1
+
+
+def test_a_request_that_has_survived_a_death_is_handed_over_beside_others() -> None:
+    request = Request[ReplicaLink](submission((5, 6), number=0, **GREEDY), Ear(), alone=True)
+    request.leave("is being shut down")
+    assert request.alone
+    request.tell(Drawn(0, (7,)))
+    request.leave("is being shut down")
+    assert not request.alone
+
+
+def test_a_request_that_no_engine_died_of_does_not_wait_for_one_that_goes_on_alone(pair: Pair, monkeypatch) -> None:
+    monkeypatch.setattr(remote_module, "UNPROVEN_SECONDS", 600.0)
+    with gateway(named(*pair)) as (_, client):
+        number, ear = sent(client, (5, 6), **LONG)
+        runs(ear)
+        before = place_of(client, number)
+        unproven = client.number()
+        with client._changed:
+            request = Request[ReplicaLink](submission((7, 8), number=unproven, **GREEDY), Ear(), alone=True)
+            request.engine = next(one for one in client._engines if one.name != before)
+            client._running[unproven] = request
+            client._sent(request, request.engine)
+            client._unproven = unproven, request.engine, time.monotonic()
+        named(*pair)[before or ""].says_that_it_leaves()
+        eventually(lambda: place_of(client, number) == request.engine.name, "it moves")
+        with client._changed:
+            assert client._unproven is not None
+            client._remove(unproven)
+        client.cancel(number)
+        ear.wait()
 
 
 # -- several gateways -------------------------------------------------------------------------------------------------

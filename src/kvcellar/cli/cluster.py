@@ -69,9 +69,7 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
 @click.option(
     "--replicas",
     metavar="N|MIN..MAX",
-    default="2",
-    show_default=True,
-    help="Engines of each model, or as many as it takes.",
+    help="Engines of each model, or as many as it takes. Default: 2.",
 )
 @click.option(
     "--roles",
@@ -92,7 +90,7 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
 @together(http_options, store_options, engine_options, adapter_option)
 def serve(
     models: tuple[str, ...],
-    replicas: str,
+    replicas: str | None,
     roles: str | None,
     idle_seconds: float,
     gateways: int,
@@ -105,15 +103,14 @@ def serve(
     """Serve models until a signal: each MODEL has its engines, and requests go where memory has most of their text, or
     will have soonest. Needs kvcellar[cluster]."""
     stored(options)
+    engines = _engines(replicas, roles)
     if address is None:
         for model in models:
             find(located(model))  # raises, before anything is started
     server = {name: options.pop(name) for name in HTTP_OPTIONS}
     files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
-    described = {"models": list(map(_absolute, models)), "replicas": replicas, "gateways": gateways, "server": server}
-    described |= {"idle_seconds": idle_seconds}
-    if roles is not None:
-        described["prefill"], _, described["replicas"] = roles.partition(":")
+    described = {"models": list(map(_absolute, models)), "gateways": gateways, "server": server}
+    described |= {"idle_seconds": idle_seconds} | engines
     described |= {name: str(file) for name, file in files.items() if file is not None}
     try:
         ray = import_module("ray")
@@ -143,6 +140,18 @@ def serve(
             ray_serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _engines(replicas: str | None, roles: str | None) -> dict[str, Any]:
+    """How many of each kind. Raises `BadRequest`."""
+    if roles is None:
+        return {"replicas": "2" if replicas is None else replicas}
+    if replicas is not None:
+        raise BadRequest("they are in place of --replicas: leave one of both out", "roles")
+    prefill, _, decode = roles.partition(":")
+    if not prefill or not decode:
+        raise BadRequest(f"they are PREFILL:DECODE, as 2:2 or 1:1..4, not {roles}", "roles")
+    return {"prefill": prefill, "replicas": decode}
 
 
 def _absolute(text: str) -> str:

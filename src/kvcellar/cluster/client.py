@@ -84,9 +84,9 @@ from kvcellar.engine.messages import (
     reply_type,
 )
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaState, ReplicaStats
-from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused
+from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused, Overloaded
 from kvcellar.events import Done, Failed, Score
-from kvcellar.frontend.remote_client import RemoteClient, Request, dropped
+from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
@@ -156,7 +156,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         there may be no replica while nothing is asked for."""
         super().__init__()
         self._make_router, self._default, self._random = router, adapter, Random(seed)
-        self._to_zero, self._calls = to_zero, 0  # that wait for a replica
+        self._to_zero = to_zero
         self._block = 0  # tokens of a block
         self._router: Router | None = None  # of the first replica's blocks. The lock is held for it, too
         self._addresses: dict[str, Address] = {}
@@ -233,20 +233,20 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         prompts that are pinned."""
         with self._changed:
             waiting = [one for number in self._to_go_on if (one := self._running.get(number)) is not None]
-            requests = any(one.deliver is not dropped for one in waiting)
-            return self._router is None or bool(self._addresses or self._calls) or requests
+            requests = any(one.deliver is not dropped and not one.cancelled for one in waiting)
+            return self._router is None or bool(self._addresses) or requests
 
     @property
     def starting(self) -> bool:
         return super().starting and not (self._to_zero and not self._addresses)
 
     def _ready_engine(self, request: Request[ReplicaLink] | None = None) -> ReplicaLink:
+        """Requests start one where there is none, and nothing else that is asked does."""
+        self._check_owner()
         with self._changed:
-            self._calls += 1
-            try:
-                return super()._ready_engine(request)
-            finally:
-                self._calls -= 1
+            if self._to_zero and self.alive and not self._engines and not self.asked:
+                raise Overloaded("no engine runs now; the next request starts one")
+            return super()._ready_engine(request)
 
     def _connect_missing(self) -> None:
         now = time.monotonic()
@@ -422,7 +422,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
         self._check_owner()
-        if submission.adapter not in self._digests:  # it may have been added through another gateway
+        if submission.adapter not in self._digests and self._engines:  # it may have been added through another gateway
             self._know(self.ask(ListAdapters()))
         hashes = self._blocks(submission)
         with self._changed:
@@ -685,7 +685,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._end.wait(TICK):
-            self._look()
+            self._look(WAIT_SECONDS)
             self._release()
             self._connect_missing()
             now = time.monotonic()

@@ -10,8 +10,8 @@ Always true:
   * a request is at one of `_engines`, or at none, and then it waits for one, or is held until a subclass lets it go on;
     what another one tells of it is dropped;
   * what engines are sent of requests is sent while `_changed` is held: so it arrives in the order of what was decided;
-  * events of a request are delivered in order, by the thread that reads what its engine sends, and none after `Done` or
-    `Failed`;
+  * events of a request are delivered in order, by the thread that reads what its engine sends, or, of one that ends at
+    none, that watches; none after `Done` or `Failed`;
   * after a death, its requests go on one after the other: the next one when the one before was told something, or after
     `UNPROVEN_SECONDS`. So where an engine dies again, it is known which request it had just begun with: one that had
     `DEATHS` of these, in a row, has failed.
@@ -72,7 +72,7 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.request_options import timings_of
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, Overloaded, WrongStage, forked_from
-from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings
+from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings, Usage
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.memory.tiers.upkeep import Readable
 from kvcellar.wire import decode, packed
@@ -83,6 +83,7 @@ log = logging.getLogger("kvcellar.engine")
 DEATHS = 2  # of engines in a row that had begun with a request, and died before they told anything of it
 UNPROVEN_SECONDS = 2.0
 WAIT_SECONDS = 60.0  # that a call waits while no engine is there
+NO_ENGINE = "no engine runs now, and one that is being started is not ready; try again later"
 PLACEMENTS = 4  # of a request that are told: one can go on at any number of replicas
 PINS = 256  # prompts, the last ones, that are pinned again at another engine
 
@@ -122,6 +123,7 @@ class Request(Generic[E]):
     cached: int = 0  # tokens of the prompt that came from memory, in the first engine
     prompt_told: bool = False
     engine: E | None = None  # where it is
+    since: float = field(default_factory=time.monotonic)  # it came, or the last engine left
     here: bool = False  # this engine has begun with it
     proven: bool = False  # this engine has told something of it
     alone: bool = False  # it goes on after a death: others go on when it is proven
@@ -169,6 +171,23 @@ class Request(Generic[E]):
             event = replace(event, usage=usage, timings=self._timings())
         return replace(event, placements=tuple(self.placements)) if self.placements else event
 
+    def waits_in_vain(self, patience: float) -> bool:
+        """A prompt that is pinned again waits for as long as it takes."""
+        seconds = patience if self.went_on else WAIT_SECONDS
+        return self.deliver is not dropped and time.monotonic() - self.since > seconds
+
+    def end(self) -> Generator[EngineEvent]:
+        """What is told of one that was cancelled, or has failed, and is at no engine."""
+        if self.failed is not None:
+            yield Failed(self.failed)
+            return
+        for index, one in list(self.choices.items()):
+            if one.ended is None:
+                yield Ended(index, "cancelled", len(one.token_ids))
+        tokens = sum(one.ended or 0 for one in self.choices.values())
+        usage = Usage(len(ids_of(self.submission.prompt)), self.cached, tokens)
+        yield Done(usage, self._timings())
+
     def placed(self, replica: str) -> None:
         """It is sent to a replica, which was chosen now."""
         self.placements = [*self.placements, Placement(replica, self.considered)][-PLACEMENTS:]
@@ -178,6 +197,7 @@ class Request(Generic[E]):
 
     def leave(self, how: str) -> None:
         """It goes on at another engine. `how`: what its engine has done, for `placements`."""
+        self.alone = self.alone and not self.proven
         self.engine, self.here, self.proven, self.went_on = None, False, False, True
         if self.placements:
             self.placements[-1] = with_fields(self.placements[-1], left=how)
@@ -196,7 +216,8 @@ class Request(Generic[E]):
             for index, one in sorted(self.choices.items())
             if one.token_ids or one.ended is not None
         )
-        return replace(self.submission, produced=produced, prompt_told=self.prompt_told, goes_on=True)
+        goes_on = self.went_on or self.submission.goes_on
+        return replace(self.submission, produced=produced, prompt_told=self.prompt_told, goes_on=goes_on)
 
 
 @dataclass(eq=False, slots=True)
@@ -204,7 +225,7 @@ class _Call(Generic[E]):
     """A caller that waits for the reply of an engine to an ask."""
 
     request: Request[E] | None  # that it submits
-    engine: E
+    engine: E | None
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
@@ -377,7 +398,7 @@ class RemoteClient(ABC, Generic[E]):
             if (engine := self._choose(request)) is None:
                 if why := self._hopeless():
                     raise Overloaded(why)
-                raise Overloaded("the engine has died and is started again; try again later")
+                raise Overloaded(NO_ENGINE)
             return engine
 
     def _asked(
@@ -421,7 +442,7 @@ class RemoteClient(ABC, Generic[E]):
                     case Refusal(_, error):
                         raise error
                     case Wanted(_, size):
-                        assert source is not None, "only what has a source reads one"
+                        assert source is not None and engine is not None, "only what has a source reads one"
                         engine.send(Given(number, source.read(size)))
         except BaseException:
             if source is not None and engine is not None:
@@ -434,9 +455,12 @@ class RemoteClient(ABC, Generic[E]):
                     request.ask = None
 
     def _called(self, number: int, message: Ask | NextPart, request: Request[E] | None, engine: E | None) -> _Call[E]:
-        """Send a message, whose caller waits, to an engine, or to the one that is chosen."""
+        """Send a message, whose caller waits, to an engine, or to the one that is chosen. A request for which none is
+        there yet waits for one, and its caller does not: what becomes of it is told by events."""
         self._check_owner()
         with self._changed:
+            if request is not None and self.alive and not self._engines and not self._hopeless():
+                return self._queued(number, request)
             if engine is None:
                 engine = self._ready_engine(request)
             elif engine not in self._engines:
@@ -447,6 +471,14 @@ class RemoteClient(ABC, Generic[E]):
                 self._sent(request, engine)
             engine.send(message)
             return call
+
+    def _queued(self, number: int, request: Request[E]) -> _Call[E]:
+        """While `_changed` is held."""
+        self._running[request.submission.number] = request
+        self._to_go_on.append(request.submission.number)
+        call = _Call(request, None)
+        call.answers.put(Reply(number, packed(None)))
+        return call
 
     # -- on the threads that read -------------------------------------------------------------------------------
 
@@ -478,7 +510,8 @@ class RemoteClient(ABC, Generic[E]):
                 self._remove(number)
             if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
                 self._pinned(request.submission, engine)
-            proven = not isinstance(event, Admitted) and self._proved(number)
+            news = isinstance(event, Failed) if engine is None else not isinstance(event, Admitted)
+            proven = news and self._proved(number)
             if engine is not None:
                 self._heard(request, event)
         try:
@@ -560,7 +593,7 @@ class RemoteClient(ABC, Generic[E]):
         """An engine is not used any more, and `how` it has ended. Its requests, whose numbers are returned, wait for
         another one, and all else that was asked of it is refused. If it has died, `blame` is how much of a death that
         is for one that it had begun with; None: it has not."""
-        died = EngineDied(f"the process of the engine {how}; it is started again. Send this again")
+        died = EngineDied(f"the engine {how}. Send this again")
         with self._changed:
             if engine in self._engines:
                 self._engines.remove(engine)
@@ -579,10 +612,13 @@ class RemoteClient(ABC, Generic[E]):
                 had_begun = one.here or one.ask is not None or number in begun or unknown
                 if blame is not None and had_begun and not one.proven:
                     one.deaths += blame(one)
-                one.alone = blame is not None or (one.alone and not one.proven)
                 one.leave(how)
+                one.alone = one.alone or blame is not None
                 if one.deaths >= DEATHS:
                     guilty.append(number)
+            if not self._engines:
+                for one in self._running.values():
+                    one.since = time.monotonic()
             moved = [number for number in mine if number not in guilty]
             self._to_go_on.extend(moved)
             self._forgotten(engine)
@@ -618,9 +654,11 @@ class RemoteClient(ABC, Generic[E]):
         with self._changed:
             while self._to_go_on and self._to_go_on[0] not in self._running:
                 self._to_go_on.popleft()
-            if not self._to_go_on or self._unproven is not None:
+            if not self._to_go_on:
                 return False
             request = self._running[self._to_go_on[0]]
+            if request.alone and self._unproven is not None:
+                return False
             if (engine := self._choose(request)) is None:
                 return False
             number = self._to_go_on.popleft()
@@ -667,12 +705,13 @@ class RemoteClient(ABC, Generic[E]):
         for number in list(self._running):
             self._tell(None, number, Failed(error))
 
-    def _look(self) -> None:
-        """On a thread that watches: go on with the next request where one takes long, or was refused; fail those that
-        wait for no engine that will come."""
+    def _look(self, patience: float = inf) -> None:
+        """On a thread that watches: go on with the next request where one takes long, or was refused; end those at no
+        engine that are cancelled, have failed, or wait for one that will not come. `patience`: for how many seconds
+        those wait that have lost theirs, while none is there."""
         with self._changed:
-            waiting = [number for number, one in self._running.items() if one.engine is None]
-            why = self._hopeless()
+            waiting = [one for one in self._running.values() if one.engine is None]
+            why, none_is_there = self._hopeless(), not self._engines
             late = self._unproven is not None and (
                 self._unproven[0] not in self._running or time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
             )
@@ -680,8 +719,12 @@ class RemoteClient(ABC, Generic[E]):
                 self._unproven = None
         if late:
             self._go_on()
-        for number in waiting if why else ():
-            self._refuse(number, Overloaded(why))
+        for one in waiting:
+            if one.cancelled or one.failed is not None:
+                for event in one.end():
+                    self._tell(None, one.submission.number, event)
+            elif why or (none_is_there and one.waits_in_vain(patience)):
+                self._refuse(one.submission.number, Overloaded(why or NO_ENGINE))
 
     def check(self) -> None:
         """Assert what is always true."""

@@ -731,7 +731,6 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "an engine in a process of its own loads a directory or a name, not a network": "a program: "
     "tests/engine/test_engine_process.py",
     "an engine in a process of its own makes its drafter by name, not by a function": "likewise",
-    "no engine runs now, and one that is being started is not ready; try again later": "likewise",
     "order must be asc or desc, not {}": "the items of a kept response: test_responses_api.py",
     "limit must be a number from 1 to {}, not {}": "likewise",
     "after is {}, which is no id of these items": "likewise",

@@ -15,6 +15,7 @@ from tests.serve.fake_engine import PATIENCE, FakeEngine
 from tests.serve.wire import (
     CHAT,
     COMPLETIONS,
+    PING,
     Wire,
     chat,
     completion,
@@ -102,7 +103,7 @@ def test_disconnect_between_two_events(server, engine):
         wire.sendall(request(COMPLETIONS, completion(stream=True, max_tokens=5000)))
         read_until(wire, b'"text":"x"')
         gate.clear()
-        read_until(wire, b": still here")
+        read_until(wire, PING)
         wire.close()
         assert engine.rest()
     assert engine.cancels == 1

@@ -12,7 +12,7 @@ from kvcellar.errors import CacheFull
 from kvcellar.events import Speculation
 from kvcellar.serve import Server, ServeSettings
 from tests.serve.declared import DeclaredClient
-from tests.serve.wire import COMPLETIONS, completion, connected, read_response, read_to_end, read_until, request
+from tests.serve.wire import COMPLETIONS, PING, completion, connected, read_response, read_to_end, read_until, request
 
 
 class Log:
@@ -133,7 +133,7 @@ def test_a_request_cancelled_by_the_drain_is_logged(shared_engine, engine, log):
         with Server(shared_engine, ServeSettings(port=0, drain_seconds=0, ping_seconds=0.05)) as server:
             with connected(server) as wire:
                 wire.sendall(request(COMPLETIONS, completion(stream=True)))
-                read_until(wire, b": still here")
+                read_until(wire, PING)
                 server.stop()
                 read_to_end(wire)
     assert outcome(*log.next()) == (200, "shutting_down")

@@ -16,7 +16,17 @@ import pytest
 
 from kvcellar.serve import Server, ServeSettings, run
 from tests.serve.fake_engine import PATIENCE, FakeEngine
-from tests.serve.wire import COMPLETIONS, Wire, completion, connected, read_response, read_to_end, read_until, request
+from tests.serve.wire import (
+    COMPLETIONS,
+    PING,
+    Wire,
+    completion,
+    connected,
+    read_response,
+    read_to_end,
+    read_until,
+    request,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +123,7 @@ def test_requests_that_outlast_the_drain_get_an_error(engine, shared_engine):
         server = Server(shared_engine, ServeSettings(port=0, drain_seconds=0, ping_seconds=0.05))
         with server, connected(server) as streaming, connected(server) as waiting:
             streaming.sendall(request(COMPLETIONS, completion(stream=True)))
-            read_until(streaming, b": still here")
+            read_until(streaming, PING)
             waiting.sendall(request(COMPLETIONS, completion()))
             while engine.running < 2:
                 time.sleep(0.01)

@@ -15,6 +15,7 @@ from tests.serve.fake_engine import PATIENCE
 MODEL = "cellar/fake-1"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+PING = b"\n1\r\n\n\r\n"  # a chunk that is an empty line, behind another chunk or the headers
 
 
 def completion(prompt: object = "hello", **fields: object) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 def lines_of(stream: str) -> list[str]:
-    """The `data` lines of a stream, without comment lines."""
+    """The `data` lines of a stream, without empty lines."""
     return [line.removeprefix("data: ") for line in stream.split("\n") if line.startswith("data: ")]
 
 

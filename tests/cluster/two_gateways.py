@@ -129,7 +129,7 @@ def _patch_servers(patch: pytest.MonkeyPatch, twins: Twins) -> None:
 
     def hosted(engine: Any) -> ModelManager:
         if not engine.documents.durable:
-            engine.documents = Documents(directory=twins.place(), shared=True)
+            engine.documents = Documents(directory=twins.place())
         host = hosting(engine)
         engines[id(host)] = engine
         return host

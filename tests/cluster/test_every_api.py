@@ -18,6 +18,7 @@ SOCKETS = "sockets, signals and the end of one process"
 COUNTS = "what one process counts and logs"
 RECORDS = "lists what one gateway has recorded"
 MEMORY = "the memory of one process for bodies"
+LOCAL = "counts and reads the local store of one engine; two replicas have one each"
 SHORT = "prompts below a block of KV events, of which no other gateway knows where they are"
 INSIDE = "changes the inside of one front end or engine"
 LEFT_OUT: Mapping[str, str] = MappingProxyType(
@@ -31,6 +32,7 @@ LEFT_OUT: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("test_connection.py", "test_sending.py", "test_server.py", "test_settings.py"), SOCKETS),
         **dict.fromkeys(("test_strict_http.py", "test_key_ring.py", "test_panics.py"), SOCKETS),
         **dict.fromkeys(("test_dashboard.py", "test_metrics.py", "test_request_log.py", "test_traces.py"), COUNTS),
+        "test_admin_cache.py": LOCAL,
         "test_admin.py::test_the_last_requests_are_listed": RECORDS,
         "test_end_to_end.py::test_a_continued_response_finds_its_conversation_in_memory": RECORDS,
         "test_bodies.py::test_long_bodies_beyond_the_limit_are_refused_and_short_ones_are_not": MEMORY,

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvcellar import BadRequest, ModelNotFound
-from kvcellar.cli.cluster import _engine, _engines, command
+from kvcellar.cli.cluster import _check_authentication, _engine, _engines, command
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +26,16 @@ def test_without_ray_it_says_what_to_install_and_sets_no_variables() -> None:
     with pytest.raises(BadRequest, match=r"install kvcellar\[cluster\]"):
         CliRunner().invoke(command, ["serve", "--no-store"], catch_exceptions=False)
     assert dict(os.environ) == before
+
+
+def test_ray_that_runs_what_anyone_asks_is_refused_unless_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets the variable where it has found a token."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(BadRequest, match="Ray at auto has no token authentication here"):
+        _check_authentication("auto")
+    for mode in ("token", "disabled"):
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        _check_authentication("auto")
 
 
 def test_paths_are_those_of_the_directory_in_which_it_was_started(tmp_path: Path, monkeypatch) -> None:

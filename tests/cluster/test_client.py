@@ -70,6 +70,7 @@ from tests.engine.places import (
     sent,
     submission,
 )
+from tests.engine.test_failures import loses_device
 from tests.engine.test_going_on import answered, singly
 
 SETTINGS: Any = SMALL | {"step_tokens": 16, "max_sequences": 4}
@@ -187,6 +188,19 @@ def test_answers_are_those_of_one_engine_while_each_replica_dies_and_comes_back(
     with gateway(named(*pair)) as (engine, _):
         all_asked(engine, expected)
         assert all(one.deaths == 1 for one in pair)
+
+
+@pytest.mark.parametrize("after", [2, 12])
+def test_answers_are_those_of_one_engine_when_a_replica_loses_its_device(
+    pair: Pair, model: Path, expected, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """It ends before any request is told of the error."""
+    with closing(FaultyReplica(model, SETTINGS)) as losing, gateway(named(losing, pair[0])) as (engine, client):
+        monkeypatch.setattr(losing, "_failed", losing.die_for_good)
+        errors = loses_device(losing._client.built, monkeypatch, after)
+        all_asked(engine, expected)
+        assert (len(errors), losing.deaths) == (1, 1)
+        assert client.moved > 0
 
 
 def test_answers_are_those_of_one_engine_when_a_replica_leaves(pair: Pair, model: Path, expected) -> None:

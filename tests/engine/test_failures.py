@@ -60,6 +60,22 @@ def raises(logits, plan, ids):
     raise RuntimeError("cannot stand it")
 
 
+def loses_device(built, monkeypatch, after=0):
+    """All that is computed on its device fails, from a forward on. Returns the errors."""
+    guest, errors = built.guest, []
+    forward, left = guest.forward, iter(range(after))
+
+    def failing(*args):
+        if next(left, None) is not None:
+            return forward(*args)
+        monkeypatch.setattr(built.memory, "device", torch.device("meta"))  # has no values
+        errors.append(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        raise errors[-1]
+
+    monkeypatch.setattr(guest, "forward", failing)
+    return errors
+
+
 # -- one request ------------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +464,32 @@ def test_a_step_that_cannot_be_kept_is_given_up_and_the_engine_goes_on(name, mon
         assert engine.healthy
         assert engine.generate([5, 6, 7], max_tokens=6, ignore_eos=True, temperature=0.0).token_ids == whole
         assert_at_rest(engine)
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_a_lost_device_is_the_end_of_the_engine_at_the_first_error(monkeypatch, after):
+    """Of no request alone: each would fail that comes."""
+    with small_engine("llama") as engine:
+        errors = loses_device(engine._built, monkeypatch, after)
+        found = submitted(engine, [5, 6, 7], [8, 9])
+        assert len(errors) == 1
+        for ear in found:
+            assert "the engine stopped on DeviceLost: meta computes nothing any more" in str(ear.error)
+        assert not engine.healthy
+
+
+def test_a_draw_on_a_lost_device_is_the_end_of_the_engine(monkeypatch):
+    with small_engine("llama") as engine:
+        built = engine._built
+
+        def failing(*args):
+            monkeypatch.setattr(built.memory, "device", torch.device("meta"))
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(built.guest.draws, "draw", failing)
+        with pytest.raises(EngineFailed, match="the engine stopped on DeviceLost"):
+            engine.generate([5, 6, 7], max_tokens=3)
+        assert not engine.healthy
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm3"])

@@ -8,6 +8,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
@@ -123,23 +124,47 @@ def serve(
     application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})
     own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
     ray.init(address=address, log_to_driver=False, **own)
-    stop = _signalled()
     try:
-        ray_serve.start(http_options={"host": server["host"], "port": server["port"]})
-        try:
-            ray_serve.run(application, name=NAME, route_prefix="/")
-        except RuntimeError as error:
-            raise EngineFailed(f"the cluster could not be started: {error}") from error
-        url = f"http://{server['host']}:{server['port']}"
-        if _ready(url, stop):
-            click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
-            while not stop:
-                time.sleep(0.2)
-        ray_serve.delete(NAME)
+        if address is not None:
+            _check_authentication(address)
+        _serve(ray_serve, application, server["host"], server["port"], models)
         if address is None:
             ray_serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _check_authentication(address: str) -> None:
+    """Raises `BadRequest` where Ray runs what anyone asks of its ports, unless that was asked for."""
+    if os.environ.get("RAY_AUTH_MODE", "") not in ("token", "disabled"):  # Ray has set it if it has found a token
+        raise BadRequest(
+            f"Ray at {address} has no token authentication here, so who reaches its ports can run programs on it. Run "
+            "ray get-auth-token --generate, copy the token to each machine, and start Ray again; or allow that with "
+            "RAY_AUTH_MODE=disabled",
+            "ray",
+        )
+
+
+def _serve(ray_serve: Any, application: Any, host: str, port: int, models: Sequence[str]) -> None:
+    """Until a signal, which interrupts the start. One that has failed is taken back, but not an update."""
+    updates = NAME in ray_serve.status().applications
+    ray_serve.start(http_options={"host": host, "port": port})
+    try:
+        try:
+            ray_serve.run(application, name=NAME, route_prefix="/")
+        except RuntimeError as error:
+            raise EngineFailed(f"the cluster could not be started: {error}") from error
+        stop = _signalled()
+        url = f"http://{host}:{port}"
+        if _ready(url, stop):
+            click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
+            while not stop:
+                time.sleep(0.2)
+    except BaseException:
+        if not updates:
+            ray_serve.delete(NAME)
+        raise
+    ray_serve.delete(NAME)
 
 
 def _engines(replicas: str | None, roles: str | None) -> dict[str, Any]:

@@ -4,11 +4,16 @@ An error ends the request that it belongs to, with `EngineFailed`; completions o
 compute it again. A step may still be between its forward and its draw when an error is recorded, so memory is not
 touched before `recover`.
 
+Where the device computes nothing any more, no request is at fault: that ends the engine (`DeviceLost`), before requests
+are told of errors, so that they can go on in another one.
+
 Always true: completions of a request that is in `pending` are done.
 """
 
 import logging
 from collections.abc import Callable, Mapping
+
+import torch
 
 from kvcellar.engine.core.request import Request, Status
 from kvcellar.engine.core.scheduler import Scheduler
@@ -16,6 +21,21 @@ from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.errors import EngineFailed
 
 log = logging.getLogger("kvcellar.engine")
+
+
+class DeviceLost(BaseException):
+    """A device computes nothing any more, as after an error that CUDA does not recover from. What handles errors of
+    requests does not catch it."""
+
+
+def check_device(device: torch.device) -> None:
+    """After an error. Raises `DeviceLost`."""
+    try:
+        torch.ones(1, device=device).sum().item()
+    except torch.OutOfMemoryError:
+        pass
+    except Exception as error:
+        raise DeviceLost(f"{device} computes nothing any more: {type(error).__name__}: {error}") from error
 
 
 class Failures:
@@ -27,7 +47,9 @@ class Failures:
         self._at = -1  # number of steps at the last error of a step that belongs to no request
 
     def record(self, what: str, request: Request | None, error: Exception) -> EngineFailed:
-        """Record that `what` raised `error`, and mark the completions of `request`, if any, as done."""
+        """Record that `what` raised `error`, and mark the completions of `request`, if any, as done. Raises
+        `DeviceLost`."""
+        check_device(self._manager.memory.device)
         log.error("%s failed", what, exc_info=error)
         failure = EngineFailed(f"{what} failed with {type(error).__name__}: {error}")
         self.pending.append((request, failure))

@@ -6,7 +6,7 @@ that were drawn are kept (`engine/speculate/chain.py`), up to one that ends the 
 Always true:
   * where begin, forward, draw or commit raises, memory and completions are as before the step, and each completion gets
     a step of its own; a completion whose own step raises ends its request. Where memory is missing, `CacheFull` is
-    raised instead, and no request ends;
+    raised instead, and no request ends. Where the device is lost, that ends the engine;
   * an error while a token is accepted ends the request of its completion and no other;
   * `recent` has the last steps that did not raise, `RECENT` at most, with rising numbers.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvcellar.engine.control_replies import StepRecord
 from kvcellar.engine.core.drafting import Drafting
+from kvcellar.engine.core.failures import check_device
 from kvcellar.engine.core.prompt_rows import PromptRows
 from kvcellar.engine.core.request import Completion, Scheduled, Status
 from kvcellar.engine.models.guest import Guest
@@ -161,6 +162,7 @@ class Runner:
         except CacheFull:
             raise  # nothing has changed, and fewer sequences at once would not help those that are left
         except Exception as error:
+            check_device(self._memory.device)
             consistent = all(self._memory.length(_seq(one.completion)) == one.completion.computed for one in scheduled)
             if self._memory.step is not None or not consistent:
                 raise  # the loop recovers
@@ -247,6 +249,7 @@ class Runner:
                 verified = verify([chain for chain, _, _ in rows], own)  # [n,V]
             return [self._judged(completion, one) for (_, _, completion), one in zip(rows, verified, strict=True)]
         except Exception as error:
+            check_device(self._memory.device)
             if len(rows) == 1:
                 chain, of, completion = rows[0]
                 if chain.drafts:

@@ -114,9 +114,9 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
     """The assistant of a directory, for `target`. Raises `ModelRefused`, with every reason if it does not fit."""
     with silence_transformers(), opened_weights(path) as files:
         weights = decoded(files)
-        config = _config(path, weights)
+        config = assistant_config(path, weights)
         _check_fits(config, path.name, target)
-        skeleton = _skeleton(config, target.dtype, weights)
+        skeleton = skeleton_of_assistant(config, target.dtype, weights)
         check_memory(sum(parameter.numel() for parameter in skeleton.parameters()) * target.dtype.itemsize)
         try:
             network, _ = fill(skeleton, target.dtype, weights)
@@ -127,7 +127,7 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
     return build_assistant(network, target)
 
 
-def _config(path: Path, weights: WeightsFiles) -> Any:
+def assistant_config(path: Path, weights: WeightsFiles) -> Any:
     """The config of an assistant. Raises `ModelRefused`."""
     config = config_of(config_fields(path), weights)
     if config.text_config is None:
@@ -139,14 +139,14 @@ def check_assistant(path: Path, target: PreTrainedModel) -> None:
     """Raise `ModelRefused` if the assistant of a directory cannot be one for the target, which may have no weights."""
     with silence_transformers(), opened_weights(path) as files:
         weights = decoded(files)
-        config = _config(path, weights)
+        config = assistant_config(path, weights)
         fit_of(type(target).__name__, path.name, _shape_checks(config, target)).require()
-        skeleton = _skeleton(config, target.dtype, weights)
+        skeleton = skeleton_of_assistant(config, target.dtype, weights)
         check_types(skeleton, weights, targets_of(skeleton, weights))
 
 
-def _skeleton(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:
-    """The network without weights."""
+def skeleton_of_assistant(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:
+    """The network without weights. Raises `ModelRefused`."""
     queries_only(config)
     try:
         with building(), torch.device("meta"):

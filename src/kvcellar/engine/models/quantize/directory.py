@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, queries_only
-from kvcellar.engine.models.hf_globals import building, silence_transformers
+from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, assistant_config, skeleton_of_assistant
+from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.load import config_of, skeleton_of
 from kvcellar.engine.models.quantize.formats.compressed import quantisation_of
 from kvcellar.engine.models.quantize.kinds import CASTS, GPTQ, INT4, INT8, METHODS, SIGNED_MAX, canonical_kind
@@ -206,9 +206,7 @@ def _skeleton(source: Path, weights: WeightsFiles) -> PreTrainedModel:
     config = config_of(config_fields(source), weights)
     if config.model_type not in ASSISTANTS:
         return skeleton_of(config, torch.bfloat16)
-    queries_only(config)
-    with building(), torch.device("meta"):
-        return ASSISTANTS[config.model_type]._from_config(config, dtype=torch.bfloat16)
+    return skeleton_of_assistant(assistant_config(source, weights), torch.bfloat16, weights)
 
 
 def _check_described(config: Mapping[str, Any], choice: Choice) -> None:

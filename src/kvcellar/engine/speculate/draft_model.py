@@ -128,14 +128,9 @@ class ModelDrafter:
         the commit"""
         ids = [token for own in tokens for token in own]
         ends = [sum(map(len, tokens[: i + 1])) - 1 for i in range(len(tokens))]
-        plan = self._memory.begin(Batch(tuple(feeds)))
-        try:
+        with self._memory.stepping(Batch(tuple(feeds))) as plan:
             logits = self._forward(self._memory, plan, ids, ends)
             return logits, self._memory.commit()
-        except BaseException:
-            if self._memory.step is not None:
-                self._memory.abandon()
-            raise
 
     def check(self) -> None:
         """Assert what is always true between two calls."""

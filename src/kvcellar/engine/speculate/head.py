@@ -224,21 +224,14 @@ class HeadDrafter:
 
     def _deepen(self, rows: Sequence[_Rows], chains: Sequence[Chain], hidden: Tensor) -> None:
         """More drafts of the only layer, from its own output [len(rows),H] at the last row of each, on forks."""
-        forks: dict[int, int] = {}
-        try:
+        with self.cache.forks() as fork:
             while going := [row for row, chain in enumerate(chains) if chain.left > 0]:
                 if not self.cache.make_free(len(going), len(going), [chain.key for chain in chains]):
                     break
-                for row in going:
-                    if row not in forks:
-                        fork = forks[row] = self.cache.spare()
-                        self._memory.fork(rows[row].seq, fork, self._memory.length(rows[row].seq))
-                out = self._drafted([forks[row] for row in going], [chains[row] for row in going], hidden[going])
-                extend([chains[row] for row in going], self._head.logits(out))
+                forks, drafting = [fork(rows[row].seq) for row in going], [chains[row] for row in going]
+                out = self._drafted(forks, drafting, hidden[going])
+                extend(drafting, self._head.logits(out))
                 hidden = hidden.index_copy(0, torch.tensor(going, device=hidden.device), out)
-        finally:
-            for fork in filter(self._memory.has, forks.values()):
-                self._memory.drop(fork)
 
     def _drafted(self, seqs: Sequence[int], chains: Sequence[Chain], hidden: Tensor) -> Tensor:
         """Compute an entry of the last draft of each chain. -> [len(chains),H]"""

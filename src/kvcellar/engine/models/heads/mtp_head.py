@@ -39,7 +39,7 @@ from kvcellar.engine.models.registered import opened_cache, our_attention, own_a
 from kvcellar.engine.models.seam import FlatDoor, Scorings
 from kvcellar.engine.models.selftest import TOLERANCE, check_rows, judged_as, relative_gaps, worst
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, Shape, differing, recording, shape_of
-from kvcellar.engine.models.weights.weights_files import MTP_FILE, WeightsFiles, first_few, opened_file
+from kvcellar.engine.models.weights.weights_files import WeightsFiles, first_few, opened_file
 from kvcellar.engine.models.weights.weights_files import opened as opened_weights
 from kvcellar.engine.models.weights.weights_loading import (
     Source,
@@ -55,6 +55,7 @@ from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.spans import Span
+from kvcellar.repository import MTP
 
 _SHARED = re.compile(r"(^|\.)(embed_tokens|shared_head\.head|lm_head)\.weight$")  # copies of the model's own
 _HEAD_NAMES = re.compile(r"(^|[._])(mtp|nextn|eagle|medusa)([._]|\d|$)|\.(eh_proj|enorm|hnorm)\.")
@@ -92,13 +93,13 @@ def described(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _weights(path: Path) -> Iterator[WeightsFiles]:
-    with opened_file(path, MTP_FILE) if (path / MTP_FILE).is_file() else opened_weights(path) as weights:
+    with opened_file(path, MTP) if (path / MTP).is_file() else opened_weights(path) as weights:
         yield decoded(weights)
 
 
 def _names(model: PreTrainedModel, weights: WeightsFiles) -> list[str]:
     """The stored tensors that belong to MTP layers."""
-    if MTP_FILE in weights.stats:
+    if MTP in weights.stats:
         return list(weights.tensors)
     config = model.config.get_text_config(decoder=True)
     behind = stored_layers(config)
@@ -128,7 +129,7 @@ def _check_described(model: PreTrainedModel, weights: WeightsFiles, names: Seque
     if not names:
         raise ModelRefused(
             f"{weights.path.name} has no MTP head: config.json names {count} MTP layers, and neither {weights.files} "
-            f"nor a file {MTP_FILE} holds their weights"
+            f"nor a file {MTP} holds their weights"
         )
 
 

@@ -35,11 +35,12 @@ from kvcellar.engine.models.quantize.measuring import Calibration, measure_harm
 from kvcellar.engine.models.quantize.reading import format_of
 from kvcellar.engine.models.quantize.rounding import int4_gptq, int4_groups
 from kvcellar.engine.models.quantize.selection import Choice, choose
-from kvcellar.engine.models.quantize.writing import INDEX, Writer, cast_config, quantised_config
+from kvcellar.engine.models.quantize.writing import Writer, cast_config, quantised_config
 from kvcellar.engine.models.weights.config_file import config_fields, read_object
-from kvcellar.engine.models.weights.weights_files import MTP_FILE, Stored, WeightsFiles, opened, opened_file
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, opened, opened_file
 from kvcellar.engine.models.weights.weights_loading import check_floats, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, shown
+from kvcellar.repository import INDEX, MTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ def quantize_directory(
         with ExitStack() as files:
             fields = _unquantised(source)
             weights = [files.enter_context(opened(source))]
-            if (source / MTP_FILE).is_file():
-                weights.append(files.enter_context(opened_file(source, MTP_FILE)))
+            if (source / MTP).is_file():
+                weights.append(files.enter_context(opened_file(source, MTP)))
             for one in weights:
                 check_floats(one)
             skeleton = _skeleton(source, weights[0])

@@ -481,9 +481,6 @@ def test_a_tensor_of_another_shape_is_named(place: Path, unbuilt: None) -> None:
             '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
             "lists model-00001-of-00002.safetensors, which is missing",
         ),
-            '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
-            "lists model-00001-of-00002.safetensors, which is missing",
-        ),
     ],
     ids=range(16),
 )

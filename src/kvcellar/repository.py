@@ -17,7 +17,8 @@ _PART = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 _NAME = re.compile(rf"(?:{_PART}/)?{_PART}", re.ASCII)
 _REVISION = re.compile(r"[\w.+-]+(?:/[\w.+-]+)*", re.ASCII)  # as `main`, `v1.0`, `refs/pr/3`, or a commit
 _MOST_REVISION = 200  # characters
-_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
+TEXTS = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")  # ends of configs, tokenizers and templates
+MOST_TEXT = 256 << 20  # bytes of such a file
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MTP = "mtp.safetensors"  # of a model's MTP head, if that is not in the model's own files
 MOST_INDEX = 64 << 20  # bytes
@@ -69,7 +70,7 @@ def is_used(path: str) -> bool:
     tokenizer and chat templates. `consolidated.safetensors` has the same weights once more, in another form."""
     if "/" in path:
         return _BELOW.fullmatch(path) is not None
-    return path.endswith(_SUFFIXES) and not path.startswith("consolidated")
+    return path.endswith((".safetensors", *TEXTS)) and not path.startswith("consolidated")
 
 
 def weight_map(directory: Path) -> dict[str, str]:

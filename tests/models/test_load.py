@@ -28,11 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.hf_globals import silence_transformers
-from kvcellar.engine.models.load import MAX_FILE_BYTES, load
+from kvcellar.engine.models.load import load
 from kvcellar.engine.models.weights import weights_files
 from kvcellar.engine.models.weights.config_file import MOST_JSON, config_fields
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.memory.attention.choose import backends
+from kvcellar.repository import MOST_TEXT
 from kvcellar.sampling_params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 
@@ -567,7 +568,7 @@ def test_a_tokenizer_of_a_gigabyte_is_not_read(place: Path, name: str) -> None:
     sparse(place / name, 1 << 30)
     loaded = load(place)
     assert loaded.text is None
-    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MAX_FILE_BYTES} are allowed"
+    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MOST_TEXT} are allowed"
 
 
 # -- generation_config.json -------------------------------------------------------------------------------------------

@@ -17,12 +17,10 @@ from kvcellar.library.manifest import is_file_name, is_module_folder
 from kvcellar.library.modelfile import Command
 from kvcellar.library.names import RESERVED
 from kvcellar.library.tools import Tools
-from kvcellar.repository import INDEX, MTP, SINGLE, pickled, weight_map
+from kvcellar.repository import INDEX, MOST_TEXT, MTP, SINGLE, TEXTS, pickled, weight_map
 
 CONFIG = "config.json"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MOST_TEXT = 256 << 20  # bytes of a file of a tokenizer
-_TEXT = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")  # of configs and tokenizers
 _NOT_TAKEN = (*ADAPTER_FILES, INDEX, "trainer_state.json", "optimizer.json", "training_args.json")
 _GGUF = ".gguf"
 
@@ -106,7 +104,7 @@ def model_files(directory: Path) -> tuple[str, ...]:
     texts = [
         entry.name
         for entry in os.scandir(directory)
-        if entry.name.endswith(_TEXT) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
+        if entry.name.endswith(TEXTS) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
         if not entry.name.endswith(".index.json") and is_file_name(entry.name) and entry.is_file()
     ]
     texts += module_files(directory)

@@ -26,7 +26,7 @@ from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Ints
 from kvcellar.engine.models.heads.draft_fit import Check, fit_of
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import random_tokens, vocabulary_of
-from kvcellar.engine.models.load import BUILD_ERRORS, check_memory, config_of
+from kvcellar.engine.models.load import check_memory, config_of, refusing
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.registered import our_attention, own_attention
 from kvcellar.engine.models.seam import Binding, FlatDoor, Scorings, opened
@@ -118,11 +118,8 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
         _check_fits(config, path.name, target)
         skeleton = skeleton_of_assistant(config, target.dtype, weights)
         check_memory(sum(parameter.numel() for parameter in skeleton.parameters()) * target.dtype.itemsize)
-        try:
+        with refusing(f"transformers cannot build {path.name}", weights):
             network, _ = fill(skeleton, target.dtype, weights)
-        except BUILD_ERRORS as error:
-            weights.check_unchanged()
-            raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
     network.to(device=target.device)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
     return build_assistant(network, target)
 
@@ -148,11 +145,9 @@ def check_assistant(path: Path, target: PreTrainedModel) -> None:
 def skeleton_of_assistant(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:
     """The network without weights. Raises `ModelRefused`."""
     queries_only(config)
-    try:
-        with building(), torch.device("meta"):
-            skeleton = ASSISTANTS[config.model_type]._from_config(config, dtype=dtype)
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+    what = f"transformers cannot build a {config.model_type} from config.json"
+    with refusing(what), building(), torch.device("meta"):
+        skeleton = ASSISTANTS[config.model_type]._from_config(config, dtype=dtype)
     check_shapes(skeleton, weights)
     return skeleton
 

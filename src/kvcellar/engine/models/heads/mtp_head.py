@@ -33,7 +33,7 @@ from kvcellar.engine.models.build_guest import reason_of
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Ints, backends_for
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
-from kvcellar.engine.models.load import BUILD_ERRORS, check_memory
+from kvcellar.engine.models.load import check_memory, refusing
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.registered import opened_cache, our_attention, own_attention
 from kvcellar.engine.models.seam import FlatDoor, Scorings
@@ -69,12 +69,8 @@ def load_mtp(model: PreTrainedModel, path: Path) -> MtpModel:
     with silence_transformers(), _weights(path) as weights:
         names = _names(model, weights)
         _check_described(model, weights, names)
-        try:
-            with described(model):
-                return _filled(model, weights, names)
-        except BUILD_ERRORS as error:
-            weights.check_unchanged()
-            raise ModelRefused(f"the MTP layers of {path.name} cannot be built: {error}") from error
+        with refusing(f"the MTP layers of {path.name} cannot be built", weights), described(model):
+            return _filled(model, weights, names)
 
 
 @contextmanager

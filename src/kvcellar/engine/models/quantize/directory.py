@@ -40,7 +40,7 @@ from kvcellar.engine.models.weights.config_file import config_fields, read_objec
 from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, opened, opened_file
 from kvcellar.engine.models.weights.weights_loading import check_floats, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, shown
-from kvcellar.repository import INDEX, MTP
+from kvcellar.repository import INDEX, MOST_TEXT, MTP, TEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,6 @@ def _are_joined(parts: Mapping[str, _Slice], target: str, skeleton: PreTrainedMo
     """Whether transformers would load these names into the tensor that they are taken from."""
     found = targets_of(skeleton, replace(weights, tensors={new: one.own for new, one in parts.items()}))
     return all(place == target for place in found.values())
-
-
-_COPIED = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".vocab")
-_MOST_COPIED = 256 << 20  # bytes of one file beside the weights
 
 
 def quantize_directory(
@@ -250,8 +246,8 @@ def _gptq(name: str, hessian: Tensor | None, plain: list[str], weight: Tensor) -
 def _copy_others(source: Path, into: Path) -> None:
     """Copy tokenizer, templates, generation config and the like."""
     for file in sorted(source.iterdir()):
-        named = file.suffix in _COPIED or file.name.upper().startswith(("LICENSE", "NOTICE"))
-        if named and file.is_file() and file.name not in ("config.json", INDEX) and file.stat().st_size <= _MOST_COPIED:
+        named = file.suffix in (*TEXTS, ".md") or file.name.upper().startswith(("LICENSE", "NOTICE"))
+        if named and file.is_file() and file.name not in ("config.json", INDEX) and file.stat().st_size <= MOST_TEXT:
             shutil.copyfile(file, into / file.name)
     if (source / "additional_chat_templates").is_dir():
         shutil.copytree(source / "additional_chat_templates", into / "additional_chat_templates")

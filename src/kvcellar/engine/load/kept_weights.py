@@ -22,10 +22,11 @@ from kvcellar.engine.models.quantize.kinds import CodesKind
 from kvcellar.engine.models.quantize.reading import decoded as with_dense
 from kvcellar.engine.models.quantize.rounding import codes_of
 from kvcellar.engine.models.weights.packing import CHILDREN
-from kvcellar.engine.models.weights.weights_files import WeightsFiles, first_few, opened
+from kvcellar.engine.models.weights.weights_files import WeightsFiles, opened
 from kvcellar.engine.recording.kept import Damaged
 from kvcellar.engine.recording.program import Program
 from kvcellar.engine.recording.recording import Captured
+from kvcellar.errors import first_few
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import Codes, side_by_side
 from kvcellar.kernels.layers import (

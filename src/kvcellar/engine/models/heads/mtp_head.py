@@ -39,7 +39,7 @@ from kvcellar.engine.models.registered import opened_cache, our_attention, own_a
 from kvcellar.engine.models.seam import FlatDoor, Scorings
 from kvcellar.engine.models.selftest import TOLERANCE, check_rows, judged_as, relative_gaps, worst
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, Shape, differing, recording, shape_of
-from kvcellar.engine.models.weights.weights_files import WeightsFiles, first_few, opened_file
+from kvcellar.engine.models.weights.weights_files import WeightsFiles, opened_file
 from kvcellar.engine.models.weights.weights_files import opened as opened_weights
 from kvcellar.engine.models.weights.weights_loading import (
     Source,
@@ -49,7 +49,7 @@ from kvcellar.engine.models.weights.weights_loading import (
     sequential_reads,
     stored_layers,
 )
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, first_few
 from kvcellar.memory.attention.choose import Chosen
 from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory

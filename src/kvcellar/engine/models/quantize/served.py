@@ -26,9 +26,9 @@ from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED, 
 from kvcellar.engine.models.quantize.rounding import check_finite, codes_of, eight_bits
 from kvcellar.engine.models.quantize.selection import FEWEST, choose
 from kvcellar.engine.models.weights.packing import expert_modules, serve_experts, weights_of
-from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles
 from kvcellar.engine.models.weights.weights_loading import plain_targets, stacked_targets
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, first_few
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import Coded, Codes, side_by_side
 from kvcellar.kernels.compiled import NotCompiled

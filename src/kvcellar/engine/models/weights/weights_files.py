@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, aminmax
 
 from kvcellar.engine.models.weights.config_file import DEPTHS
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, first_few
 from kvcellar.repository import INDEX, MTP, SINGLE, weight_map
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
 MOST_TENSORS = 1 << 20  # of all files together; a record is made for each
-_FEW = 3  # names in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +171,6 @@ def check_shapes(skeleton: "PreTrainedModel", weights: WeightsFiles) -> None:
         raise ModelRefused(
             f"the weights do not fit the config: it describes {elements} parameters; the files hold {weights.elements}"
         )
-
-
-def first_few(names: Sequence[str]) -> str:
-    """The first few of some names, and how many more there are."""
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
 
 
 def is_finite(values: Tensor) -> bool:

@@ -268,8 +268,7 @@ def _made(one: Layers, files: WeightsFiles, kernel: KernelOf) -> nn.Module:
         (weight,) = (each.to(computed) for each in weights)
         bias = None if bias is None else bias.to(computed)
         return panel_linear(kernel(PanelKernel), Arena(panel_bytes(weight)), weight, bias)
-    arena = Arena(sum(map(panel_bytes, weights)))
-    return panel_experts(kernel(ExpertsKernel), kernel(PanelKernel), arena, weights, bias)
+    return panel_experts(kernel(ExpertsKernel), kernel(PanelKernel), weights, bias)
 
 
 def _matrices(one: Layers, files: WeightsFiles) -> list[Tensor]:

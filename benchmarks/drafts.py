@@ -25,11 +25,11 @@ from benchmarks.decoding import PARAMS, Burst, decode, together
 from benchmarks.interleave import Side, sides
 from benchmarks.row import Given, Lines
 from kvcellar.engine.models import embedded
-from kvcellar.engine.models.weights.weights_files import MTP_FILE
 from kvcellar.engine.speculate.speculator import Speculator
 from kvcellar.events import Delta, Event, Failed, Finished
 from kvcellar.frontend.engine import Engine
 from kvcellar.frontend.result import Result
+from kvcellar.repository import MTP
 from kvcellar.sampling_params import SamplingParams
 
 CACHE_BYTES = 64 << 20
@@ -98,7 +98,7 @@ def drafts(extent: Extent) -> list[Found]:
 
 def drafters() -> list[str]:
     """Those that the embedded model has: `Engine(draft=...)`."""
-    return ["ngram", *(["mtp"] if (embedded.path() / MTP_FILE).is_file() else [])]
+    return ["ngram", *(["mtp"] if (embedded.path() / MTP).is_file() else [])]
 
 
 def held_out() -> list[Path]:

@@ -9,7 +9,7 @@ The attributes that a class adds are declared in it: between processes, these an
 
 import os
 import reprlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 _SHOWN = 200  # characters of a value in a message
@@ -26,6 +26,11 @@ def shown(value: object) -> str:
     except Exception:  # noqa: BLE001 - code of the caller's own object, in the middle of refusing it
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def first_few(names: Sequence[str], most: int = 3) -> str:
+    """The first few of some names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def forked_from(process: int) -> str:

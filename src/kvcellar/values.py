@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 from kvcellar.errors import BadRequest, shown
 
 MOST, UNBOUNDED = 2**31 - 1, 2**63 - 1
+MOST_DEPTH = 64  # drafts of a completion in a step
 Json = dict[str, Any]
 
 

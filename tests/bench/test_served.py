@@ -68,6 +68,16 @@ def test_sides_take_turns_on_the_same_texts(python: str, log: Log, capsys: pytes
     assert [line.split()[0] for line in table[2:]] == ["engine", "kvcellar", "llama.cpp"]
 
 
+@pytest.mark.parametrize(
+    ("others", "said"), [(None, ""), (0.01, ""), (0.34, " (other processes had 34% of the CPU time)")]
+)
+def test_what_other_processes_had_is_said_where_cores_were_not_idle(
+    others: float | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served._show(ROWS["greedy-8"], {ALONE: {"of alone": 1.0}}, others, {})
+    assert capsys.readouterr().out.splitlines()[0].endswith(f"milliseconds{said}")
+
+
 def test_processes_of_servers_end_with_the_bench(python: str, log: Log) -> None:
     measure(python, "sampled-1")
     pids = [pid for line in log() if "pids" in line for pid in line["pids"]]

@@ -194,8 +194,8 @@ def broken(tmp_path):
         ("empty", "no config.json"),
         ("no-json", "not JSON"),
         ("no-type", "of type None"),
-        ("pickled", "only pickled weights"),
-        ("weightless", "no model.safetensors"),
+        ("pickled", "pickled weights can run code"),
+        ("weightless", "has neither model.safetensors nor model.safetensors.index.json"),
         ("cut", "not a whole safetensors file"),
     ],
 )

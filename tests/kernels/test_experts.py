@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.compiled import NotCompiled
-from kvcellar.kernels.layers import ExpertsKernel, OwnExperts, PanelKernel, panel_bytes, panel_experts
+from kvcellar.kernels.layers import ExpertsKernel, OwnExperts, PanelKernel, panel_experts
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +27,7 @@ def made(
     draw = torch.Generator().manual_seed(count * 1000 + out * 10 + inner)
     weights = torch.randn(count, out, inner, generator=draw).to(dtype)
     biases = torch.randn(count, out, generator=draw).to(dtype)
-    arena = Arena(sum(map(panel_bytes, weights)))
-    return panel_experts(kernel, PanelKernel(os.environ), arena, weights, biases), weights, biases
+    return panel_experts(kernel, PanelKernel(os.environ), weights, biases), weights, biases
 
 
 @settings(max_examples=40, deadline=None)

@@ -28,11 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.hf_globals import silence_transformers
-from kvcellar.engine.models.load import MAX_FILE_BYTES, load
+from kvcellar.engine.models.load import load
 from kvcellar.engine.models.weights import weights_files
 from kvcellar.engine.models.weights.config_file import MOST_JSON, config_fields
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused
 from kvcellar.memory.attention.choose import backends
+from kvcellar.repository import MOST_TEXT
 from kvcellar.sampling_params import SamplingParams
 from tests.zoo import ARCHS, auto_config, reference_logits
 
@@ -204,14 +205,19 @@ def test_circular_links_are_not_found(place: Path, unbuilt: None) -> None:
         load(place / "loop")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-def test_broken_links_and_directories_are_not_taken_for_files(place: Path, name: str, unbuilt: None) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("config.json", "has no config.json"), ("model.safetensors", "has neither model.safetensors nor")],
+)
+def test_broken_links_and_directories_are_not_taken_for_files(
+    place: Path, name: str, reason: str, unbuilt: None
+) -> None:
     (place / name).unlink()
     (place / name).symlink_to(place / name)
-    assert f"has no {name}" in refused(place)
+    assert reason in refused(place)
     (place / name).unlink()
     (place / name).mkdir()
-    assert f"has no {name}" in refused(place)
+    assert reason in refused(place)
 
 
 # -- config.json ------------------------------------------------------------------------------------------------------
@@ -370,13 +376,13 @@ def test_pickled_weights_are_refused_unread(place: Path, name: str, unbuilt: Non
         pickle.dump(_Bomb(str(place / "ran")), out)
     message = refused(place)
     assert name in message
-    assert "can run code when they are read. Convert them to safetensors." in message
+    assert "can run code when they are read; convert them to safetensors" in message
     assert not (place / "ran").exists()
 
 
 def test_a_directory_without_weights_is_refused(place: Path, unbuilt: None) -> None:
     (place / "model.safetensors").unlink()
-    assert "has no model.safetensors" in refused(place)
+    assert "has neither model.safetensors nor model.safetensors.index.json" in refused(place)
 
 
 def header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -462,23 +468,27 @@ def test_a_tensor_of_another_shape_is_named(place: Path, unbuilt: None) -> None:
 @pytest.mark.parametrize(
     ("index", "reason"),
     [
-        ("{", "is not JSON"),
-        ("[]", "holds a list"),
-        ("{}", "does not list"),
-        ('{"weight_map": []}', "does not list"),
-        ('{"weight_map": {}}', "does not list"),
-        ('{"weight_map": {"a": ["x"]}}', "does not list"),
-        ('{"weight_map": {"a": null}}', "does not list"),
-        ('{"weight_map": {"a": "../model.safetensors"}}', "does not list"),
-        ('{"weight_map": {"a": "/etc/passwd"}}', "does not list"),
-        ('{"weight_map": {"a": "..\\\\model.safetensors"}}', "does not list"),
-        ('{"weight_map": {"a": ".."}}', "does not list"),
-        ('{"weight_map": {"a": ""}}', "does not list"),
-        ('{"weight_map": {"a": "pytorch_model.bin"}}', "does not list"),
+        ("{", "is no index of weights files"),
+        ("[" * 100_000, "is no index of weights files"),
+        ("[]", "is no index of weights files"),
+        ("{}", "is no index of weights files"),
+        ('{"weight_map": []}', "lists no weights files"),
+        ('{"weight_map": {}}', "lists no weights files"),
+        ('{"weight_map": {"a": ["x"]}}', "lists no weights files"),
+        ('{"weight_map": {"a": null}}', "lists no weights files"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "which is no safetensors file of its directory"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "which is no safetensors file of its directory"),
+        ('{"weight_map": {"a": "..\\\\model.safetensors"}}', "which is no safetensors file of its directory"),
+        ('{"weight_map": {"a": ".."}}', "which is no safetensors file of its directory"),
+        ('{"weight_map": {"a": ""}}', "which is no safetensors file of its directory"),
+        ('{"weight_map": {"a": "pytorch_model.bin"}}', "which is no safetensors file of its directory"),
         ('{"weight_map": {"a": "nul\\u0000.safetensors"}}', "is missing"),
-        ('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "model-00001-of-00002.safetensors is missing"),
+        (
+            '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}',
+            "lists model-00001-of-00002.safetensors, which is missing",
+        ),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_an_index_of_other_than_its_own_shards_is_refused(place: Path, index: str, reason: str, unbuilt: None) -> None:
     (place / "model.safetensors").rename(place.parent / "model.safetensors")
@@ -499,7 +509,7 @@ def test_a_missing_shard_is_named(tmp_path: Path, unbuilt: None) -> None:
         ARCHS["llama"].build().save_pretrained(tmp_path, max_shard_size="100KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     shards[1].unlink()
-    assert f"the weights file {shards[1].name} is missing" in refused(tmp_path)
+    assert f"lists {shards[1].name}, which is missing" in refused(tmp_path)
 
 
 def test_nan_weights_of_a_given_network_are_refused_by_the_self_test() -> None:
@@ -563,7 +573,7 @@ def test_a_tokenizer_of_a_gigabyte_is_not_read(place: Path, name: str) -> None:
     sparse(place / name, 1 << 30)
     loaded = load(place)
     assert loaded.text is None
-    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MAX_FILE_BYTES} are allowed"
+    assert loaded.without_text == f"{name} has {1 << 30} bytes; {MOST_TEXT} are allowed"
 
 
 # -- generation_config.json -------------------------------------------------------------------------------------------

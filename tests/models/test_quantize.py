@@ -257,6 +257,19 @@ def test_an_assistant_of_another_model_is_quantised(kind: str, tmp_path: Path) -
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"hidden_size": 32}, "the weights do not fit the config"), ({"num_attention_heads": 0}, "cannot build")],
+)
+def test_an_assistant_of_another_config_is_refused(changes: dict[str, int], reason: str, tmp_path: Path) -> None:
+    source = assistant(tmp_path / "m", "gemma4_assistant", text={"hidden_size": 64})
+    config = json.loads((source / "config.json").read_text())
+    config["text_config"] |= changes
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelRefused, match=reason):
+        quantize_directory(source, tmp_path / "q", "int8", draft=True)
+
+
 def test_a_tied_head_is_left(tmp_path: Path) -> None:
     into = quantised(saved(tmp_path / "m", vocab=128, tie_word_embeddings=True), "int8")
     assert types(into)["model.embed_tokens.weight"] == "BF16"

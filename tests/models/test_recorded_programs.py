@@ -156,7 +156,6 @@ def changes() -> list[tuple[str, Any]]:
         ("ops", [{**op, "args": [{"type": "Other"}]}]),
         ("ops", [{**op, "args": [{"type": "Number", "size": "T("}]}]),
         ("ops", []),
-        ("more", 1),
     ]
 
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvcellar.engine.models.build_guest import build_guest
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.models.input_limits import random_tokens
 from kvcellar.engine.models.load import load
 from kvcellar.engine.models.weights.packing import pack_model
+from kvcellar.engine.recording import replay
 from kvcellar.engine.recording.capture import capture
 from kvcellar.engine.recording.native import TOGETHER, NativeExecutor, native
 from kvcellar.engine.recording.program import CONVOLVE, Sizes
@@ -26,6 +27,7 @@ from kvcellar.kernels.codes import Codes
 from kvcellar.kernels.compiled import COMPILERS
 from kvcellar.kernels.packed import pack
 from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
+from kvcellar.kernels.scans import ScanKernel
 from kvcellar.memory.attention.choose import backends
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.spans import Span
@@ -117,6 +119,24 @@ def test_recurrent_layers_that_decode_equal_their_modules(name: str, dtype: torc
     guest.recording.executor = Refuses()
     assert [torch.equal(a, b) for a, b in zip(decoding(guest), theirs, strict=True)] == [True] * len(theirs)
     assert guest.recording.by_modules == {"a prompt": 2}
+
+
+def test_the_kernel_of_scans_is_looked_up_once_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding it reads and digests its library, which takes longer than a step of a small model."""
+    guest = build_guest(ARCHS["mamba"].build(), backends())
+    captured, made = capture(guest), list[ScanKernel]()
+
+    def looked_up(network: nn.Module) -> ScanKernel:
+        made.append(ScanKernel(os.environ))
+        return made[-1]
+
+    monkeypatch.setattr(replay, "scan_kernel", looked_up)
+    assert captured.decoding is not None
+    programs = [Replay(one, guest.model) for one in (captured.program, captured.decoding)]
+    guest.recording = Recording(captured, *programs)
+    greedy(guest)
+    assert guest.recording.steps == 8
+    assert 1 <= len(made) <= len(programs)
 
 
 @pytest.mark.parametrize("packed", [True, False])

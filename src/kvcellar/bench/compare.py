@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvcellar.bench.peer import Peer, PeerFailed, Side, running
+from kvcellar.bench.peer import Peer, PeerFailed, Side, ours_like, running
 from kvcellar.bench.processes import PROC, cpu_seconds
 
 MOST_IDS = 500  # ids of prompts are below
@@ -256,14 +256,9 @@ class Comparison:
 
     def _settled(self, side: Side, measured: Mapping[str, Measured]) -> bool:
         """Whether the gap to ours is larger than the spread of its rounds."""
-        ours = self._ours(side)
+        ours = ours_like(side, [peer.side for peer in self._peers])
         ratio, spread = measured[side.label].over(measured[ours.label])
         return side is ours or spread < abs(ratio - 1)
-
-    def _ours(self, side: Side) -> Side:
-        """Of our sides that with as many bits; the first where there is none."""
-        ours = [peer.side for peer in self._peers if peer.side.name == self.reference.side.name]
-        return next((one for one in ours if one.bits == side.bits), ours[0])
 
     def _close(self, work: Work, measured: Mapping[str, Measured]) -> None:
         for peer, reply in self._each(work, do="close"):

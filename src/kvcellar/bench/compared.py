@@ -16,7 +16,7 @@ from kvcellar.bench.gguf import write_gguf
 from kvcellar.bench.kinds import CACHE_BYTES, EXTENT, IN_LLAMA_CPP, KINDS, write_kind
 from kvcellar.bench.kinds import WORKS as WORKS_OF_KINDS
 from kvcellar.bench.network import SMALL, TINY, Size, write, write_tokenizer
-from kvcellar.bench.peer import OURS, Side, sides_of
+from kvcellar.bench.peer import OURS, Side, ours_like, sides_of
 from kvcellar.errors import BadRequest, KvcellarError
 
 OTHER_KINDS = "kinds"  # the row of all networks of other kinds
@@ -73,9 +73,7 @@ def _run_works(works: Sequence[Work], sides: Sequence[Side], *, quick: bool, thr
         _print([f"{parameters / 1e6:.0f} million parameters, {threads} thread(s), CPU time"])
         found = compared(Path(place), sides, works, extent, threads=threads, report=table.show)
     ran = {**about(threads=threads, quick=quick), "parameters": parameters}
-    print(json.dumps({**ran, **as_json(found)}), flush=True)
-    if wrong := [*found.failed.values(), *table.others]:
-        raise KvcellarError("\n".join(wrong))
+    finish({**ran, **as_json(found)}, [*found.failed.values(), *table.others])
 
 
 def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = False, threads: int = 1) -> None:
@@ -94,9 +92,7 @@ def run_kinds(sides: Sequence[Side], *, only: str | None = None, quick: bool = F
             table.show(found, work)
         results[name] = {"parameters": parameters, **as_json(found)}
         failed += found.failed.values()
-    print(json.dumps({**about(threads=threads, quick=quick), "kinds": results}), flush=True)
-    if wrong := [*failed, *table.others]:
-        raise KvcellarError("\n".join(wrong))
+    finish({**about(threads=threads, quick=quick), "kinds": results}, [*failed, *table.others])
 
 
 def write_for_peers(size: Size, directory: Path) -> int:
@@ -105,6 +101,13 @@ def write_for_peers(size: Size, directory: Path) -> int:
     write_tokenizer(size.vocabulary, directory)
     write_gguf(directory)
     return parameters
+
+
+def finish(ran: Mapping[str, Any], wrong: Sequence[str]) -> None:
+    """Print the line of JSON. Raises `KvcellarError` with what went `wrong`."""
+    print(json.dumps(ran), flush=True)
+    if wrong:
+        raise KvcellarError("\n".join(wrong))
 
 
 class Table:
@@ -117,13 +120,13 @@ class Table:
     def show(self, found: Compared, work: Work) -> None:
         if len(found.measured) == 1:
             _print([f"  {label:18} {one['version']}; {one['flags']}" for label, one in found.about.items()])
-        _print([f"{work.name}: {work.what}{_beside(found.others[work.name])}", HEAD, *self._rows(found, work)])
+        _print([f"{work.name}: {work.what}{beside(found.others[work.name])}", HEAD, *self._rows(found, work)])
 
     def _rows(self, found: Compared, work: Work) -> Iterator[str]:
         measured = found.measured[work.name]
         for label, one in measured.items():
             side, agreement = self._sides[label], found.agreements[work.name].get(label)
-            ours = self._ours(measured, side.bits)
+            ours = measured[ours_like(side, [self._sides[name] for name in measured]).label]
             if agreement is not None and not same_work(side, agreement):
                 self.others.append(f"{label} computes something else in {work.name}: {_agreed(agreement)}")
             over = None if side.name == OURS else one.over(ours)
@@ -134,13 +137,8 @@ class Table:
         for label, reason in found.failed.items():
             yield f"  {label:18} {reason.splitlines()[0]}"
 
-    def _ours(self, measured: Mapping[str, Measured], bits: int) -> Measured:
-        """Of our side with as many bits; the first of ours where there is none."""
-        ours = [label for label in measured if self._sides[label].name == OURS]
-        return measured[next((label for label in ours if self._sides[label].bits == bits), ours[0])]
 
-
-def _beside(others: float | None) -> str:
+def beside(others: float | None) -> str:
     """What the machine did beside, where that was something."""
     return f" (other processes had {others:.0%} of the CPU time)" if others is not None and others > IDLE else ""
 

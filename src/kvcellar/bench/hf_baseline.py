@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ def network(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).eval()
-
-
-def write_network(config: Mapping[str, Any], dtype: torch.dtype, directory: Path) -> int:
-    """Write a model directory of `network`. Returns the number of parameters."""
-    made = network(config, dtype)
-    made.save_pretrained(directory)
-    return made.num_parameters()
 
 
 def generate(
@@ -80,27 +72,30 @@ class Generating:
     """`generate` on a thread of its own, step by step. Where the cache of a single prompt stays, the next single prompt
     begins with what both have in common, if the layers can be cropped."""
 
-    def __init__(self, directory: str, most: int, *, keeps: bool) -> None:
-        """`most` tokens may be decoded after a prompt. `keeps`: the cache of a single prompt stays; else `generate`
-        makes each."""
-        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval().requires_grad_(False)
-        self._most, self._keeps = most, keeps
-        self.attention = self._model.config._attn_implementation
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        """Those of `peers/serve.py`. The cache of a single prompt stays if it `reuses`; else `generate` makes each."""
+        torch.set_num_threads(options["threads"])
+        self._model = AutoModelForCausalLM.from_pretrained(options["model"], dtype="auto").eval().requires_grad_(False)
+        self._most, self._keeps = options["new"], options["reuses"]
+        self.flags = f"attention {self._model.config._attn_implementation}"
         self._cache, self._held = DynamicCache(config=self._model.config), list[int]()
         self._thread: threading.Thread | None = None
-        self.turns = Turns(0)
+        self._turns = Turns(0)
 
-    def start(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
+    def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
         """Compute the prompts; returns the first token of each."""
-        self.turns = Turns(len(prompts))
+        self._turns = Turns(len(prompts))
         cache = self._kept(prompts[0]) if self._keeps and len(prompts) == 1 else None
-        self._thread = threading.Thread(target=self._run, args=(prompts, cache, sampled, self.turns))
+        self._thread = threading.Thread(target=self._run, args=(prompts, cache, sampled, self._turns))
         self._thread.start()
-        return self.turns.first()
+        return self._turns.first()
 
-    def stop(self) -> None:
+    def step(self) -> list[list[int]]:
+        return self._turns.step()
+
+    def close(self) -> None:
         assert self._thread is not None
-        self.turns.end()
+        self._turns.end()
         self._thread.join()
 
     def _kept(self, prompt: Sequence[int]) -> DynamicCache:

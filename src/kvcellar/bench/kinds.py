@@ -53,7 +53,8 @@ def write_kind(name: str, place: Path, *, quick: bool = False) -> int:
     if quick and "layer_types" in config:
         config["layer_types"] = config["layer_types"][10:14]  # of both types
     with silence_transformers():
-        parameters = hf_baseline.write_network(config, torch.bfloat16, place)
+        network = hf_baseline.network(config, torch.bfloat16)
+        network.save_pretrained(place)
     if name in IN_LLAMA_CPP:
         write_gguf(place)
-    return parameters
+    return network.num_parameters()

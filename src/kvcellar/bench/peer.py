@@ -100,6 +100,11 @@ def sides_of(named: Sequence[str], pythons: Sequence[str] = (), *, record: str |
     return [side for side in ours if side.bits in bits] + [side for side in theirs if side.name != OURS]
 
 
+def ours_like(side: Side, sides: Sequence[Side]) -> Side:
+    """Of our sides, of which one is the first, that with as many bits; the first where there is none."""
+    return next((one for one in sides if (one.name, one.bits) == (sides[0].name, side.bits)), sides[0])
+
+
 def _python_of(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if name not in KINDS or not python:

@@ -27,11 +27,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvcellar.bench.compare import Others
-from kvcellar.bench.compared import about, write_for_peers
+from kvcellar.bench.compared import about, beside, finish, write_for_peers
 from kvcellar.bench.network import SMALL, SPACE, TINY, words
 from kvcellar.bench.peer import OURS, Peer, PeerFailed, Side, running, sides_of, started
 from kvcellar.bench.processes import cpu_seconds, family, kill
-from kvcellar.errors import BadRequest, KvcellarError
+from kvcellar.errors import BadRequest
 
 SHIPPED: Mapping[str, float] = MappingProxyType({"temperature": 0.6, "top_p": 0.95, "top_k": 20})  # Qwen3's
 STREAMS = 32
@@ -148,9 +148,7 @@ def run_served(
             runs = _measured(row, extent, serve, vocabulary, failed)
             results[row.name] = {name: _summary(of, runs[ALONE]) for name, of in runs.items()}
             _show(row, results[row.name], others.share(), failed)
-    print(json.dumps({**about(threads=threads, quick=quick), "served": results, "failed": failed}), flush=True)
-    if failed:
-        raise KvcellarError("\n".join(failed.values()))
+    finish({**about(threads=threads, quick=quick), "served": results, "failed": failed}, [*failed.values()])
 
 
 def _measured(
@@ -183,9 +181,9 @@ def _summary(of: Sequence[Run], alone: Sequence[Run]) -> dict[str, float]:
 
 
 def _show(row: Row, found: Mapping[str, Mapping[str, float]], others: float | None, failed: Mapping[str, str]) -> None:
-    beside = "" if others is None else f" (other processes had {others:.0%} of the CPU time)"
     heads, how = list(found[ALONE]), "greedy" if row.greedy else SAMPLING
-    lines = [f"{row.name}: {row.streams} streams, {how}, {row.system} tokens of a system prompt; milliseconds{beside}"]
+    what = f"{row.name}: {row.streams} streams, {how}, {row.system} tokens of a system prompt; milliseconds"
+    lines = [what + beside(others)]
     lines.append("".join(f"{head:>13}" for head in ("", *heads)))
     lines += [f"{name:>13}" + "".join(f"{one[head]:13.2f}" for head in heads) for name, one in found.items()]
     print("\n".join([*lines, *(f"{name:>13}   {reason}" for name, reason in failed.items())]), flush=True)

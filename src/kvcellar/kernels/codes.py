@@ -5,7 +5,7 @@ Every form of weights that our products take is one of these; decoders of files 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +80,14 @@ class Coded(ABC):
         return self.experts()(0)
 
 
-def side_by_side(parts: Sequence[Codes]) -> Codes | str:
-    """The codes of several weights with the same inputs, outputs side by side; or why they have no one form."""
+def side_by_side(weights: Iterable[Codes | str]) -> Codes | str:
+    """The codes of several weights with the same inputs, outputs side by side; or why one of them has none, or why they
+    have no one form."""
+    parts: list[Codes] = []
+    for one in weights:
+        if isinstance(one, str):
+            return one
+        parts.append(one)
     first = parts[0]
     if len(parts) == 1:
         return first

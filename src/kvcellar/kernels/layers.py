@@ -372,14 +372,13 @@ class OwnExperts(_LayerSet):
 
 
 def panel_experts(
-    kernel: ExpertsKernel, by: PanelKernel, arena: Arena, weights: Tensor | Sequence[Tensor], biases: Tensor | None
+    kernel: ExpertsKernel, by: PanelKernel, weights: Tensor | Sequence[Tensor], biases: Tensor | None
 ) -> OwnExperts:
     """Experts with a copy of plain weights [experts,out,in] and biases [experts,out], in bfloat16 or float32 on the
-    CPU, in an arena."""
-    each = range(len(weights))
-    return OwnExperts(
-        kernel, [panel_linear(by, arena, weights[e], None if biases is None else biases[e].clone()) for e in each]
-    )
+    CPU."""
+    arena = Arena(sum(map(panel_bytes, weights)))
+    own = [None] * len(weights) if biases is None else [bias.clone() for bias in biases]
+    return OwnExperts(kernel, [panel_linear(by, arena, *one) for one in zip(weights, own, strict=True)])
 
 
 class HeadsKernel(Kernel):
@@ -428,5 +427,5 @@ class OwnHeads(_LayerSet):
 
 def panel_heads(kernel: HeadsKernel, weights: Tensor | Sequence[Tensor], tail: int = 0) -> OwnHeads:
     """With a copy of plain weights [heads,out,in], in bfloat16 or float32 on the CPU."""
-    arena = Arena(sum(panel_bytes(one) for one in weights))
+    arena = Arena(sum(map(panel_bytes, weights)))
     return OwnHeads(kernel, [panel_linear(kernel.linear, arena, one, None) for one in weights], tail)

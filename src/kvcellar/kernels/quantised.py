@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.kernels.arena import LINE, Arena
-from kvcellar.kernels.codes import INT4, Codes
+from kvcellar.kernels.codes import INT4, Codes, CodesOf
 from kvcellar.kernels.compiled import SOURCES
 from kvcellar.kernels.layers import TYPES, LayerKernel, OwnLinear, Part, Weights
 from kvcellar.kernels.structures import constant
@@ -110,6 +110,23 @@ class QuantisedLinear(OwnLinear):
 
     def _coded(self) -> list[_Coded]:
         return [part for part in self.parts if isinstance(part, _Coded)]
+
+
+def coded_layers(
+    kernel: QuantisedKernel, count: int, of: CodesOf, biases: Tensor | None, dtype: torch.dtype
+) -> list[QuantisedLinear] | str:
+    """A layer for each expert, or why one of them has no codes that are multiplied."""
+    layers: list[QuantisedLinear] = []
+    arena: Arena | None = None
+    for expert in range(count):
+        codes = of(expert)
+        why = codes if isinstance(codes, str) else unfit(codes)
+        if isinstance(codes, str) or why is not None:
+            return str(why)
+        arena = arena or Arena(count * most_bytes(*codes.values.shape))
+        bias = None if biases is None else biases[expert].clone()
+        layers.append(QuantisedLinear(kernel, codes, bias, dtype, arena))
+    return layers
 
 
 def most_bytes(outputs: int, inputs: int) -> int:

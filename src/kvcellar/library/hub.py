@@ -35,7 +35,7 @@ from huggingface_hub.utils import build_hf_headers
 from huggingface_hub.utils import logging as hub_logging
 from tqdm.auto import tqdm
 
-from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused, PullFailed
+from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused, PullFailed, first_few
 from kvcellar.library.download import Listed, WrongDigest, download, partial_of, sha256_of
 from kvcellar.library.hub_cache import blob_of, bytes_of, existing, is_weights, locked, point, storage_of
 from kvcellar.progress import Listener, Progress, rounded
@@ -251,8 +251,7 @@ def _check_loadable(repository: Repository, used: set[str], paths: list[str]) ->
 
 
 def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - 8} more files" if len(paths) > 8 else ""
-    return ", ".join(sorted(paths)[:8]) + more if paths else "no files"
+    return first_few(sorted(paths), 8) if paths else "no files"
 
 
 def _is_cached(file: Listed, storage: Path, directory: Path) -> bool:

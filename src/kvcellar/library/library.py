@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, shown
+from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, first_few, shown
 from kvcellar.files import Files
 from kvcellar.library.disk import BLOBS, KEEP, MANIFESTS, VIEWS, Disk, Staging
 from kvcellar.library.manifest import MOST_BYTES, Manifest, ManifestDamaged
@@ -42,9 +42,6 @@ def check_version(requires: str | None, version: str = __version__) -> None:
 def _numbers(version: str) -> tuple[int, ...]:
     found = [int(number) for number in re.findall(r"\d+", version)[:3]]
     return (*found, *[0] * (3 - len(found)))
-
-
-_SHOWN = 8  # names in the message for a model that is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +232,7 @@ class Library:
 
     def _absent(self, name: ModelName) -> ModelNotFound:
         names = [str(one) for one in self.names()]
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        has = f"It has {', '.join(names[:_SHOWN])}{more}" if names else "It has none"
+        has = f"It has {first_few(names, 8)}" if names else "It has none"
         return ModelNotFound(f"there is no model {str(name)!r} in the library {self.root}. {has}")
 
     def _refuse_other_case(self, name: ModelName) -> None:

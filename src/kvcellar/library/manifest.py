@@ -17,7 +17,7 @@ from kvcellar.values import no_number
 
 FORMAT = 1
 MOST_BYTES = 64 << 20
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FOLDER = re.compile(r"[0-9]{1,2}_[A-Za-z]{1,40}")
 
@@ -39,6 +39,11 @@ def is_file_path(text: str) -> bool:
     return is_file_name(name) and (not slash or is_module_folder(folder))
 
 
+def blob_name(digest: str) -> str:
+    """The name of the file that has the content of a digest."""
+    return digest.replace(":", "-")
+
+
 class ManifestDamaged(KvcellarError):
     """The bytes are no manifest of this version."""
 
@@ -52,8 +57,7 @@ class File(Struct, frozen=True):
 
     @property
     def blob(self) -> str:
-        """The name of the file that has the content."""
-        return self.digest.replace(":", "-")
+        return blob_name(self.digest)
 
 
 class Part(Struct, frozen=True):
@@ -148,5 +152,5 @@ def _check_part(part: Part) -> None:
     if names != sorted(set(names)):
         raise ValueError("its files are not in order, or one occurs twice")
     for file in part.files:
-        if not is_file_path(file.path) or not _DIGEST.fullmatch(file.digest) or file.size < 0:
+        if not is_file_path(file.path) or not DIGEST.fullmatch(file.digest) or file.size < 0:
             raise ValueError(f"a file is {file}")

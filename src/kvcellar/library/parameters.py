@@ -14,9 +14,9 @@ from typing import Any, cast
 from kvcellar.errors import BadRequest, shown
 from kvcellar.library.modelfile import Command, ModelfileError
 from kvcellar.sampling_params import PARAMETERS, SamplingParams, names_in, renamed
-from kvcellar.values import Flag, Items, Kind, Real, Whole
+from kvcellar.values import MOST_DEPTH, Flag, Items, Kind, Real, Whole
 
-MOST_CONTEXT, MOST_DEPTH = 1 << 30, 64
+_OWN = {"context": Whole(1, 1 << 30), "draft_depth": Whole(0, MOST_DEPTH)}
 _SAMPLING = names_in("modelfile")
 _OLLAMAS = {"context": "num_ctx", "draft_depth": "draft_num_predict", **renamed("modelfile")}
 OWN = {name: ours for ours, name in _OLLAMAS.items()}  # names of Ollama, and ours
@@ -166,13 +166,10 @@ def _value(command: Command, name: str) -> Any:
 
 def _check(found: Mapping[str, Any], name: str, command: Command) -> None:
     """Raise `ModelfileError` if the value is out of its bounds."""
-    bounds = {"context": (1, MOST_CONTEXT), "draft_depth": (0, MOST_DEPTH)}.get(name)
-    if bounds is not None:
-        least, most = bounds
-        if not least <= found[name] <= most:
-            raise command.error(f"PARAMETER {command.name} is {found[name]}; {least} to {most} is allowed")
-        return
     try:
+        if name in _OWN:
+            _OWN[name].check(name, found[name])
+            return
         given: dict[str, Any] = {name: found[name], **({"max_tokens": 1} if name == "shift" else {})}
         SamplingParams(**given)
     except BadRequest as error:

@@ -6,12 +6,10 @@ that leads out of it is refused, but for those into the library, and those of a 
 raises `ModelRefused` or `BadRequest` with the path and the reason.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from kvcellar.errors import BadRequest, ModelNotFound, ModelRefused, shown
 from kvcellar.library.library import Library, LibraryModel
@@ -19,14 +17,10 @@ from kvcellar.library.manifest import is_file_name, is_module_folder
 from kvcellar.library.modelfile import Command
 from kvcellar.library.names import RESERVED
 from kvcellar.library.tools import Tools
+from kvcellar.repository import INDEX, MOST_TEXT, MTP, SINGLE, TEXTS, pickled, weight_map
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
 ADAPTER_FILES = ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MTP = "mtp.safetensors"
-MOST_INDEX = 64 << 20  # bytes
-MOST_TEXT = 256 << 20  # bytes of a file of a tokenizer
-_TEXT = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")  # of configs and tokenizers
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NOT_TAKEN = (*ADAPTER_FILES, INDEX, "trainer_state.json", "optimizer.json", "training_args.json")
 _GGUF = ".gguf"
 
@@ -110,7 +104,7 @@ def model_files(directory: Path) -> tuple[str, ...]:
     texts = [
         entry.name
         for entry in os.scandir(directory)
-        if entry.name.endswith(_TEXT) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
+        if entry.name.endswith(TEXTS) and not entry.name.startswith(".") and entry.name not in _NOT_TAKEN
         if not entry.name.endswith(".index.json") and is_file_name(entry.name) and entry.is_file()
     ]
     texts += module_files(directory)
@@ -146,51 +140,18 @@ def adapter_files(directory: Path) -> tuple[str, ...]:
     """The names of the files of a peft adapter."""
     for name in ADAPTER_FILES:
         if not (directory / name).is_file():
-            raise ModelRefused(f"{directory} has no {name}, so it is no adapter of peft{_pickled(directory)}")
+            raise ModelRefused(f"{directory} has no {name}, so it is no adapter of peft{pickled(directory)}")
     return ADAPTER_FILES
 
 
 def _weights(directory: Path) -> list[str]:
     """Weights files, with their index, that the model is loaded from."""
     mtp = [MTP] if (directory / MTP).is_file() else []
-    if (directory / SINGLE).is_file():
+    if not (shards := sorted(set(weight_map(directory).values()))):
         return [SINGLE, *mtp]
-    if not (directory / INDEX).is_file():
-        raise ModelRefused(f"{directory} has neither {SINGLE} nor {INDEX}{_pickled(directory)}")
-    shards = sorted(set(_index(directory / INDEX).values()))
-    for name in shards:
-        if not name.endswith(".safetensors") or Path(name).name != name or "\\" in name or name.startswith("."):
-            raise ModelRefused(
-                f"{directory / INDEX} lists {shown(name)}, which is no safetensors file of its directory"
-            )
-        if not is_file_name(name):
-            raise ModelRefused(
-                f"{directory / INDEX} lists {shown(name)}. Names of files of a model have up to 200 letters, digits, "
-                f"- _ and ., and begin with a letter or a digit; rename it"
-            )
-        if not (directory / name).is_file():
-            raise ModelRefused(f"{directory / INDEX} lists {name}, which is missing. Copy the whole model again")
+    if strange := [name for name in shards if not is_file_name(name)]:
+        raise ModelRefused(
+            f"{directory / INDEX} lists {shown(strange[0])}. Names of files of a model have up to 200 letters, digits, "
+            f"- _ and ., and begin with a letter or a digit; rename it"
+        )
     return [INDEX, *shards, *mtp]
-
-
-def _index(path: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    if (size := path.stat().st_size) > MOST_INDEX:
-        raise ModelRefused(f"{path} has {size} bytes; {MOST_INDEX} are allowed")
-    try:
-        raw: Any = json.loads(path.read_bytes())
-        listed: Any = raw["weight_map"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ModelRefused(f"{path} is no index of weights files: {type(error).__name__}: {error}") from error
-    files: dict[str, Any] = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
-    if not files or not all(isinstance(one, str) for one in files.values()):
-        raise ModelRefused(f"{path} lists no weights files")
-    return files
-
-
-def _pickled(directory: Path) -> str:
-    """What to say about pickled weights in a directory without others."""
-    names = sorted(file.name for file in directory.iterdir() if file.suffix in _PICKLED)
-    if not names:
-        return ""
-    return f". {', '.join(names[:3])}: pickled weights can run code when they are read; convert them to safetensors"

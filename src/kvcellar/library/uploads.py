@@ -12,7 +12,6 @@ Always true:
 
 import hashlib
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -21,9 +20,8 @@ from pathlib import Path
 
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.library.disk import BLOBS, KEEP, READ_ONLY, UPLOADS, Disk
-from kvcellar.library.manifest import is_file_name
+from kvcellar.library.manifest import DIGEST, blob_name, is_file_name
 
-DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MOST_FILES = 1024  # of a model
 GGUF = ".gguf"
 
@@ -89,7 +87,7 @@ class Uploads:
             self._stored += size - replaced
 
     def _path(self, digest: str) -> Path | None:
-        name = digest.replace(":", "-")
+        name = blob_name(digest)
         places = (self.disk.root / folder / name for folder in (UPLOADS, BLOBS))
         return next((path for path in places if path.is_file() and not path.is_symlink()), None)
 
@@ -111,7 +109,7 @@ class Uploads:
             yield found
 
     def _place(self, link: Path, digest: str, param: str) -> None:
-        name, now = digest.replace(":", "-"), int(self._clock() * 1e9)
+        name, now = blob_name(digest), int(self._clock() * 1e9)
         kept = self.disk.root / UPLOADS / name
         with self.disk.locked():
             with suppress(OSError):  # it is there, or in no model, or the file system has no links
@@ -158,7 +156,7 @@ class Upload:
             os.fchmod(self._opened, READ_ONLY)
             self._files.sync(self._opened)
             with self._uploads.disk.locked():
-                self._uploads.keep(self._part, self._digest.replace(":", "-"), self._size)
+                self._uploads.keep(self._part, blob_name(self._digest), self._size)
                 self._size = 0
                 self._files.sync_directory(self._uploads.disk.root / UPLOADS)
 

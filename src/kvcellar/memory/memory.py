@@ -16,7 +16,8 @@ Always true:
 A memory has one owner and is not re-entrant: one step is open at a time, and sequences are not edited meanwhile.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -167,6 +168,16 @@ class Memory:
         if not reserve:
             self._use_reserved(batch)
         return self.step.plan
+
+    @contextmanager
+    def stepping(self, batch: Batch, *, reserve: bool = False) -> Iterator[Plan]:
+        """`begin`; a step that is still open at the end of the block is abandoned."""
+        plan = self.begin(batch, reserve=reserve)
+        try:
+            yield plan
+        finally:
+            if self.step is not None:
+                self.abandon()
 
     def _use_reserved(self, batch: Batch) -> None:
         for store in self.storage.stores:

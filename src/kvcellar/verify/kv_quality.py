@@ -123,12 +123,7 @@ def _compare(plain: Guest, reference: Memory, tried: Sequence[_Tried], text: Seq
 
 def _logits(guest: Guest, memory: Memory, ids: Sequence[int], start: int) -> Tensor:
     """Compute and commit the tokens `ids` from position `start` on. Returns their logits [T,V] in float32."""
-    plan = memory.begin(Batch((Feed(0, Span(start, start + len(ids))),)))
-    try:
+    with memory.stepping(Batch((Feed(0, Span(start, start + len(ids))),))) as plan:
         logits = guest.forward(memory, plan, ids, range(len(ids)))
         memory.commit()
-    except BaseException:
-        if memory.step is not None:
-            memory.abandon()
-        raise
     return logits.float()

@@ -37,16 +37,15 @@ class Peer:
             max_sequences=options["sequences"],
             **how,
         )
-        self._turns, self._tickets = Turns(0), list[Any]()
+        self._turns_of, self._turns, self._tickets = Turns, Turns(0), list[Any]()
         self.flags = f"weights {how.get('weights', 'as stored')}, record {how.get('record', 'auto')}"
 
     def open(self, prompts: Sequence[Sequence[int]], sampled: Mapping[str, float] | None) -> list[list[int]]:
-        from kvcellar.bench.peers.turns import Turns
         from kvcellar.sampling_params import SamplingParams
 
         how: Any = {"temperature": 0.0} if sampled is None else sampled
         params = SamplingParams(ignore_eos=True, **how)
-        self._turns = Turns(len(prompts))
+        self._turns = self._turns_of(len(prompts))
         self._tickets = [
             self._engine.submit(prompt, params, deliver=partial(self._on_event, self._turns, number))
             for number, prompt in enumerate(prompts)

@@ -1,11 +1,11 @@
 """serve: the process of a peer: loads one adapter by its file, and does what lines of JSON on its standard input say.
 
-Run as `PYTHON serve.py ADAPTER OPTIONS`, with the standard library alone. ADAPTER is a file with a function `library`,
-which imports the engine and returns its version, and a class `Peer`; both take OPTIONS, which is JSON: `model` (a
-directory), `precision`, `threads`, `record` (of ours), `cache_bytes`, and the most that will be wanted: `sequences` at
-once, the `longest` prompt, and `new` tokens after it; `reuses`: whether prompts go on from earlier ones. There is one
-line of JSON when the model is loaded, and one as the reply to each line. CPU seconds are those of the whole process,
-all threads together.
+Run as `PYTHON serve.py ADAPTER OPTIONS`, with the standard library alone. ADAPTER is a file with two functions, or a
+function and a class: `library` imports the engine and returns its version, `Peer` makes an `Adapter`. Both take
+OPTIONS, which is JSON: `model` (a directory), `precision`, `threads`, `record` (of ours), `cache_bytes`, and the most
+that will be wanted: `sequences` at once, the `longest` prompt, and `new` tokens after it; `reuses`: whether prompts go
+on from earlier ones. There is one line of JSON when the model is loaded, and one as the reply to each line. CPU seconds
+are those of the whole process, all threads together.
 
     {"do": "open", "prompts": [[ids], ...], "sampled": {...}}   compute the prompts, to the first token of each; tokens
                                               are drawn with this temperature, top_k and top_p; null: greedily
@@ -29,7 +29,7 @@ from typing import Any, Protocol, TextIO
 
 
 class Adapter(Protocol):
-    """The class `Peer` of an adapter, made from OPTIONS. One that has `lead(tokens, over)` can be the reference."""
+    """What `Peer` of an adapter makes from OPTIONS. One that has `lead(tokens, over)` can be the reference."""
 
     flags: str  # how it was built and computes, as far as it says
 

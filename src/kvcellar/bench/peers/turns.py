@@ -29,16 +29,13 @@ class Turns:
         self._error = error
         self._ready.release()
 
-    def first(self) -> list[list[int]]:
-        """Wait until each sequence has a token."""
-        return self._waited()
-
     def step(self) -> list[list[int]]:
         self._wanted = [given + 1 for given in self._given]
         self._go.release()
-        return self._waited()
+        return self.first()
 
-    def _waited(self) -> list[list[int]]:
+    def first(self) -> list[list[int]]:
+        """Wait until each sequence has what is wanted, at first a token; returns what is new."""
         if not self._ready.acquire(timeout=TIMEOUT):
             raise TimeoutError("the engine did not finish a step")
         if self._error is not None:

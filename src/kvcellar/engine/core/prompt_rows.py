@@ -78,17 +78,12 @@ class PromptRows:
         failed: list[tuple[Completion, ScoresNotNumbers]] = []
         for (completion, reading, rows, _), value in zip(self._parts, values, strict=True):
             try:
-                event = reading.add(_checked(value), len(rows))
+                if isinstance(value, ScoresNotNumbers):
+                    raise value
+                event = reading.add(value, len(rows))
             except ScoresNotNumbers as error:
                 failed.append((completion, error))
             else:
                 if event is not None:
                     completion.request.emit(event)
         return failed
-
-
-def _checked(value: Any) -> Any:
-    """What was found of a part. Raises the error that was found instead."""
-    if isinstance(value, ScoresNotNumbers):
-        raise value
-    return value

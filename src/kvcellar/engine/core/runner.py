@@ -187,8 +187,7 @@ class Runner:
         The commit raises, too, where a model skipped one of its recurrent layers and so wrote no state.
         """
         chains = {one.completion: self._drafting.chain(one.completion, one.drafts) for one in scheduled}
-        plan = self._memory.begin(Batch(self._feeds(scheduled)))
-        try:
+        with self._memory.stepping(Batch(self._feeds(scheduled))) as plan:
             ids, rows = _inputs(scheduled, chains)
             reads = PromptRows(scheduled, self._guest.draws) if any(one.completion.reads for one in scheduled) else None
             logits, hidden = self._forward(plan, ids, rows, reads)
@@ -204,10 +203,6 @@ class Runner:
             drafted = {_seq(one.completion): one.kept for one in results if one.drafted}
             counts = {_seq(one.completion): one.tokens for one in scheduled} | drafted
             return Kept(chains, ready, results, counts, self._memory.commit(counts), hidden, reads, found)
-        except BaseException:
-            if self._memory.step is not None:
-                self._memory.abandon()
-            raise
 
     def _forward(
         self, plan: Plan, ids: Sequence[int], rows: Sequence[int], reads: PromptRows | None

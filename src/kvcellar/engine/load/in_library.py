@@ -34,7 +34,7 @@ def preamble_of(manifest: Manifest) -> Preamble:
 
 
 def shown_name(found: LibraryModel) -> str:
-    """The name of a model, and of the adapter that it was created with."""
+    """The name of a model, without the tag that every name has by default."""
     return found.name.removesuffix(f":{LATEST}")
 
 

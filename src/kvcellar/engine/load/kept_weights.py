@@ -8,8 +8,8 @@ code programs call.
 
 import math
 import os
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,13 @@ from kvcellar.engine.models.quantize.kinds import CodesKind
 from kvcellar.engine.models.quantize.reading import decoded as with_dense
 from kvcellar.engine.models.quantize.rounding import codes_of
 from kvcellar.engine.models.weights.packing import CHILDREN
-from kvcellar.engine.models.weights.weights_files import WeightsFiles, first_few, opened
+from kvcellar.engine.models.weights.weights_files import WeightsFiles, opened
 from kvcellar.engine.recording.kept import Damaged
 from kvcellar.engine.recording.program import Program
 from kvcellar.engine.recording.recording import Captured
+from kvcellar.errors import first_few
 from kvcellar.kernels.arena import Arena
-from kvcellar.kernels.codes import side_by_side
+from kvcellar.kernels.codes import Codes, side_by_side
 from kvcellar.kernels.layers import (
     ExpertsKernel,
     HeadsKernel,
@@ -41,9 +42,10 @@ from kvcellar.kernels.layers import (
     panel_linear,
 )
 from kvcellar.kernels.packed import Packing, pack
-from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear, most_bytes
+from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear, coded_layers, most_bytes
 
 Sources = Mapping[str, AsStored | None]
+KernelOf = Callable[[type[Any]], Any]  # a kernel of that class, looked up once
 Dtype = Literal["float32", "bfloat16", "float16", "float64", "int64", "int32", "bool"]
 MOST_DATA = 1 << 20  # bytes of tensors that are in no file, such as frequencies of positions
 
@@ -221,6 +223,11 @@ def made_weights(weights: Weights, path: Path, *, packs: bool) -> tuple[nn.Modul
     """The tensors that programs read, by the paths that they have in the network, and its layers. A tensor that has two
     names is read once. Raises `Damaged`, and what reading raises."""
     root, coded = nn.Module(), {name: one for name, one in weights.tensors.items() if one.kind is not None}
+
+    @cache
+    def kernel(kind: type[Any]) -> Any:
+        return kind(os.environ)
+
     with opened(path) as stored:
         made: dict[tuple[str, str], nn.Parameter] = {}
         files = with_dense(stored) if coded or any(one.kind is not None for one in weights.layers.values()) else stored
@@ -231,58 +238,37 @@ def made_weights(weights: Weights, path: Path, *, packs: bool) -> tuple[nn.Modul
             if key not in made:
                 made[key] = nn.Parameter(_tensor(one, files), requires_grad=False)
             _parent(root, name).register_parameter(name.rpartition(".")[2], made[key])
-        _add_codes(root, coded, files)
-        kernels = _Kernels()
+        _add_codes(root, coded, files, kernel)
         for name, layers in weights.layers.items():
-            _parent(root, name).add_module(name.rpartition(".")[2], _made(layers, files, kernels))
+            _place(root, name, _made(layers, files, kernel))
         files.check_unchanged()
     made.clear()
     for name in weights.linears:
         if f"{name}.weight" in coded:
             continue
-        held, parent = root.get_submodule(name)._parameters, _parent(root, name)
+        held = root.get_submodule(name)._parameters
         if (weight := held.get("weight")) is None or weight.dim() != 2:
             raise Damaged(f"{name} is no linear layer")
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=held.get("bias") is not None, device="meta")
         layer._parameters.update(held)
-        parent.add_module(name.rpartition(".")[2], layer)
+        _place(root, name, layer)
     return root, pack(root, environment=os.environ) if packs else None
 
 
-class _Kernels:
-    """Those that layers need, each looked up once."""
-
-    @cached_property
-    def heads(self) -> HeadsKernel:
-        return HeadsKernel(os.environ)
-
-    @cached_property
-    def panels(self) -> PanelKernel:
-        return PanelKernel(os.environ)
-
-    @cached_property
-    def experts(self) -> ExpertsKernel:
-        return ExpertsKernel(os.environ)
-
-    @cached_property
-    def codes(self) -> QuantisedKernel:
-        return QuantisedKernel(os.environ)
-
-
-def _made(one: Layers, files: WeightsFiles, kernels: _Kernels) -> nn.Module:
+def _made(one: Layers, files: WeightsFiles, kernel: KernelOf) -> nn.Module:
     """Layers of ours."""
     bias = None if one.bias is None else _slice(files, one.bias, one.dtype)
     if one.kind is not None:
-        return _coded(one, one.kind, bias, files, kernels)
+        return _coded(one, one.kind, bias, files, kernel)
     weights = _matrices(one, files)
     if one.what == "heads":
-        return panel_heads(kernels.heads, weights, one.tail)
+        return panel_heads(kernel(HeadsKernel), weights, one.tail)
     if one.what == "router":
         computed = getattr(torch, one.computed)
         (weight,) = (each.to(computed) for each in weights)
         bias = None if bias is None else bias.to(computed)
-        return panel_linear(kernels.panels, Arena(panel_bytes(weight)), weight, bias)
-    return panel_experts(kernels.experts, kernels.panels, Arena(sum(map(panel_bytes, weights))), weights, bias)
+        return panel_linear(kernel(PanelKernel), Arena(panel_bytes(weight)), weight, bias)
+    return panel_experts(kernel(ExpertsKernel), kernel(PanelKernel), weights, bias)
 
 
 def _matrices(one: Layers, files: WeightsFiles) -> list[Tensor]:
@@ -294,29 +280,25 @@ def _matrices(one: Layers, files: WeightsFiles) -> list[Tensor]:
     return [part.T.contiguous() if one.turned else part for part in parts]
 
 
-def _coded(one: Layers, kind: CodesKind, biases: Tensor | None, files: WeightsFiles, kernels: _Kernels) -> OwnExperts:
+def _coded(one: Layers, kind: CodesKind, biases: Tensor | None, files: WeightsFiles, kernel: KernelOf) -> OwnExperts:
     """Experts with codes."""
-    dtype, layers = getattr(torch, one.dtype), list[QuantisedLinear]()
-    arena: Arena | None = None
-    for expert, names in enumerate(one.matrices):
-        parts = [codes_of(name, files.slices[name], kind) for name in names]
-        codes = side_by_side([part for part in parts if not isinstance(part, str)])
-        if isinstance(codes, str) or any(isinstance(part, str) for part in parts):
-            raise Damaged(f"{names[0]} has no codes")
-        arena = arena or Arena(len(one.matrices) * most_bytes(*codes.values.shape))
-        bias = None if biases is None else biases[expert].clone()
-        layers.append(QuantisedLinear(kernels.codes, codes, bias, dtype, arena))
-    return OwnExperts(kernels.experts, layers)
+
+    def of(expert: int) -> Codes | str:
+        return side_by_side(codes_of(name, files.slices[name], kind) for name in one.matrices[expert])
+
+    layers = coded_layers(kernel(QuantisedKernel), len(one.matrices), of, biases, getattr(torch, one.dtype))
+    if isinstance(layers, str):
+        raise Damaged(f"{one.matrices[0][0]} has no codes: {layers}")
+    return OwnExperts(kernel(ExpertsKernel), layers)
 
 
-def _add_codes(root: nn.Module, coded: Mapping[str, StoredTensor], files: WeightsFiles) -> None:
+def _add_codes(root: nn.Module, coded: Mapping[str, StoredTensor], files: WeightsFiles, kernel: KernelOf) -> None:
     """The layers of weights with codes. Their biases are there."""
     if not coded:
         return
     stored = {name: files.tensors.get(one.name or "") for name, one in coded.items()}
     if any(one is None or len(one.shape) != 2 for one in stored.values()):
         raise Damaged("the weights files hold no matrix of a layer with codes")
-    kernel = QuantisedKernel(os.environ)
     arena = Arena(sum(most_bytes(*one.shape) for one in stored.values() if one is not None))
     for name, one in coded.items():
         assert one.kind is not None
@@ -324,8 +306,11 @@ def _add_codes(root: nn.Module, coded: Mapping[str, StoredTensor], files: Weight
         if isinstance(codes, str):
             raise Damaged(f"{name} has no codes: {codes}")
         bias, path = _parent(root, name)._parameters.get("bias"), name.rpartition(".")[0]
-        layer = QuantisedLinear(kernel, codes, bias, getattr(torch, one.dtype), arena)
-        _parent(root, path).add_module(path.rpartition(".")[2], layer)
+        _place(root, path, QuantisedLinear(kernel(QuantisedKernel), codes, bias, getattr(torch, one.dtype), arena))
+
+
+def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+    _parent(root, path).add_module(path.rpartition(".")[2], module)
 
 
 def _parent(root: nn.Module, path: str) -> nn.Module:
@@ -343,7 +328,8 @@ def _tensor(one: StoredTensor, files: WeightsFiles) -> Tensor:
     dtype = getattr(torch, one.dtype)
     if math.prod(one.shape) * dtype.itemsize != len(one.data):
         raise Damaged("data of a tensor have another size than its shape")
-    return torch.frombuffer(bytearray(one.data), dtype=dtype).view(one.shape) if one.data else torch.empty(one.shape)
+    data = bytearray(one.data)
+    return torch.frombuffer(data, dtype=dtype).view(one.shape) if data else torch.empty(one.shape, dtype=dtype)
 
 
 def _slice(files: WeightsFiles, name: str, dtype: str) -> Tensor:

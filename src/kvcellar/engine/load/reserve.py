@@ -273,12 +273,11 @@ def _define(memory: Memory) -> None:
     cells = min(memory.storage.capacity().values(), default=0)
     if not cells:
         return
-    memory.begin(Batch((Feed(0, Span(0, cells)),)))
-    for group in memory.storage.groups:
-        for layer in () if group.of_input else group.layers:
-            for plane in group.planes:
-                memory.put(layer, **{plane.name: torch.zeros(cells, plane.heads, plane.size, device=memory.device)})
-    memory.abandon()
+    with memory.stepping(Batch((Feed(0, Span(0, cells)),))):
+        for group in memory.storage.groups:
+            for layer in () if group.of_input else group.layers:
+                for plane in group.planes:
+                    memory.put(layer, **{plane.name: torch.zeros(cells, plane.heads, plane.size, device=memory.device)})
 
 
 def _tried(
@@ -294,16 +293,12 @@ def _tried(
         guest.recording.clear()
     guest.draws.clear()
     batch, tables = Batch(tuple(feeds)), memory.storage.table_bytes
-    with uncollected(), peak(guest.device) as meter:
-        plan = memory.begin(batch, reserve=True)
-        try:
-            ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
-            count = len(feeds) if wanted is None else wanted
-            logits = guest.forward(memory, plan, ids, torch.arange(count, device=guest.device))
-            if draws and count:
-                _draw(guest.draws, logits, coupled=coupled)
-        finally:
-            memory.abandon()
+    with uncollected(), peak(guest.device) as meter, memory.stepping(batch, reserve=True) as plan:
+        ids = torch.zeros(batch.tokens, dtype=torch.long, device=guest.device)
+        count = len(feeds) if wanted is None else wanted
+        logits = guest.forward(memory, plan, ids, torch.arange(count, device=guest.device))
+        if draws and count:
+            _draw(guest.draws, logits, coupled=coupled)
     return meter.bytes - (memory.storage.table_bytes - tables)
 
 

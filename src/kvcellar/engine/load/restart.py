@@ -270,9 +270,8 @@ class Restored(Guest):
 def _first_logits(guest: Guest) -> str:
     """The digest of the logits after a few tokens."""
     memory = guest.memory({group.name: 2 * FIRST for group in guest.shape.groups}, rows=2)
-    plan = memory.begin(Batch((Feed(0, Span(0, FIRST)),)))
-    logits = guest.forward(memory, plan, range(1, FIRST + 1), [FIRST - 1])
-    memory.abandon()
+    with memory.stepping(Batch((Feed(0, Span(0, FIRST)),))) as plan:
+        logits = guest.forward(memory, plan, range(1, FIRST + 1), [FIRST - 1])
     return hashlib.sha256(logits.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

@@ -16,7 +16,7 @@ from kvcellar.memory.shapes import StoredAs
 from kvcellar.memory.tiers.codec import AesGcm, Cipher, Plain
 from kvcellar.places import state
 from kvcellar.text.tokens import SHORT, bytes_for
-from kvcellar.values import UNBOUNDED, Flag, Kind, Real, Whole
+from kvcellar.values import MOST_DEPTH, UNBOUNDED, Flag, Kind, Real, Whole
 
 RECORD = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -30,7 +30,6 @@ HOST_SHARE = 10  # the part of free CPU memory that what leaves a GPU may have
 DOCUMENT_SHARE = 64  # this part of the bytes of a store is for each of `DOCUMENTS`
 DOCUMENTS = 3  # kinds of what a front end keeps: named conversations, responses, tokens of replies
 NO_DRAFT = "none"
-MOST_DEPTH = 64  # drafts of a completion in a step
 # A forward of a GPU takes some 15 ms to launch, whatever it computes: see docs/howto/cuda.md.
 STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which other programs use too

@@ -1,4 +1,4 @@
 """models: load a transformers model, find which K/V and state it stores, and run it on our memory.
 
-No other package but `bench/hf_baseline.py` imports transformers.
+Besides this package, only `recording/capture.py` and `bench/hf_baseline.py` import transformers.
 """

@@ -44,11 +44,9 @@ from kvcellar.engine.models.weights.weights_files import WeightsFiles, check_dep
 from kvcellar.engine.models.weights.weights_loading import check_types, fill, sources_of, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, TokenizerFailed, panics_of, shown
 from kvcellar.progress import report
+from kvcellar.repository import MOST_TEXT, TEXTS
 from kvcellar.text.tokens import TextAssets
 from kvcellar.text.trial import TokenizerTrial
-
-MAX_FILE_BYTES = 256 << 20  # of one file of a tokenizer
-_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".vocab")
 
 
 @contextmanager
@@ -88,8 +86,8 @@ def text_assets(path: Path, config: Any, trial: TokenizerTrial) -> TextAssets | 
 
 def _too_long(path: Path) -> str | None:
     for file in (*path.iterdir(), *(path / "additional_chat_templates").glob("*")):
-        if file.suffix in _SUFFIXES and file.is_file() and file.stat().st_size > MAX_FILE_BYTES:
-            return f"{file.name} has {file.stat().st_size} bytes; {MAX_FILE_BYTES} are allowed"
+        if file.suffix in TEXTS and file.is_file() and file.stat().st_size > MOST_TEXT:
+            return f"{file.name} has {file.stat().st_size} bytes; {MOST_TEXT} are allowed"
     return None
 
 
@@ -130,10 +128,22 @@ log = logging.getLogger("kvcellar.engine.models")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # names in safetensors
-BUILD_ERRORS = (  # what transformers raises for configs and weights that do not fit
+_BUILD_ERRORS = (  # what transformers raises for configs and weights that do not fit
     OSError, ValueError, RuntimeError, LookupError, TypeError, ImportError, AttributeError, ArithmeticError,
     AssertionError, MemoryError, StrictDataclassError, SafetensorError,
 )  # fmt: skip
+
+
+@contextmanager
+def refusing(what: str, weights: WeightsFiles | None = None) -> Generator[None]:
+    """Within the block, what transformers raises is `ModelRefused`, which begins with `what`, unless a file of
+    `weights` has changed, which is the cause then."""
+    try:
+        yield
+    except _BUILD_ERRORS as error:
+        if weights is not None:
+            weights.check_unchanged()
+        raise ModelRefused(f"{what}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,19 +270,15 @@ def _generation_fields(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _generation_config(path: Path, fields: Mapping[str, Any]) -> GenerationConfig:
     """The object that transformers' `generate` reads."""
     own = (path / "generation_config.json").is_file()
-    try:
+    with refusing(f"transformers does not accept the generation config of {path.name}"):
         return GenerationConfig.from_dict({**fields, **({} if own else {"_from_model_config": True})})
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"transformers does not accept the generation config of {path.name}: {error}") from error
 
 
 def config_of(fields: Mapping[str, Any], weights: WeightsFiles) -> Any:
     """The transformers config, checked against the weights; nothing is built yet."""
     check_depth(fields, weights)
-    try:
+    with refusing(f"config.json does not fit {fields['model_type']}"):
         return AutoConfig.for_model(**fields)
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"config.json does not fit {fields['model_type']}: {error}") from error
 
 
 def _dtype(dtype: Dtype, config: Any, weights: WeightsFiles) -> torch.dtype:
@@ -304,11 +310,9 @@ def _device(device: str) -> torch.device:
 
 def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The network without weights, on the meta device."""
-    try:
-        with building(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+    what = f"transformers cannot build a {config.model_type} from config.json"
+    with refusing(what), building(), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _filled(
@@ -319,19 +323,13 @@ def _filled(
     coded = sum(math.prod(weights.tensors[name].shape) for name in later)
     plain = (_count(skeleton) - coded) * dtype.itemsize
     check_memory(plain + coded // 2 + sum(buffer.nbytes for buffer in skeleton.buffers()))  # codes have 4 bits or more
-    try:
+    with refusing(f"transformers cannot build {path.name}", weights):
         return fill(skeleton, dtype, weights, later=later)
-    except BUILD_ERRORS as error:
-        weights.check_unchanged()  # a file that changed is the cause
-        raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
 
 
 def _replaced(path: Path, network: PreTrainedModel, coding: Coding, weights: WeightsFiles) -> Served:
-    try:
+    with refusing(f"the quantised weights of {path.name} cannot be read", weights):
         served = replaced(network, coding)
-    except BUILD_ERRORS as error:
-        weights.check_unchanged()
-        raise ModelRefused(f"the quantised weights of {path.name} cannot be read: {error}") from error
     weights.check_unchanged()
     return served
 

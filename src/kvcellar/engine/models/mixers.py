@@ -150,7 +150,7 @@ class StateView:
 
     def put(self, rerun: "Rerun") -> None:
         """Store the states. If a part of the tokens may be committed, those after fewer tokens can be computed until
-        the step ends: from what was kept, or else by `rerun`.
+        the step ends: from what was kept, or else by `rerun`, unless that is the reason why they cannot.
         """
         stored = () if self._kernel is None else (recurrent(0),)
         for layer in self._states.keys() | self._done.keys():
@@ -202,6 +202,8 @@ class StateView:
         self, layer: int, rerun: "Rerun", indices: Sequence[int], counts: Sequence[int]
     ) -> Mapping[str, Tensor]:
         """Run the mixer again once per distinct count, since it takes rows of equal length."""
+        if isinstance(rerun, str):
+            raise NotSupported(rerun)
         found: dict[str, Tensor] = {}
         for count in set(counts):
             places = [place for place, other in enumerate(counts) if other == count]
@@ -226,8 +228,8 @@ def of_heads(plane: Tensor, head: int | None) -> Tensor:
     return plane if plane.dim() == 4 else plane[:, None]
 
 
-# The states of a mixer after the first so many tokens of the segments of these indices.
-Rerun = Callable[[Sequence[int], int], StateView]
+# The states of a mixer after the first so many tokens of the segments of these indices; or why there are none.
+Rerun = Callable[[Sequence[int], int], StateView] | str
 
 
 def _windows(longer: Tensor, indices: Sequence[int], counts: Sequence[int], kernel: int) -> Tensor:
@@ -298,7 +300,7 @@ class Mixing:
     def end(self) -> None:
         """Store the states of the layer that was called in parts, if there is one."""
         for view in self._views.values():
-            view.put(_no_rerun)
+            view.put("a part of the tokens cannot be kept: a layer that is called in parts did not read its states")
         self._layer = None
         self._views.clear()
 
@@ -376,10 +378,6 @@ class Mixing:
             wholes = whole if whole is not None else (None,) * len(part)
             return tuple(self._joined(w, p, rows) for w, p in zip(wholes, part, strict=True))
         return part
-
-
-def _no_rerun(indices: Sequence[int], length: int) -> StateView:
-    raise NotSupported("a part of the tokens cannot be kept: a layer that is called in parts did not read its states")
 
 
 def scan_kernel(network: nn.Module, environment: Mapping[str, str] = os.environ) -> ScanKernel | None:

@@ -32,7 +32,7 @@ Always true: between two forwards nothing is stored here; layers of a model's ow
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from kvcellar.engine.models.adapters.adapter_rows import AdapterRows
 from kvcellar.engine.models.mixers import Forward, Mixing, StateView
 from kvcellar.engine.models.weights.scan import Call
-from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnHeads
 from kvcellar.kernels.scans import ScanKernel
 from kvcellar.memory.kv.history import LayerHistory
@@ -389,8 +389,4 @@ class SoloDoor(StepDoor):
 
     def put(self) -> None:
         """Store the states after the forward."""
-        self._states.put(_no_part)
-
-
-def _no_part(indices: Sequence[int], length: int) -> StateView:
-    raise NotSupported("a part of the tokens cannot be kept: this model runs solo, and has recurrent sums")
+        self._states.put("a part of the tokens cannot be kept: this model runs solo, and has recurrent sums")

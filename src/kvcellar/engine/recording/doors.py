@@ -25,7 +25,7 @@ from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, size_of
 from kvcellar.engine.recording.program import Sizes as Values
 from kvcellar.engine.recording.recording import NotRecordable
 from kvcellar.engine.recording.trace import Sizes, Trace
-from kvcellar.errors import ModelRefused, NotSupported
+from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnExperts, OwnHeads
 from kvcellar.kernels.scans import Recurrence, ScanKernel
 from kvcellar.memory.shapes import Scoring
@@ -85,7 +85,10 @@ class RecordingDoor(Door):
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         if kernel_of(forward) is None:
             return forward(*args, **kwargs)
-        self._running = _TracedView(self._states, (), 1, kernel=kernel_of(forward))
+        return self._within(_TracedView(self._states, (), 1, kernel=kernel_of(forward)), forward, args, kwargs)
+
+    def _within(self, view: StateView, forward: Forward, args: Any, kwargs: Any) -> Any:
+        self._running = view
         try:
             return forward(*args, **kwargs)
         finally:
@@ -145,12 +148,9 @@ class DecodingDoor(StepDoor, RecordingDoor):
         return self._running
 
     def mix(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        self._running = view = _TracedView(self._states, (), 1, kernel=kernel_of(forward))
-        try:
-            out = forward(*mapped(args, self._apart), **mapped(kwargs, self._apart))
-        finally:
-            self._running = None
-        view.put(_no_part)
+        view = _TracedView(self._states, (), 1, kernel=kernel_of(forward))
+        out = self._within(view, forward, mapped(args, self._apart), mapped(kwargs, self._apart))
+        view.put("one token has no part")
         return mapped(out, self._together)
 
     def convolve(self, kernel: ScanKernel, x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -206,10 +206,6 @@ class _TracedView(StateView):
 
     def _scan(self, kernel: ScanKernel, layer: int, head: int | None, of: Recurrence, out: Tensor) -> None:
         self._rows.scan(layer, head, of, out)
-
-
-def _no_part(indices: Sequence[int], length: int) -> StateView:
-    raise NotSupported("one token has no part")
 
 
 class SampleDoor(Door):

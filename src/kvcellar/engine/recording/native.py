@@ -14,7 +14,8 @@ Always true:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kvcellar.engine.models.mixers import of_heads, scan_kernel
+from kvcellar.engine.models.mixers import of_heads
 from kvcellar.engine.models.weights.scan import recurrent
 from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, Argument, Op, Program, Size, resolved
 from kvcellar.engine.recording.recorded import FIXED, Recorded
@@ -30,7 +31,7 @@ from kvcellar.engine.recording.recorded_kernel import StepKernel
 from kvcellar.engine.recording.recorded_lowering import COPIES
 from kvcellar.engine.recording.recorded_outline import Bound, Call, Handler, Outline, outlined, symbols_of
 from kvcellar.engine.recording.recording import Execute, Executor, RecordedStep, Results
-from kvcellar.engine.recording.replay import constants_of, convolved, layers_of_cells, scanned, tensor_of
+from kvcellar.engine.recording.replay import constants_of, convolved, scanned, scans_of, sizes_of, tensor_of
 from kvcellar.kernels.layers import OwnExperts, OwnHeads, OwnLinear, PanelWeight, merged
 from kvcellar.kernels.scans import Recurrence, Rows, ScanKernel, runs_of
 from kvcellar.memory.attention.cpu import TYPES, Cpu
@@ -40,7 +41,6 @@ from kvcellar.memory.shapes import Scoring
 
 READS = "kvcellar.states"
 TOGETHER = 16  # rows with logits: their number changes with each prompt that ends, and binding takes milliseconds
-SCANNED = {"kvcellar.scan", "kvcellar.convolve", CONVOLVE, SCAN_STATES}  # operators of the kernel of scans
 Inputs = Sequence[Tensor]
 Outputs = Sequence[Tensor | None]
 
@@ -50,24 +50,35 @@ def native(network: nn.Module, kernel: StepKernel) -> Execute:
     return lambda program: NativeExecutor(program, network, kernel)
 
 
+@dataclass(frozen=True)
+class _Network:
+    """What bindings of all memories share. `fixed`: the addresses of constants."""
+
+    module: nn.Module
+    kernel: StepKernel
+    fixed: frozenset[int]
+
+    @cached_property
+    def scans(self) -> ScanKernel:
+        return scans_of(self.module)
+
+
 class NativeExecutor(Executor):
     """Runs one program of a network."""
 
     name = "native"
 
     def __init__(self, program: Program, network: nn.Module, kernel: StepKernel) -> None:
-        self._network, self._kernel = network, kernel
         self._constants = constants_of(program, network)
+        self._network = _Network(network, kernel, frozenset(one.data_ptr() for one in self._constants.values()))
         self._outline = outlined(program, self._constants, FIXED)  # for all memories
-        self._counted = layers_of_cells(program)
+        self._of_step = sizes_of(program)
         self._alike = all(_alike(op, network) for op in program.ops if "W" in symbols_of(_sizes(op, program)))
-        scans = any(op.name in SCANNED for op in program.ops)
-        self._scans = scan_kernel(network) if scans else None  # for all bindings, which may be cleared
         self._memories: WeakKeyDictionary[Memory, _Bound] = WeakKeyDictionary()
 
     @property
     def seconds(self) -> float:
-        return self._kernel.seconds
+        return self._network.kernel.seconds
 
     def clear(self) -> None:
         self._memories.clear()
@@ -75,15 +86,12 @@ class NativeExecutor(Executor):
     def run(self, step: RecordedStep) -> Results:
         bound = self._memories.get(step.memory)
         if bound is None:
-            fixed = frozenset(tensor.data_ptr() for tensor in self._constants.values())
-            bound = _Bound(self._outline, fixed, self._network, self._kernel, self._scans)
-            self._memories[step.memory] = bound
-        cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self._counted.items()}
+            bound = self._memories[step.memory] = _Bound(self._outline, self._network)
         rows, count = len(step.ids), len(step.wanted)
         if 1 < count < rows and self._alike and not step.adapters:
             more = min(rows, -(-count // TOGETHER) * TOGETHER) - count
             step = replace(step, wanted=torch.cat([step.wanted, step.wanted[-1:].expand(more)]))
-        results = bound.run(step, {"T": rows, "W": len(step.wanted), **cells})
+        results = bound.run(step, self._of_step(step))
         return replace(results, logits=results.logits[:count])
 
 
@@ -105,18 +113,10 @@ def _alike(op: Op, network: nn.Module) -> bool:
 class _Bound:
     """A program that is bound to one memory."""
 
-    def __init__(
-        self,
-        outline: Outline,
-        fixed: frozenset[int],
-        network: nn.Module,
-        kernel: StepKernel,
-        scans: ScanKernel | None,
-    ) -> None:
-        """`fixed` are the addresses of constants."""
+    def __init__(self, outline: Outline, network: _Network) -> None:
         states = [op.args[0] for op in outline.program.ops if op.name == READS]
-        self._handlers = _Handlers(fixed, network, kernel, states, scans)
-        self._recorded = Recorded(outline, self._handlers.by_operator(), kernel)
+        self._handlers = _Handlers(network, states)
+        self._recorded = Recorded(outline, self._handlers.by_operator(), network.kernel)
 
     def run(self, step: RecordedStep, sizes: Mapping[str, int]) -> Results:
         with self._handlers.opened(step):
@@ -135,15 +135,8 @@ class _Handlers:
     """Bind operators to one memory (`Handler`). Operators that are called through the door of the running step find it
     in `_open`. Nothing here refers to the bindings, so that they are freed with the last reference to them."""
 
-    def __init__(
-        self,
-        fixed: frozenset[int],
-        network: nn.Module,
-        kernel: StepKernel,
-        states: Sequence[Argument],
-        scans: ScanKernel | None,
-    ) -> None:
-        self._fixed, self._network, self._kernel, self._scans = fixed, network, kernel, scans
+    def __init__(self, of: _Network, states: Sequence[Argument]) -> None:
+        self._of, self._network = of, of.module
         self.states = states  # layers whose states native calls read and store
         self._open: RecordedStep | None = None
         self.put: dict[int, tuple[tuple[int, str], ...]] = {}  # layers whose keys and values native calls store
@@ -263,7 +256,7 @@ class _Handlers:
         latent, scoring = op.name == "kvcellar.attend_latent", _scoring(op, sinks)
         rows = q if latent else q.transpose(1, 2)  # [1,T,H,D]
         history = self._history(layer)
-        fixed = all(one.data_ptr() in self._fixed for one in sinks)
+        fixed = all(one.data_ptr() in self._of.fixed for one in sinks)
         typed = q.dtype is out.dtype and q.dtype in TYPES and q.stride(-1) == 1 and len(rows[0]) > 0
         if fixed and typed and isinstance(history.backend, Cpu):
             return history.backend.native(history, scoring, rows[0], out[0], latent=latent)
@@ -302,31 +295,27 @@ class _Handlers:
         names, values = (op.args[1], inputs) if writes else (planes, outputs)
         assert isinstance(names, Iterable)
         used = [(planes[str(name)], one) for name, one in zip(names, values, strict=True) if one is not None]
-        return [
-            self._kernel.rows(self._runs[len(one)][:, int(writes)], plane, one, writes=writes) for plane, one in used
-        ]
+        rows = self._of.kernel.rows
+        return [rows(self._runs[len(one)][:, int(writes)], plane, one, writes=writes) for plane, one in used]
 
     def _scan(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """A recurrence of one token of each sequence, on state rows."""
         (layer, head, *rest), given, out = op.args, iter(inputs), _only(outputs)
         assert isinstance(layer, int)
         assert head is None or isinstance(head, int)
-        assert self._scans is not None, "a program has scans where there is a kernel"
         of = Recurrence(*resolved(tuple(rest), lambda _: next(given), {}, None))
         plane = of_heads(self._step.memory.states.planes(layer)[recurrent(0)], head)
-        return self._scans.native(of, Rows(plane, plane, self._runs[len(out)], len(out)), out)
+        return self._of.scans.native(of, Rows(plane, plane, self._runs[len(out)], len(out)), out)
 
     def _convolve(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """A convolution along the text, of each channel by itself."""
         (x, weight, *bias), (silu, by_token) = inputs, op.args[3:]
-        assert self._scans is not None, "a program has convolutions where there is a kernel"
         out = _only(outputs).transpose(1, 2) if by_token else _only(outputs)
-        return self._scans.native_convolution(x, weight, bias[0] if bias else None, out, silu=bool(silu))
+        return self._of.scans.native_convolution(x, weight, bias[0] if bias else None, out, silu=bool(silu))
 
     def _convolved(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """A convolution of each sequence by itself. Its inputs are copied: they may be kept until the step ends."""
-        (new, weight, *bias), (*where, by_token), kernel = inputs, op.args[3:], self._scans
-        assert kernel is not None, "a program has convolutions where there is a kernel"
+        (new, weight, *bias), (*where, by_token), kernel = inputs, op.args[3:], self._of.scans
         out = _only(outputs).transpose(1, 2) if by_token else _only(outputs)
 
         def call() -> None:
@@ -337,8 +326,7 @@ class _Handlers:
 
     def _scanned(self, op: Op, inputs: Inputs, outputs: Outputs) -> Bound:
         """A recurrence of each sequence by itself. Its inputs are copied, as those of convolutions are."""
-        (layer, head, *rest), out, kernel = op.args, _only(outputs), self._scans
-        assert kernel is not None, "a program has scans where there is a kernel"
+        (layer, head, *rest), out, kernel = op.args, _only(outputs), self._of.scans
 
         def call() -> None:
             given = (one.clone() for one in inputs)

@@ -117,10 +117,10 @@ class Op:
     """`outputs` are the values that it writes, in the order in which the operator returns them; None: not used. An
     operator that writes into an argument (`aten.copy_`) has that argument's storage as its output."""
 
-    name: str
-    args: tuple[Argument, ...]
-    kwargs: Mapping[str, Argument]
-    outputs: tuple[int | None, ...]
+    name: Annotated[str, Meta(pattern=r"^(aten|prims|kvcellar)\.\w+(\.\w+)?$")]
+    args: tuple[Any, ...]  # of `Argument`, a recursive type, which msgspec does not read
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Index | None, ...]
 
     @property
     def reads(self) -> list[int]:
@@ -133,12 +133,12 @@ class Program:
     """A forward. `inputs` by name: ids [T], positions [T], wanted [W], all int64. `outputs` by name: logits [W,V], and
     hidden [T,hidden], what the output head reads, where it is known."""
 
-    symbols: tuple[str, ...]
+    symbols: tuple[Annotated[str, Meta(pattern=r"^[A-Z]\d*$")], ...]
     values: tuple[Value, ...]
-    constants: Mapping[int, Constant]  # by storage
-    inputs: Mapping[str, int]
+    constants: Mapping[Index, Constant]  # by storage
+    inputs: Mapping[str, Index]
     ops: tuple[Op, ...]
-    outputs: Mapping[str, int]
+    outputs: Mapping[str, Index]
 
     def check(self) -> None:
         """Assert what is always true."""

@@ -29,7 +29,7 @@ from torch import Tensor
 from kvcellar.engine.recording.program import Op, Size, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_kernel import WORDS, StepKernel, instruction, span
 from kvcellar.engine.recording.recorded_lowering import Lowering
-from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Small, Take, View, placed
+from kvcellar.engine.recording.recorded_operators import ALIGNED, Life, Small, Take, View, placed, viewed
 from kvcellar.engine.recording.recorded_outline import (
     Bound,
     Call,
@@ -165,11 +165,6 @@ class Binding:
     def bytes(self) -> int:
         """Of its instructions."""
         return len(self._words) * self._words.itemsize
-
-    @property
-    def calls(self) -> int:
-        """How often the compiled loop stops for Python in a run."""
-        return sum(not isinstance(part, tuple) for part in self._parts)
 
     def run(self, sizes: Sizes) -> None:
         """Raises what an operator raises, `IndexError` for an index of a row that is not there, and `MemoryError`."""
@@ -361,24 +356,14 @@ class Binder:
     def _value(self, index: int) -> Tensor:
         if (view := self._views[index]) is not None:
             return self._tensor(view)
-        value, sizes = self._values[index], self._late.sizes
-        shape, strides = ([size_of(one, sizes) for one in of] for of in (value.shape, value.strides))
-        offset = size_of(value.offset, sizes)
-        dtype: torch.dtype = getattr(torch, value.dtype)
-        last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        made = self._late.made.get(value.storage)
+        view = viewed(self._values[index], self._late.sizes)
+        made = self._late.made.get(view.storage)
         if made is None:
-            made = self._late.made[value.storage] = torch.empty(
-                (last + 1) * dtype.itemsize, dtype=torch.uint8, device="cpu"
-            )
-        return torch.empty(0, dtype=dtype, device="cpu").set_(made.untyped_storage(), offset, shape, strides)
+            made = self._late.made[view.storage] = torch.empty(view.bytes, dtype=torch.uint8, device="cpu")
+        return view.tensor(made, 0)
 
     def _tensor(self, view: View) -> Tensor:
-        memory, before = self._memory[view.storage]
-        at = before // view.dtype.itemsize + view.offset
-        return torch.empty(0, dtype=view.dtype, device="cpu").set_(
-            memory.untyped_storage(), at, view.shape, view.strides
-        )
+        return view.tensor(*self._memory[view.storage])
 
     def _address(self, view: View) -> int:
         memory, before = self._memory[view.storage]

@@ -80,10 +80,10 @@ class Functions:
         name, *symbols = candidate
         line = self._lines(name)
         called = self._called(symbols) if line else None
-        if called is None or not _same(self._compute(line, called, inputs), torchs(inputs)):
+        if called is None or not same_bits(self._compute(line, called, inputs), torchs(inputs)):
             return None
         pieces = [inputs[length : 2 * length].clone() for length in PIECES]
-        return Function(line, called, not all(_same(self._compute(line, called, x), torchs(x)) for x in pieces))
+        return Function(line, called, not all(same_bits(self._compute(line, called, x), torchs(x)) for x in pieces))
 
     def _called(self, symbols: list[str]) -> Addresses | None:
         addresses = Addresses()
@@ -96,11 +96,6 @@ class Functions:
                 return None
             addresses.at[place] = ctypes.cast(function, ctypes.c_void_p).value
         return addresses
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether all bits are equal, except that all NaNs are the same."""
-    return bool(((one.view(torch.int32) == other.view(torch.int32)) | (one.isnan() & other.isnan())).all())
 
 
 SOURCE = SOURCES / "step.cpp"

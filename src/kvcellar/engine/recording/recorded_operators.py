@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from kvcellar.engine.recording.program import Sizes, Value, size_of
 from kvcellar.engine.recording.recorded_kernel import DIMS, Operand, instruction, operand
 
 ALIGNED = 64  # bytes
@@ -40,6 +42,12 @@ class View(NamedTuple):
     def bytes(self) -> int:
         return self.elements * self.dtype.itemsize
 
+    def tensor(self, memory: Tensor, before: int) -> Tensor:
+        """The tensor, where its storage begins `before` bytes behind that of `memory`."""
+        at = before // self.dtype.itemsize + self.offset
+        made = torch.empty(0, dtype=self.dtype, device="cpu")
+        return made.set_(memory.untyped_storage(), at, self.shape, self.strides)
+
     def row_stride(self) -> int:
         """The number of elements that belong to a row, one row after the other, perhaps in several such blocks; 0 if
         rows are not apart in that way. Then a row's elements are those whose index, modulo rows * stride, divided by
@@ -64,6 +72,11 @@ class View(NamedTuple):
         strides[self.row] = 0
         offset = self.offset // block * stride + self.offset % block
         return self._replace(offset=offset, strides=tuple(strides))
+
+
+def viewed(value: Value, sizes: Sizes) -> View:
+    shape, strides = (tuple(size_of(one, sizes) for one in of) for of in (value.shape, value.strides))
+    return View(value.storage, size_of(value.offset, sizes), shape, strides, getattr(torch, value.dtype))
 
 
 class Life(NamedTuple):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvcellar.engine.recording.program import Argument, Cache, Number, Op, Program, Ref, Sizes, Value, resolved, size_of
+from kvcellar.engine.recording.program import Argument, Cache, Number, Op, Program, Ref, Sizes, Value, resolved
 from kvcellar.engine.recording.recorded_lowering import operator
+from kvcellar.engine.recording.recorded_operators import viewed
 from kvcellar.kernels.compiled import Native, error_of
 
 Call = Callable[[], None]
@@ -115,32 +116,21 @@ def _late(program: Program, symbols: Collection[str]) -> tuple[bool, ...]:
 def computed(program: Program, ops: Sequence[Op], constants: Mapping[int, Tensor], symbols: Sizes) -> dict[int, Tensor]:
     """The storages that these operators write, from constants alone, as bytes."""
     sizes: dict[int, int] = {}
-    for value in (program.values[index] for op in ops for index in op.outputs if index is not None):
-        sizes[value.storage] = max(sizes.get(value.storage, 1), _bytes(value, symbols))
+    for index in (index for op in ops for index in op.outputs if index is not None):
+        view = viewed(program.values[index], symbols)
+        sizes[view.storage] = max(sizes.get(view.storage, 1), view.bytes)
     made = {storage: torch.empty(size, dtype=torch.uint8, device="cpu") for storage, size in sizes.items()}
 
     def tensor(index: int) -> Tensor:
-        value = program.values[index]
-        dtype: torch.dtype = getattr(torch, value.dtype)
-        whole = made[value.storage] if value.storage in made else constants[value.storage]
-        at = int(whole.storage_offset()) * whole.itemsize // dtype.itemsize + size_of(value.offset, symbols)
-        shape, strides = ([size_of(one, symbols) for one in of] for of in (value.shape, value.strides))
-        return torch.empty(0, dtype=dtype, device="cpu").set_(whole.untyped_storage(), at, shape, strides)
+        view = viewed(program.values[index], symbols)
+        whole = made[view.storage] if view.storage in made else constants[view.storage]
+        return view.tensor(whole, int(whole.storage_offset()) * whole.itemsize)
 
     with torch.no_grad():
         for op in ops:
             outputs = [None if index is None else tensor(index) for index in op.outputs]
             of_torch(op, [tensor(index) for index in op.reads], outputs, symbols)()
     return made
-
-
-def _bytes(value: Value, symbols: Sizes) -> int:
-    """Of its storage, up to its last element."""
-    last = size_of(value.offset, symbols)
-    for n, stride in zip(value.shape, value.strides, strict=True):
-        last += (size_of(n, symbols) - 1) * size_of(stride, symbols)
-    dtype: torch.dtype = getattr(torch, value.dtype)
-    return max(0, last + 1) * dtype.itemsize
 
 
 def _row(value: Value) -> tuple[int, str] | None:

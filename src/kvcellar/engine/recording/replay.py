@@ -3,7 +3,7 @@
 Always true: every value of a program has the strides that the program says, whatever an operator returned.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from kvcellar.engine.models.mixers import StateView, scan_kernel, scan_rows
 from kvcellar.engine.models.seam import FlatDoor
 from kvcellar.engine.models.weights.scan import recurrent
-from kvcellar.engine.recording.program import CONVOLVE, SCAN_STATES, Op, Program, Sizes, resolved, size_of
+from kvcellar.engine.recording.program import Op, Program, Sizes, resolved, size_of
 from kvcellar.engine.recording.recorded_lowering import operator
 from kvcellar.engine.recording.recording import Executor, NotRecordable, RecordedStep, Results
 from kvcellar.kernels.scans import Recurrence, ScanKernel
@@ -31,12 +31,15 @@ class Replay(Executor):
         self.device = next(network.parameters()).device
         self.constants = constants_of(program, network)
         self.functions = {op.name: operator(op.name) for op in program.ops if not op.name.startswith("kvcellar.")}
-        self.counted = layers_of_cells(program)
+        self.sizes = sizes_of(program)
         self.last_uses = _last_uses(program)
 
+    @cached_property
+    def scans(self) -> ScanKernel:
+        return scans_of(self.network)
+
     def run(self, step: RecordedStep) -> Results:
-        cells = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in self.counted.items()}
-        run = _Run(self, step, {"T": len(step.ids), "W": len(step.wanted), **cells})
+        run = _Run(self, step, self.sizes(step))
         for name, tensor in (("ids", step.ids), ("positions", step.positions), ("wanted", step.wanted)):
             run.store(self.program.inputs[name], tensor)
         for number, op in enumerate(self.program.ops):
@@ -64,18 +67,7 @@ class _Run:
         return GuestCache(self._door)
 
     def step(self, op: Op) -> None:
-        if op.name == CONVOLVE:
-            (*args, by_token), kernel = self._resolved(op)[0], scan_kernel(self._replay.network)
-            assert kernel is not None, "a program has convolutions where there is a kernel"
-            longer = self._shape(self._values[op.outputs[0] or 0].shape)[1 if by_token else 2]
-            made = nn.functional.pad(convolved(self._door, kernel, *args), (longer - args[0].shape[2], 0))
-            made = made.transpose(1, 2) if by_token else made
-        elif op.name == SCAN_STATES:
-            (layer, head, *given), kernel = self._resolved(op)[0], scan_kernel(self._replay.network)
-            assert kernel is not None, "a program has scans where there is a kernel"
-            dtype = getattr(torch, self._values[op.outputs[0] or 0].dtype)
-            made = scanned(self._door, kernel, layer, head, Recurrence(*given), dtype)
-        elif op.name.startswith("kvcellar."):
+        if op.name.startswith("kvcellar."):
             made = self._ours(op)
         else:
             function = self._replay.functions[op.name]
@@ -118,15 +110,24 @@ class _Run:
         args, *kwargs = (resolved(one, self.tensor, self._sizes, self._cache) for one in (op.args, *op.kwargs.values()))
         return args, dict(zip(op.kwargs, kwargs, strict=True))
 
-    def _scan(self, layer: int, head: int | None, *given: Any, dtype: torch.dtype) -> Tensor:
-        of, kernel, states = Recurrence(*given), scan_kernel(self._replay.network), self._step.memory.states
-        assert kernel is not None, "a program has scans where there is a kernel"
-        out = of.first.new_empty(of.shape, dtype=dtype)
-        scan_rows(kernel, of, states.planes(layer)[recurrent(0)], head, self._step.plan.states, out)
+    def _dtype(self, op: Op) -> torch.dtype:
+        """Of its first output."""
+        return getattr(torch, self._values[op.outputs[0] or 0].dtype)
+
+    def _convolved(self, op: Op, *args: Any) -> Tensor:
+        *given, by_token = args
+        longer = self._shape(self._values[op.outputs[0] or 0].shape)[1 if by_token else 2]
+        new = convolved(self._door, self._replay.scans, *given)
+        out = nn.functional.pad(new, (longer - new.shape[2], 0))
+        return out.transpose(1, 2) if by_token else out
+
+    def _scan(self, op: Op, layer: int, head: int | None, *given: Any) -> Tensor:
+        of, plane = Recurrence(*given), self._step.memory.states.planes(layer)[recurrent(0)]
+        out = of.first.new_empty(of.shape, dtype=self._dtype(op))
+        scan_rows(self._replay.scans, of, plane, head, self._step.plan.states, out)
         return out
 
     def _ours(self, op: Op) -> Any:  # noqa: C901 - an operator of ours each
-
         args, kwargs = self._resolved(op)
         match op.name:
             case "kvcellar.linear":
@@ -157,17 +158,20 @@ class _Run:
                 return ()
             case "kvcellar.convolve":
                 x, weight, bias, silu, by_token = args
-                kernel = scan_kernel(self._replay.network)
-                assert kernel is not None, "a program has convolutions where there is a kernel"
-                out = kernel.convolve(x, weight, bias, silu=silu)
+                out = self._replay.scans.convolve(x, weight, bias, silu=silu)
                 return out.transpose(1, 2) if by_token else out
+            case "kvcellar.convolve_states":
+                return self._convolved(op, *args)
             case "kvcellar.scan":
-                return self._scan(*args, dtype=getattr(torch, self._values[op.outputs[0] or 0].dtype))
+                return self._scan(op, *args)
+            case "kvcellar.scan_states":
+                layer, head, *given = args
+                return scanned(self._door, self._replay.scans, layer, head, Recurrence(*given), self._dtype(op))
             case "kvcellar.dense":
                 layer, plane = args
                 k, v, _ = self._door.history(layer).dense()
                 stored = (k if plane == "k" else v).transpose(0, 1)[None]
-                return stored.to(getattr(torch, self._values[op.outputs[0] or 0].dtype))
+                return stored.to(self._dtype(op))
             case "kvcellar.attend_dense":
                 q, k, v, layer = args
                 history = self._door.history(layer)
@@ -210,16 +214,28 @@ def scanned(door: FlatDoor, kernel: ScanKernel, layer: Any, head: Any, of: Recur
     return door.mixing.part(layer, of_alike, of.tokens, kernel)
 
 
-def layers_of_cells(program: Program) -> dict[str, int]:
-    """By symbol that is a number of cells, a layer whose cells these are."""
-    found: dict[str, int] = {}
+def scans_of(network: nn.Module) -> ScanKernel:
+    """The kernel of a network whose programs have scans or convolutions."""
+    kernel = scan_kernel(network)
+    assert kernel is not None, "a program has them where there is a kernel"
+    return kernel
+
+
+def sizes_of(program: Program) -> Callable[[RecordedStep], Sizes]:
+    """What returns the number of each symbol in a step."""
+    cells: dict[str, int] = {}  # by symbol that is a number of cells, a layer whose cells these are
     for op in program.ops:
         match op:
             case Op("kvcellar.dense", (int(layer), _), _, (int(stored),)):
-                found[str(program.values[stored].shape[2])] = layer
+                cells[str(program.values[stored].shape[2])] = layer
             case _:
                 continue
-    return found
+
+    def sizes(step: RecordedStep) -> Sizes:
+        counts = {symbol: len(step.door.history(layer).step.columns.cells) for symbol, layer in cells.items()}
+        return {"T": len(step.ids), "W": len(step.wanted), **counts}
+
+    return sizes
 
 
 def constants_of(program: Program, network: nn.Module) -> dict[int, Tensor]:

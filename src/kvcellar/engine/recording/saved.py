@@ -4,54 +4,19 @@ Records are maps by the names of their fields, tuples are arrays. What is read i
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Struct
 
 from kvcellar.engine.models.guest import Guest
 from kvcellar.engine.recording.facts import digest, network, packages
 from kvcellar.engine.recording.kept import Damaged, Kept, place_of
-from kvcellar.engine.recording.program import (
-    Argument,
-    Cache,
-    Constant,
-    Dtype,
-    Index,
-    Number,
-    Op,
-    Program,
-    Ref,
-    Value,
-    resolved,
-    size_of,
-)
+from kvcellar.engine.recording.program import Cache, Dtype, Number, Program, Ref, resolved, size_of
 from kvcellar.engine.recording.recording import Captured
 
 FORMAT = b"kvcellar recording 3\n"
-
-
-class _Op(Struct):
-    name: Annotated[str, Meta(pattern=r"^(aten|prims|kvcellar)\.\w+(\.\w+)?$")]
-    args: list[Any]  # their type is recursive, which only types of msgspec may be
-    kwargs: dict[str, Any]
-    outputs: tuple[Index | None, ...]
-
-
-class _Program(Struct, forbid_unknown_fields=True):
-    symbols: tuple[Annotated[str, Meta(pattern=r"^[A-Z]\d*$")], ...]
-    values: tuple[Value, ...]
-    constants: dict[Index, Constant]
-    inputs: dict[str, Index]
-    ops: list[_Op]
-    outputs: dict[str, Index]
-
-
-class _Captured(Struct):
-    program: _Program
-    opaque: dict[str, str]
-    decoding: _Program | None
 
 
 def encoded(captured: Captured) -> bytes:
@@ -61,17 +26,20 @@ def encoded(captured: Captured) -> bytes:
 def decoded(stored: bytes) -> Captured:
     """Raises `Damaged` unless `stored` is what `encoded` returns."""
     try:
-        found = msgspec.msgpack.decode(stored, type=_Captured)
+        found = msgspec.msgpack.decode(stored, type=Captured)
         decoding = None if found.decoding is None else _program(found.decoding)
-        return Captured(_program(found.program), found.opaque, decoding)
+        return replace(found, program=_program(found.program), decoding=decoding)
     except (ValueError, ArithmeticError, LookupError, AssertionError, RecursionError) as error:
         raise Damaged(str(error)) from error
 
 
-def _program(stored: _Program) -> Program:
-    """Raises errors of several classes for one that cannot be run."""
-    ops = tuple(Op(op.name, _argument(op.args), _keywords(op.kwargs), op.outputs) for op in stored.ops)
-    program = Program(stored.symbols, stored.values, stored.constants, stored.inputs, ops, stored.outputs)
+def _program(stored: Program) -> Program:
+    """The same with arguments of their types. Raises errors of several classes for one that cannot be run."""
+    ops = (
+        replace(op, args=_argument(list(op.args)), kwargs={name: _argument(one) for name, one in op.kwargs.items()})
+        for op in stored.ops
+    )
+    program = replace(stored, ops=tuple(ops))
     sample = dict.fromkeys(program.symbols, 7)
     for value in program.values:
         for size in (*value.shape, *value.strides, value.offset):
@@ -94,10 +62,6 @@ def _argument(stored: Any) -> Any:
     if isinstance(stored, dict):
         return msgspec.convert(stored, Ref | Number | Dtype | Cache)
     return tuple(map(_argument, stored)) if isinstance(stored, list) else stored
-
-
-def _keywords(stored: dict[str, Any]) -> dict[str, Argument]:
-    return {name: _argument(one) for name, one in stored.items()}
 
 
 class Programs(Kept[Captured]):

@@ -1,5 +1,3 @@
-"""sample: how the next token is chosen. `params` are the parameters of a request, `sampler` the state of a completion,
-`draw` the operations on logits.
-
-`params` and `sampler` import without torch.
+"""sample: how the next token is chosen. `sampler` is the state of a completion, and imports without torch; `draw` are
+the operations on logits.
 """

@@ -82,12 +82,9 @@ class AssistantDrafter:
         feeds = [
             Feed(seq, Span(end - 1, end), stores=False) for seq, end in zip(seqs, ends, strict=True) if seq is not None
         ]
-        plan = self._memory.begin(Batch(tuple(feeds)))
-        try:
-            ids = [(chain.tokens or chain.text)[-1] for chain in chains]
+        ids = [(chain.tokens or chain.text)[-1] for chain in chains]
+        with self._memory.stepping(Batch(tuple(feeds))) as plan:
             return self._head.forward(self._memory, plan, ids, hidden, ends)
-        finally:
-            self._memory.abandon()
 
     def fork(self, key: Key, other: Key) -> None:
         if (state := self._states.get(key)) is not None:

@@ -23,7 +23,8 @@ Always true between two calls:
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -122,7 +123,7 @@ class DraftMemory:
         """Give a completion another sequence, which is empty, and return it. Its entries begin at a position that the
         drafter chooses, so it is not shared, nor kept when the completion is over."""
         self.close(text.key, keep=False)
-        seq = self.spare()
+        seq = self.cache.number()
         prefix = self.cache.prefixes.begin(seq, text.namespace, b"", text.retention)
         self._places[text.key] = _Place(prefix, array("q"), apart=True)
         return seq
@@ -177,9 +178,23 @@ class DraftMemory:
         if claim is not None or place.prefix.published < min(end, began):
             self.cache.prefixes.publish(place.prefix, place.elements, end, claim)
 
-    def spare(self) -> int:
-        """The number of a new sequence, for drafts, which the drafter drops before its call ends."""
-        return self.cache.number()
+    @contextmanager
+    def forks(self) -> Iterator[Callable[[int], int]]:
+        """Within the block: what returns the fork of a sequence, made when it is first asked for. Forks are dropped at
+        its end."""
+        made: dict[int, int] = {}
+
+        def fork(seq: int) -> int:
+            if seq not in made:
+                made[seq] = self.cache.number()
+                self.memory.fork(seq, made[seq], self.memory.length(seq))
+            return made[seq]
+
+        try:
+            yield fork
+        finally:
+            for one in filter(self.memory.has, made.values()):
+                self.memory.drop(one)
 
     def fork(self, key: Key, other: Key) -> None:
         """The completion `other` begins with the text of `key`."""

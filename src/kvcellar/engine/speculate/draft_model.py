@@ -7,7 +7,7 @@ Always true between two calls:
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -54,20 +54,13 @@ class ModelDrafter:
     def propose(self, chains: Sequence[Chain]) -> None:
         keys = [chain.key for chain in chains]
         ready = self._caught_up([chain for chain in chains if len(chain.text) + chain.left <= self._context], keys)
-        forks: dict[Key, int] = {}
-        try:
+        with self.cache.forks() as fork:
             while going := [(chain, seq) for chain, seq in ready if chain.left > 0]:
                 if not self.cache.make_free(len(going), len(going), keys):
                     break
-                for chain, seq in going:
-                    if chain.key not in forks:
-                        fork = forks[chain.key] = self.cache.spare()
-                        self._memory.fork(seq, fork, self._memory.length(seq))
-                logits = [self._drafted(part, forks) for part in self._parts([chain for chain, _ in going])]
+                drafting = [(chain, fork(seq)) for chain, seq in going]
+                logits = [self._drafted(part) for part in self._parts(drafting)]
                 extend([chain for chain, _ in going], torch.cat(logits))
-        finally:
-            for fork in filter(self._memory.has, forks.values()):
-                self._memory.drop(fork)
 
     def committed(self, news: Sequence[Committed]) -> None:
         """Nothing depends on hidden states."""
@@ -112,12 +105,10 @@ class ModelDrafter:
             self.cache.keep(chain, claims.get(seq))
         return logits
 
-    def _drafted(self, chains: Sequence[Chain], forks: Mapping[Key, int]) -> Tensor:
-        """Compute the last draft of each chain. -> [len(chains),V]: logits after it"""
-        seqs = [forks[chain.key] for chain in chains]
-        ends = [self._memory.length(seq) for seq in seqs]
-        feeds = [Feed(seq, Span(end, end + 1)) for seq, end in zip(seqs, ends, strict=True)]
-        return self._step(feeds, [chain.tokens[-1:] for chain in chains])[0]
+    def _drafted(self, drafting: Sequence[tuple[Chain, int]]) -> Tensor:
+        """Compute the last draft of each chain on its fork. -> [len(drafting),V]: logits after it"""
+        feeds = [Feed(seq, Span(at := self._memory.length(seq), at + 1)) for _, seq in drafting]
+        return self._step(feeds, [chain.tokens[-1:] for chain, _ in drafting])[0]
 
     def _parts(self, things: Sequence[T]) -> list[Sequence[T]]:
         """What is computed in one forward, each."""
@@ -128,14 +119,9 @@ class ModelDrafter:
         the commit"""
         ids = [token for own in tokens for token in own]
         ends = [sum(map(len, tokens[: i + 1])) - 1 for i in range(len(tokens))]
-        plan = self._memory.begin(Batch(tuple(feeds)))
-        try:
+        with self._memory.stepping(Batch(tuple(feeds))) as plan:
             logits = self._forward(self._memory, plan, ids, ends)
             return logits, self._memory.commit()
-        except BaseException:
-            if self._memory.step is not None:
-                self._memory.abandon()
-            raise
 
     def check(self) -> None:
         """Assert what is always true between two calls."""

@@ -201,18 +201,13 @@ class HeadDrafter:
         out = torch.cat([one.line.hidden[: len(one)] for one in rows])  # [T,H]
         places = [pos for one in rows for pos in range(one.line.base, one.stop)]
         ends = torch.tensor([len(one) for one in rows], device=out.device).cumsum(0) - 1
-        plan = self._memory.begin(Batch(feeds))
-        try:
+        with self._memory.stepping(Batch(feeds)) as plan:
             for layer in range(self._head.layers):
                 ids = self._ids(rows, 1 + layer, [chain.tokens for chain in chains])
                 out = self._head.forward(self._memory, plan, layer, ids, out, [pos + 1 + layer for pos in places])
                 if going := [row for row, chain in enumerate(chains) if chain.left > 0]:
                     extend([chains[row] for row in going], self._head.logits(out[ends[going]]))
             claims = self._memory.commit({one.seq: one.kept for one in rows})
-        except BaseException:
-            if self._memory.step is not None:
-                self._memory.abandon()
-            raise
         for one in rows:
             one.line.advance(one.kept)
             if one.line.apart is None:
@@ -229,35 +224,23 @@ class HeadDrafter:
 
     def _deepen(self, rows: Sequence[_Rows], chains: Sequence[Chain], hidden: Tensor) -> None:
         """More drafts of the only layer, from its own output [len(rows),H] at the last row of each, on forks."""
-        forks: dict[int, int] = {}
-        try:
+        with self.cache.forks() as fork:
             while going := [row for row, chain in enumerate(chains) if chain.left > 0]:
                 if not self.cache.make_free(len(going), len(going), [chain.key for chain in chains]):
                     break
-                for row in going:
-                    if row not in forks:
-                        fork = forks[row] = self.cache.spare()
-                        self._memory.fork(rows[row].seq, fork, self._memory.length(rows[row].seq))
-                out = self._drafted([forks[row] for row in going], [chains[row] for row in going], hidden[going])
-                extend([chains[row] for row in going], self._head.logits(out))
+                forks, drafting = [fork(rows[row].seq) for row in going], [chains[row] for row in going]
+                out = self._drafted(forks, drafting, hidden[going])
+                extend(drafting, self._head.logits(out))
                 hidden = hidden.index_copy(0, torch.tensor(going, device=hidden.device), out)
-        finally:
-            for fork in filter(self._memory.has, forks.values()):
-                self._memory.drop(fork)
 
     def _drafted(self, seqs: Sequence[int], chains: Sequence[Chain], hidden: Tensor) -> Tensor:
         """Compute an entry of the last draft of each chain. -> [len(chains),H]"""
         feeds = [Feed(seq, Span(at := self._memory.length(seq), at + 1)) for seq in seqs]
-        plan = self._memory.begin(Batch(tuple(feeds)))
-        try:
-            ids = [chain.tokens[-1] for chain in chains]
-            places = [len(chain.text) + len(chain.drafts) - 1 for chain in chains]
+        ids = [chain.tokens[-1] for chain in chains]
+        places = [len(chain.text) + len(chain.drafts) - 1 for chain in chains]
+        with self._memory.stepping(Batch(tuple(feeds))) as plan:
             out = self._head.forward(self._memory, plan, 0, ids, hidden, places)
             self._memory.commit()
-        except BaseException:
-            if self._memory.step is not None:
-                self._memory.abandon()
-            raise
         return out
 
     # -- entries ------------------------------------------------------------------------------------------------

@@ -35,35 +35,31 @@ class AdapterRows:
         self._view, self._device, self._wanted = view, device, wanted
         numbers = set(self._adapters.values())
         self._all: list[Part] | None = [(numbers.pop(), EVERY)] if len(numbers) == 1 else None
-        self._flat: tuple[int, list[Part]] | None = None
-        self._head: tuple[int, list[Part]] | None = None
-        self._grids: dict[tuple[tuple[int, ...], int], tuple[int, list[Part]]] = {}
+        self._known: dict[object, tuple[int, list[Part]]] = {}  # by what a layer's inputs are
 
     def parts(self, rows: int, *, head: bool = False) -> Sequence[Part]:
         """The rows of each adapter in a layer's inputs, which are so many rows. `head`: it is the output head. Raises
         `ModelRefused` if these are other rows than those of the step."""
         if self._all is not None:
             return self._all
-        count, parts = self._of_head() if head and self._wanted is not None else self._of_layer()
+        head = head and self._wanted is not None
+        count, parts = self._of(None if head else self._view(), head=head)
         if rows != count:
             raise ModelRefused(f"it reads {rows} rows in a step of {count}, and which sequences these are is unknown")
         return parts
 
-    def _of_layer(self) -> tuple[int, list[Part]]:
-        if (view := self._view()) is None:
-            self._flat = self._flat or self._divided(self._feeds)
-            return self._flat
-        seqs = tuple(segment.seq for segment in view.segments)
-        key = seqs, view.length
-        if key not in self._grids:
-            self._grids[key] = self._divided((self._adapters[seq], view.length) for seq in seqs)
-        return self._grids[key]
+    def _of(self, view: StateView | None, *, head: bool) -> tuple[int, list[Part]]:
+        """Of the inputs of the output head, or of a layer of the mixer with this view."""
+        key = head, view and (tuple(segment.seq for segment in view.segments), view.length)
+        if key not in self._known:
+            self._known[key] = self._divided(self._runs(view, head=head))
+        return self._known[key]
 
-    def _of_head(self) -> tuple[int, list[Part]]:
-        if self._head is None:
+    def _runs(self, view: StateView | None, *, head: bool) -> Iterable[tuple[int, int]]:
+        if head:
             each = [adapter for adapter, length in self._feeds for _ in range(length)]
-            self._head = self._divided((each[row], 1) for row in self._wanted or ())
-        return self._head
+            return ((each[row], 1) for row in self._wanted or ())
+        return self._feeds if view is None else ((self._adapters[one.seq], view.length) for one in view.segments)
 
     def _divided(self, runs: Iterable[tuple[int, int]]) -> tuple[int, list[Part]]:
         """The number of rows in runs of one adapter each, and the rows of each adapter."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from kvcellar.engine.models.adapters.adapter_config import CONFIG, AdapterConfig, adapter_config
 from kvcellar.engine.models.weights.config_file import config_fields
-from kvcellar.engine.models.weights.weights_files import FLOATS, WeightsFiles, first_few, is_finite, opened, opened_file
-from kvcellar.errors import AdapterRefused, ModelRefused
+from kvcellar.engine.models.weights.weights_files import FLOATS, WeightsFiles, is_finite, opened, opened_file
+from kvcellar.errors import AdapterRefused, ModelRefused, first_few
 from kvcellar.kernels.packed import LINEARS
 
 if TYPE_CHECKING:

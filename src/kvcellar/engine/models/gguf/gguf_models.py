@@ -18,7 +18,7 @@ import numpy
 from torch import Tensor
 
 from kvcellar.engine.models.gguf.gguf_file import Header, Stored
-from kvcellar.errors import ModelRefused, shown
+from kvcellar.errors import ModelRefused, first_few, shown
 
 _MOST = 1 << 24  # of a whole number
 _LESS = {"block_count": 10_000, "expert_count": 1 << 12}  # of others: so many records are made for a file
@@ -255,8 +255,7 @@ def _check_complete(header: Header, found: _Architecture, config: Mapping[str, A
     if f"{found.norm}.weight" not in header.tensors:
         names.append(f"{found.norm}.weight")
     if names:
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        raise ModelRefused(f"{header.name} lacks the tensor {', '.join(names[:4])}{more}")
+        raise ModelRefused(f"{header.name} lacks the tensor {first_few(names)}")
 
 
 # -- configs -------------------------------------------------------------------------------------------------------

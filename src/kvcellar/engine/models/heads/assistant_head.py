@@ -26,7 +26,7 @@ from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Ints
 from kvcellar.engine.models.heads.draft_fit import Check, fit_of
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import random_tokens, vocabulary_of
-from kvcellar.engine.models.load import BUILD_ERRORS, check_memory, config_of
+from kvcellar.engine.models.load import check_memory, config_of, refusing
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.registered import our_attention, own_attention
 from kvcellar.engine.models.seam import Binding, FlatDoor, Scorings, opened
@@ -114,20 +114,17 @@ def load_assistant(path: Path, target: Guest) -> AssistantHead:
     """The assistant of a directory, for `target`. Raises `ModelRefused`, with every reason if it does not fit."""
     with silence_transformers(), opened_weights(path) as files:
         weights = decoded(files)
-        config = _config(path, weights)
+        config = assistant_config(path, weights)
         _check_fits(config, path.name, target)
-        skeleton = _skeleton(config, target.dtype, weights)
+        skeleton = skeleton_of_assistant(config, target.dtype, weights)
         check_memory(sum(parameter.numel() for parameter in skeleton.parameters()) * target.dtype.itemsize)
-        try:
+        with refusing(f"transformers cannot build {path.name}", weights):
             network, _ = fill(skeleton, target.dtype, weights)
-        except BUILD_ERRORS as error:
-            weights.check_unchanged()
-            raise ModelRefused(f"transformers cannot build {path.name}: {error}") from error
     network.to(device=target.device)  # pyright: ignore[reportCallIssue, reportArgumentType] - its stub is of a decorator
     return build_assistant(network, target)
 
 
-def _config(path: Path, weights: WeightsFiles) -> Any:
+def assistant_config(path: Path, weights: WeightsFiles) -> Any:
     """The config of an assistant. Raises `ModelRefused`."""
     config = config_of(config_fields(path), weights)
     if config.text_config is None:
@@ -139,20 +136,18 @@ def check_assistant(path: Path, target: PreTrainedModel) -> None:
     """Raise `ModelRefused` if the assistant of a directory cannot be one for the target, which may have no weights."""
     with silence_transformers(), opened_weights(path) as files:
         weights = decoded(files)
-        config = _config(path, weights)
+        config = assistant_config(path, weights)
         fit_of(type(target).__name__, path.name, _shape_checks(config, target)).require()
-        skeleton = _skeleton(config, target.dtype, weights)
+        skeleton = skeleton_of_assistant(config, target.dtype, weights)
         check_types(skeleton, weights, targets_of(skeleton, weights))
 
 
-def _skeleton(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:
-    """The network without weights."""
+def skeleton_of_assistant(config: Any, dtype: torch.dtype, weights: WeightsFiles) -> PreTrainedModel:
+    """The network without weights. Raises `ModelRefused`."""
     queries_only(config)
-    try:
-        with building(), torch.device("meta"):
-            skeleton = ASSISTANTS[config.model_type]._from_config(config, dtype=dtype)
-    except BUILD_ERRORS as error:
-        raise ModelRefused(f"transformers cannot build a {config.model_type} from config.json: {error}") from error
+    what = f"transformers cannot build a {config.model_type} from config.json"
+    with refusing(what), building(), torch.device("meta"):
+        skeleton = ASSISTANTS[config.model_type]._from_config(config, dtype=dtype)
     check_shapes(skeleton, weights)
     return skeleton
 

@@ -33,13 +33,13 @@ from kvcellar.engine.models.build_guest import reason_of
 from kvcellar.engine.models.guest import MODEL_ERRORS, Guest, Ints, backends_for
 from kvcellar.engine.models.hf_globals import building, silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
-from kvcellar.engine.models.load import BUILD_ERRORS, check_memory
+from kvcellar.engine.models.load import check_memory, refusing
 from kvcellar.engine.models.quantize.reading import decoded
 from kvcellar.engine.models.registered import opened_cache, our_attention, own_attention
 from kvcellar.engine.models.seam import FlatDoor, Scorings
 from kvcellar.engine.models.selftest import TOLERANCE, check_rows, judged_as, relative_gaps, worst
 from kvcellar.engine.models.shape import PROBE_TOKENS, ProbeDoor, Shape, differing, recording, shape_of
-from kvcellar.engine.models.weights.weights_files import MTP_FILE, WeightsFiles, first_few, opened_file
+from kvcellar.engine.models.weights.weights_files import WeightsFiles, opened_file
 from kvcellar.engine.models.weights.weights_files import opened as opened_weights
 from kvcellar.engine.models.weights.weights_loading import (
     Source,
@@ -49,12 +49,13 @@ from kvcellar.engine.models.weights.weights_loading import (
     sequential_reads,
     stored_layers,
 )
-from kvcellar.errors import ModelRefused
+from kvcellar.errors import ModelRefused, first_few
 from kvcellar.memory.attention.choose import Chosen
 from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.spans import Span
+from kvcellar.repository import MTP
 
 _SHARED = re.compile(r"(^|\.)(embed_tokens|shared_head\.head|lm_head)\.weight$")  # copies of the model's own
 _HEAD_NAMES = re.compile(r"(^|[._])(mtp|nextn|eagle|medusa)([._]|\d|$)|\.(eh_proj|enorm|hnorm)\.")
@@ -68,12 +69,8 @@ def load_mtp(model: PreTrainedModel, path: Path) -> MtpModel:
     with silence_transformers(), _weights(path) as weights:
         names = _names(model, weights)
         _check_described(model, weights, names)
-        try:
-            with described(model):
-                return _filled(model, weights, names)
-        except BUILD_ERRORS as error:
-            weights.check_unchanged()
-            raise ModelRefused(f"the MTP layers of {path.name} cannot be built: {error}") from error
+        with refusing(f"the MTP layers of {path.name} cannot be built", weights), described(model):
+            return _filled(model, weights, names)
 
 
 @contextmanager
@@ -92,13 +89,13 @@ def described(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _weights(path: Path) -> Iterator[WeightsFiles]:
-    with opened_file(path, MTP_FILE) if (path / MTP_FILE).is_file() else opened_weights(path) as weights:
+    with opened_file(path, MTP) if (path / MTP).is_file() else opened_weights(path) as weights:
         yield decoded(weights)
 
 
 def _names(model: PreTrainedModel, weights: WeightsFiles) -> list[str]:
     """The stored tensors that belong to MTP layers."""
-    if MTP_FILE in weights.stats:
+    if MTP in weights.stats:
         return list(weights.tensors)
     config = model.config.get_text_config(decoder=True)
     behind = stored_layers(config)
@@ -128,7 +125,7 @@ def _check_described(model: PreTrainedModel, weights: WeightsFiles, names: Seque
     if not names:
         raise ModelRefused(
             f"{weights.path.name} has no MTP head: config.json names {count} MTP layers, and neither {weights.files} "
-            f"nor a file {MTP_FILE} holds their weights"
+            f"nor a file {MTP} holds their weights"
         )
 
 

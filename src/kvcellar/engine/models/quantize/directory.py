@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, queries_only
-from kvcellar.engine.models.hf_globals import building, silence_transformers
+from kvcellar.engine.models.heads.assistant_head import ASSISTANTS, assistant_config, skeleton_of_assistant
+from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.load import config_of, skeleton_of
 from kvcellar.engine.models.quantize.formats.compressed import quantisation_of
 from kvcellar.engine.models.quantize.kinds import CASTS, GPTQ, INT4, INT8, METHODS, SIGNED_MAX, canonical_kind
@@ -35,11 +35,12 @@ from kvcellar.engine.models.quantize.measuring import Calibration, measure_harm
 from kvcellar.engine.models.quantize.reading import format_of
 from kvcellar.engine.models.quantize.rounding import int4_gptq, int4_groups
 from kvcellar.engine.models.quantize.selection import Choice, choose
-from kvcellar.engine.models.quantize.writing import INDEX, Writer, cast_config, quantised_config
+from kvcellar.engine.models.quantize.writing import Writer, cast_config, quantised_config
 from kvcellar.engine.models.weights.config_file import config_fields, read_object
-from kvcellar.engine.models.weights.weights_files import MTP_FILE, Stored, WeightsFiles, opened, opened_file
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, opened, opened_file
 from kvcellar.engine.models.weights.weights_loading import check_floats, targets_of
 from kvcellar.errors import BadRequest, ModelRefused, shown
+from kvcellar.repository import INDEX, MOST_TEXT, MTP, TEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,6 @@ def _are_joined(parts: Mapping[str, _Slice], target: str, skeleton: PreTrainedMo
     return all(place == target for place in found.values())
 
 
-_COPIED = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken", ".vocab")
-_MOST_COPIED = 256 << 20  # bytes of one file beside the weights
-
-
 def quantize_directory(
     source: Path,
     into: Path,
@@ -135,8 +132,8 @@ def quantize_directory(
         with ExitStack() as files:
             fields = _unquantised(source)
             weights = [files.enter_context(opened(source))]
-            if (source / MTP_FILE).is_file():
-                weights.append(files.enter_context(opened_file(source, MTP_FILE)))
+            if (source / MTP).is_file():
+                weights.append(files.enter_context(opened_file(source, MTP)))
             for one in weights:
                 check_floats(one)
             skeleton = _skeleton(source, weights[0])
@@ -206,9 +203,7 @@ def _skeleton(source: Path, weights: WeightsFiles) -> PreTrainedModel:
     config = config_of(config_fields(source), weights)
     if config.model_type not in ASSISTANTS:
         return skeleton_of(config, torch.bfloat16)
-    queries_only(config)
-    with building(), torch.device("meta"):
-        return ASSISTANTS[config.model_type]._from_config(config, dtype=torch.bfloat16)
+    return skeleton_of_assistant(assistant_config(source, weights), torch.bfloat16, weights)
 
 
 def _check_described(config: Mapping[str, Any], choice: Choice) -> None:
@@ -251,8 +246,8 @@ def _gptq(name: str, hessian: Tensor | None, plain: list[str], weight: Tensor) -
 def _copy_others(source: Path, into: Path) -> None:
     """Copy tokenizer, templates, generation config and the like."""
     for file in sorted(source.iterdir()):
-        named = file.suffix in _COPIED or file.name.upper().startswith(("LICENSE", "NOTICE"))
-        if named and file.is_file() and file.name not in ("config.json", INDEX) and file.stat().st_size <= _MOST_COPIED:
+        named = file.suffix in (*TEXTS, ".md") or file.name.upper().startswith(("LICENSE", "NOTICE"))
+        if named and file.is_file() and file.name not in ("config.json", INDEX) and file.stat().st_size <= MOST_TEXT:
             shutil.copyfile(file, into / file.name)
     if (source / "additional_chat_templates").is_dir():
         shutil.copytree(source / "additional_chat_templates", into / "additional_chat_templates")

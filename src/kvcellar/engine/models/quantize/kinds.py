@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kvcellar.errors import BadRequest, shown
+from kvcellar.errors import BadRequest, first_few, shown
 
 INT8, INT4, MIXED = "int8", "int4", "mixed"
 QUANTISED = (INT8, INT4, MIXED)
@@ -32,9 +32,6 @@ def canonical_kind(text: str) -> str:
     return kind
 
 
-_LISTED = 3  # names of a list
-
-
 def report_lines(report: Mapping[str, Any], requested: str | None = None) -> list[str]:
     """The report of `quantize_directory`, in lines to print. `requested` is the name that the type was given by."""
     kind = report["kind"]
@@ -59,11 +56,7 @@ def _meaning(kind: str) -> str:
 def _calibration(calibration: Mapping[str, Any]) -> list[str]:
     lines = [f"calibrated on {calibration['tokens']:,} tokens: {calibration['text']}"]
     if names := calibration["by_the_rule"]:
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        lines.append(
-            f"{len(names)} tensors by signed-max, since calibration does not help them: "
-            f"{', '.join(names[:_LISTED])}{more}"
-        )
+        lines.append(f"{len(names)} tensors by signed-max, since calibration does not help them: {first_few(names)}")
     return lines
 
 

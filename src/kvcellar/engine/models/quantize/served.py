@@ -13,7 +13,6 @@ transformers joins along outputs (gate and up), or a part of a stored stack [E,o
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,14 +26,14 @@ from kvcellar.engine.models.quantize.kinds import AUTO, DENSE, INT8, QUANTISED, 
 from kvcellar.engine.models.quantize.rounding import check_finite, codes_of, eight_bits
 from kvcellar.engine.models.quantize.selection import FEWEST, choose
 from kvcellar.engine.models.weights.packing import expert_modules, serve_experts, weights_of
-from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles, first_few
+from kvcellar.engine.models.weights.weights_files import Stored, WeightsFiles
 from kvcellar.engine.models.weights.weights_loading import plain_targets, stacked_targets
-from kvcellar.errors import BadRequest
+from kvcellar.errors import BadRequest, first_few
 from kvcellar.kernels.arena import Arena
 from kvcellar.kernels.codes import Coded, Codes, side_by_side
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.layers import ExpertsKernel, OwnExperts
-from kvcellar.kernels.quantised import ARITHMETIC, QuantisedKernel, QuantisedLinear, most_bytes, unfit
+from kvcellar.kernels.quantised import ARITHMETIC, QuantisedKernel, QuantisedLinear, coded_layers, most_bytes
 
 Read = Callable[[str], Codes | str]  # the codes of a stored matrix by its name
 
@@ -82,31 +81,14 @@ def layers_of(
     stack: Stack, module: Any, slices: Mapping[str, Any], read: Read, kernels: tuple[ExpertsKernel, QuantisedKernel]
 ) -> list[QuantisedLinear] | str:
     """The layers of a stack, or why it is dense."""
-    of = slices[stack.stack].experts() if stack.stack else partial(_expert, stack.matrices, read)
-    shape, dtype = module._parameters[stack.name].shape, module._parameters[stack.name].dtype
-    outputs, inputs = shape[:0:-1] if module.is_transposed else shape[1:]
+
+    def joined(expert: int) -> Codes | str:
+        return side_by_side(map(read, stack.matrices[expert]))
+
+    weight = module._parameters[stack.name]
     biases = getattr(module, f"{stack.name}_bias").detach() if module.has_bias else None
-    arena = Arena(shape[0] * most_bytes(outputs, inputs))
-    layers: list[QuantisedLinear] = []
-    for expert in range(shape[0]):
-        codes = of(expert)
-        why = codes if isinstance(codes, str) else unfit(codes)
-        if isinstance(codes, str) or why is not None:
-            return str(why)
-        assert codes.values.shape == (outputs, inputs)
-        bias = None if biases is None else biases[expert].clone()
-        layers.append(QuantisedLinear(kernels[1], codes, bias, dtype, arena))
-    return layers
-
-
-def _expert(matrices: Sequence[Sequence[str]], read: Read, expert: int) -> Codes | str:
-    parts: list[Codes] = []
-    for name in matrices[expert]:
-        part = read(name)
-        if isinstance(part, str):
-            return part
-        parts.append(part)
-    return side_by_side(parts)
+    of = slices[stack.stack].experts() if stack.stack else joined
+    return coded_layers(kernels[1], len(weight), of, biases, weight.dtype)
 
 
 def dense_stack(stack: Stack, slices: Mapping[str, Any], dtype: torch.dtype) -> Tensor:

@@ -22,9 +22,10 @@ from kvcellar.engine.models.quantize.formats.compressed import INTS, PACKED
 from kvcellar.engine.models.quantize.kinds import CASTS, INT4, INT8
 from kvcellar.engine.models.quantize.rounding import GROUP, int4_groups, int8_rows, pack
 from kvcellar.engine.models.quantize.selection import Choice
-from kvcellar.engine.models.weights.weights_files import FLOATS, MTP_FILE, Stored, WeightsFiles, is_finite
+from kvcellar.engine.models.weights.weights_files import FLOATS, Stored, WeightsFiles, is_finite
 from kvcellar.errors import ModelRefused
 from kvcellar.progress import report
+from kvcellar.repository import INDEX, MTP, SINGLE
 
 _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 _METADATA = {"format": "pt"}
@@ -172,7 +173,6 @@ _GROUPS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-_SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _TYPES = {"bf16": ("BF16", torch.bfloat16), "f16": ("F16", torch.float16), "f32": ("F32", torch.float32)}
 
 Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]  # [o,i] -> codes of 4 bits and scales
@@ -206,7 +206,7 @@ class Writer:
             yield
         for one in self._sources:
             one.check_unchanged()
-        sharded = {file: entries for file, entries in placed.items() if file not in (_SINGLE, MTP_FILE)}
+        sharded = {file: entries for file, entries in placed.items() if file not in (SINGLE, MTP)}
         if sharded:
             named = {name: file for file, entries in sharded.items() for name in entries}
             size = sum(entry.bytes for entries in sharded.values() for entry in entries.values())

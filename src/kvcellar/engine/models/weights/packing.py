@@ -134,8 +134,7 @@ def _panels(kernels: Kernels, module: Any, name: str) -> OwnExperts:
     weight = module._parameters[name].detach()  # [experts,out,in], or [experts,in,out]
     weight = weight.transpose(1, 2) if module.is_transposed else weight
     bias = getattr(module, f"{name}_bias").detach() if module.has_bias else None
-    arena = Arena(sum(panel_bytes(one) for one in weight))
-    return panel_experts(*kernels, arena, weight, bias)
+    return panel_experts(*kernels, weight, bias)
 
 
 @torch.no_grad()

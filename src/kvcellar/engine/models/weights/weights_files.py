@@ -18,18 +18,15 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, aminmax
 
-from kvcellar.engine.models.weights.config_file import DEPTHS, read_object
-from kvcellar.errors import ModelRefused
+from kvcellar.engine.models.weights.config_file import DEPTHS
+from kvcellar.errors import ModelRefused, first_few
+from kvcellar.repository import INDEX, MTP, SINGLE, weight_map
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FLOATS = ("F64", "F32", "BF16", "F16")  # named as in safetensors
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-MTP_FILE = "mtp.safetensors"  # of a model's MTP head, if that is not in the model's own files
 MOST_TENSORS = 1 << 20  # of all files together; a record is made for each
-_FEW = 3  # names in a message
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +81,16 @@ def opened(path: Path) -> Iterator[WeightsFiles]:
 
     Raises `ModelRefused`. Tensors can be read until the block ends.
     """
-    listed = _listed_files(path)
-    names = sorted(set(listed.values())) or [_SINGLE]
+    listed = weight_map(path)
+    names = sorted(set(listed.values())) or [SINGLE]
     with _files(path, names) as weights:
         absent = sorted(set(listed) - set(weights.tensors))
         if absent:
             raise ModelRefused(
-                f"{_INDEX} lists {len(absent)} tensors that the files of {path.name} do not hold: {first_few(absent)}. "
+                f"{INDEX} lists {len(absent)} tensors that the files of {path.name} do not hold: {first_few(absent)}. "
                 f"Copy the whole model again."
             )
-        others = {file.name for file in path.glob("*.safetensors")} - {*names, MTP_FILE}
+        others = {file.name for file in path.glob("*.safetensors")} - {*names, MTP}
         yield replace(weights, unlisted=tuple(sorted(others)))
 
 
@@ -127,7 +124,7 @@ def _add(file: Path, files: ExitStack, stored: dict[str, Stored], slices: dict[s
             if tensor in stored:
                 raise ModelRefused(
                     f"{stored[tensor].file} and {file.name} both hold {tensor}; remove one of them, with its entry in "
-                    f"{_INDEX}"
+                    f"{INDEX}"
                 )
             part = slices[tensor] = handle.get_slice(tensor)
             stored[tensor] = Stored(file.name, tuple(part.get_shape()), part.get_dtype())
@@ -143,30 +140,6 @@ def _stat(file: Path) -> tuple[int, ...]:
     except OSError as error:
         raise ModelRefused(f"the weights file {file.name} is missing from {file.parent}: {error.strerror}") from error
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-
-
-def _listed_files(path: Path) -> dict[str, str]:
-    """The file of each tensor that the index lists; empty if there is a single file of the usual name."""
-    if (path / _SINGLE).is_file():
-        return {}
-    if (path / _INDEX).is_file():
-        listed = read_object(path / _INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not listed or not all(map(_is_shard, listed.values())):
-            raise ModelRefused(f"{_INDEX} does not list safetensors files of its own directory")
-        for name in sorted(set(listed.values())):
-            if not (path / name).is_file():
-                raise ModelRefused(f"the weights file {name} is missing from {path}; {_INDEX} lists it")
-        return listed
-    if pickled := sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED):
-        raise ModelRefused(
-            f"{path.name} has only pickled weights ({', '.join(pickled[:3])}), which can run code when they are read. "
-            "Convert them to safetensors."
-        )
-    raise ModelRefused(f"{path} has no {_SINGLE}")
-
-
-def _is_shard(name: Any) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors") and Path(name).name == name and "\\" not in name
 
 
 def check_depth(fields: Mapping[str, Any], weights: WeightsFiles) -> None:
@@ -198,12 +171,6 @@ def check_shapes(skeleton: "PreTrainedModel", weights: WeightsFiles) -> None:
         raise ModelRefused(
             f"the weights do not fit the config: it describes {elements} parameters; the files hold {weights.elements}"
         )
-
-
-def first_few(names: Sequence[str]) -> str:
-    """The first few of some names, and how many more there are."""
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
-    return ", ".join(names[:_FEW]) + more
 
 
 def is_finite(values: Tensor) -> bool:

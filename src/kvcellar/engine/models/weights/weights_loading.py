@@ -25,8 +25,8 @@ from transformers.pytorch_utils import Conv1D
 from kvcellar.engine.models.described import AsStored
 from kvcellar.engine.models.hf_globals import building
 from kvcellar.engine.models.quantize.formats.part import Decoded
-from kvcellar.engine.models.weights.weights_files import FLOATS, Stored, WeightsFiles, first_few, is_finite
-from kvcellar.errors import ModelRefused
+from kvcellar.engine.models.weights.weights_files import FLOATS, Stored, WeightsFiles, is_finite
+from kvcellar.errors import ModelRefused, first_few
 
 _READ_AS_NEEDED = "HF_DEACTIVATE_ASYNC_LOAD"  # an environment variable that transformers reads for each load
 _EXPERT = re.compile(r"\bexperts\.(\d+)\.")

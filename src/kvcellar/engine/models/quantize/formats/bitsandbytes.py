@@ -67,8 +67,7 @@ def _eight_bits(module: str, weights: WeightsFiles) -> Part:
 
     dense = Stored(codes.file, codes.shape, "BF16")
     form = "bitsandbytes, 8 bits, one scale for an output"
-    check = partial(check_scales, name=scales, file=codes.file, largest=127 * LARGEST)
-    return integer_part(weight, dense, uses, form, read_as, check)
+    return integer_part(weight, dense, uses, form, read_as, scales, largest=127 * LARGEST)
 
 
 Block = Literal[16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]  # weights that share a scale

@@ -25,9 +25,7 @@ from kvcellar.engine.models.quantize.formats.part import (
     Part,
     Read,
     block_of,
-    check_indices,
     check_pattern,
-    check_scales,
     dense_type,
     integer_part,
     stored_as,
@@ -218,8 +216,8 @@ def _integers(module: str, scheme: Scheme, weights: WeightsFiles, uses: tuple[st
     dense = Stored(codes.file, (outputs, inputs), dense_type(scales))
     read_as = partial(_read_integers, module, scheme, (outputs, inputs), ordered)
     form = f"compressed-tensors {scheme}"
-    check = partial(_check, module, codes.file, ordered, count)
-    return integer_part(f"{module}.weight", dense, uses, form, read_as, check)
+    order = (f"{module}{_ORDER}", count) if ordered else None
+    return integer_part(f"{module}.weight", dense, uses, form, read_as, f"{module}{_SCALE}", order=order)
 
 
 def _inputs(module: str, scheme: Scheme, codes: Stored, weights: WeightsFiles) -> int:
@@ -263,9 +261,3 @@ def _fits(shape: tuple[int, ...], outputs: int, count: int) -> bool:
     if count > 1:
         return shape == (outputs, count)
     return shape in ((outputs, 1), (outputs,), (1, 1), (1,), ())
-
-
-def _check(module: str, file: str, ordered: bool, count: int, read: Read) -> None:
-    check_scales(read, f"{module}{_SCALE}", file)
-    if ordered:
-        check_indices(read, f"{module}{_ORDER}", file, count)

@@ -33,7 +33,6 @@ from kvcellar.engine.models.quantize.formats.part import (
     Read,
     block_of,
     check_dimensions,
-    check_indices,
     check_pattern,
     check_scales,
     check_shape,
@@ -105,16 +104,12 @@ class Gptq(Format):
         if order is not None:
             check_shape(order, stored_as(order, tensors, "I32", "I64"), (inputs,))
 
-        def check(read: Read) -> None:
-            check_scales(read, scales, words.file)
-            if order is not None:
-                check_indices(read, order, words.file, sizes.groups)
-
         uses = tuple(filter(None, (name, scales, zeros, order)))
         form = f"GPTQ, {sizes.bits} bits, {per(sizes.group)}"
         dense = Stored(words.file, (outputs, inputs), dense_type(stored))
         read_as = partial(self._read, module, sizes, order)
-        return integer_part(f"{module}.weight", dense, uses, form, read_as, check)
+        indices = None if order is None else (order, sizes.groups)
+        return integer_part(f"{module}.weight", dense, uses, form, read_as, scales, order=indices)
 
     def _sizes(self, name: str, words: Stored, scales: Stored, zeros: Stored) -> _Sizes:
         """Bits and groups are the config's, or with different ones for some modules, those that the shapes mean."""
@@ -168,9 +163,8 @@ class Awq(Format):
         check_shape(zeros, stored_as(zeros, tensors, "I32"), (groups, words.shape[1]))
         form = f"AWQ, 4 bits, {per(self._group)}"
         dense = Stored(words.file, (outputs, inputs), dense_type(stored))
-        check = partial(check_scales, name=scales, file=words.file)
         read_as = partial(self._read, module, (outputs, inputs))
-        return integer_part(f"{module}.weight", dense, (name, scales, zeros), form, read_as, check, step=8)
+        return integer_part(f"{module}.weight", dense, (name, scales, zeros), form, read_as, scales, step=8)
 
     def _read(self, module: str, shape: tuple[int, int], read: Read) -> Integers:
         words, columns = read(f"{module}.qweight"), columns_of(shape[1], self._group)
@@ -242,8 +236,7 @@ class TorchAo(Format):
         uses = (name, scales, *([zeros] if has_zeros else []))
         form = f"torchao {kind}, one scale for {block[0]} x {block[1]} weights"
         dense = Stored(codes.file, (outputs, inputs), dense_type(stored))
-        check = partial(check_scales, name=scales, file=codes.file)
-        part = integer_part(weight, dense, uses, form, read_as, check)
+        part = integer_part(weight, dense, uses, form, read_as, scales)
         return part if codes.dtype == "I8" else replace(part, codes=None)
 
 
@@ -302,8 +295,8 @@ class BitNet(Format):
             check_scales(lambda _: _factor(read(name), divides=self._divides), name, codes.file, LARGEST)
 
         dense = Stored(codes.file, (4 * quarter if packed else quarter, inputs), "BF16")
-        part = integer_part(weight, dense, (weight, name), "BitNet, one scale for all weights", read_as, check)
-        return part if packed else replace(part, codes=None)
+        part = integer_part(weight, dense, (weight, name), "BitNet, one scale for all weights", read_as)
+        return replace(part, check=check, codes=part.codes if packed else None)
 
 
 def _factor(scale: Tensor, *, divides: bool) -> Tensor:
@@ -347,8 +340,7 @@ class Gemma(Format):
         group = None if scales.shape[1] == 1 else inputs // scales.shape[1]
         dense = Stored(codes.file, (outputs, inputs), "BF16")
         form = f"Gemma, {bits} bits, {per(group)}"
-        check = partial(check_scales, name=name, file=codes.file)
-        return integer_part(f"{module}.weight", dense, (codes_name, name), form, read_as, check)
+        return integer_part(f"{module}.weight", dense, (codes_name, name), form, read_as, name)
 
 
 def _unpacked(raw: Tensor, bits: int) -> Tensor:

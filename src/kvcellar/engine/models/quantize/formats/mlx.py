@@ -19,7 +19,6 @@ from kvcellar.engine.models.quantize.formats.part import (
     Part,
     Read,
     check_dimensions,
-    check_scales,
     check_shape,
     dense_type,
     integer_part,
@@ -77,13 +76,9 @@ class Mlx(Format):
                 (outputs, inputs), lambda block: unpack(codes[block], form.bits), half, scales, zeros, read(biases)
             )
 
-        def check(read: Read) -> None:
-            check_scales(read, name, words.file)
-            check_scales(read, biases, words.file)
-
         dense = Stored(words.file, (outputs, inputs), dense_type(weights.tensors[name]))
         about = f"MLX, {form.bits} bits, {per(form.group)}"
-        return integer_part(weight, dense, (weight, name, biases), about, read_as, check)
+        return integer_part(weight, dense, (weight, name, biases), about, read_as, name, biases)
 
 
 def _form(raw: Mapping[str, Any], default: _Form, name: str) -> _Form:

@@ -256,11 +256,19 @@ def integer_part(
     uses: tuple[str, ...],
     form: str,
     read_as: Callable[[Read], Integers],
-    check: Callable[[Read], None],
-    *,
+    *scales: str,
+    largest: float = LARGEST,
+    order: tuple[str, int] | None = None,
     step: int = 1,
 ) -> Part:
-    """A matrix of integers."""
+    """A matrix of integers. `scales` are stored tensors of numbers up to `largest`, `order` is one of so many indices
+    of groups."""
+
+    def check(read: Read) -> None:
+        for one in scales:
+            check_scales(read, one, stored.file, largest)
+        if order is not None:
+            check_indices(read, order[0], stored.file, order[1])
 
     def codes(read: Read) -> CodesOf:
         return lambda _: read_as(read).codes()

@@ -8,7 +8,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from types import MappingProxyType
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,22 +17,20 @@ SCRIPTS = ("app.js", "data.js", "replicas.js", "requests.js", "tree.js", "memory
 NAMES = ("index.html", *SCRIPTS, "page.css", "icon.svg")
 VENDOR = ("vendor/preact-htm.js", "vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}  # by suffix
-FILES: Mapping[str, str] = MappingProxyType(  # media types by name
-    {name: TYPES.get(name.rpartition(".")[2], "text/plain") for name in (*NAMES, "NOTICE", *VENDOR)}
-)
+FILES: Mapping[str, str] = {  # media types by name
+    name: TYPES.get(name.rpartition(".")[2], "text/plain") for name in (*NAMES, "NOTICE", *VENDOR)
+}
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS: Mapping[str, str] = MappingProxyType(
-    {
-        "content-security-policy": POLICY,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        "cross-origin-opener-policy": "same-origin",
-        "cross-origin-resource-policy": "same-origin",
-    }
-)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -70,22 +69,20 @@ REPLICA = Parameter(
 NAME = Parameter(about="The name of an entry.", schema={"type": "string"})
 NUMBER = Parameter(about="The number of a request.", schema={"type": "integer", "minimum": 0, "maximum": 10**18 - 1})
 # There may be no such entry or model, or the model is not loaded.
-OF_ONE: Mapping[str, Parameter] = MappingProxyType({"model": MODEL, "replica": REPLICA})
+OF_ONE: Mapping[str, Parameter] = {"model": MODEL, "replica": REPLICA}
 of_inspector = partial(Operation, "Inspector", query=OF_ONE, errors=(400, 404, 409))
-OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
-    {
-        ("GET", f"{API}snapshot"): of_inspector("What there is now.", answer=Snapshot),
-        ("GET", f"{API}stream"): of_inspector(
-            "The same as events, one when something has changed.", streams=SSE, event=Snapshot
-        ),
-        ("GET", f"{API}entry"): of_inspector(
-            "The text of an entry of the tree.", query={"name": NAME, **OF_ONE}, answer=EntryText
-        ),
-        ("GET", f"{API}request"): of_inspector(
-            "The way of a request through the tree.", query={"number": NUMBER, **OF_ONE}, answer=RequestWay
-        ),
-    }
-)
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("GET", f"{API}snapshot"): of_inspector("What there is now.", answer=Snapshot),
+    ("GET", f"{API}stream"): of_inspector(
+        "The same as events, one when something has changed.", streams=SSE, event=Snapshot
+    ),
+    ("GET", f"{API}entry"): of_inspector(
+        "The text of an entry of the tree.", query={"name": NAME, **OF_ONE}, answer=EntryText
+    ),
+    ("GET", f"{API}request"): of_inspector(
+        "The way of a request through the tree.", query={"number": NUMBER, **OF_ONE}, answer=RequestWay
+    ),
+}
 
 
 def inspector(shared: Shared) -> Mounted:

@@ -7,7 +7,6 @@ Tests compare every response that they get with its row: a status, a content typ
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from starlette.routing import Route
@@ -97,12 +96,10 @@ from kvcellar.serve.responses.response_writer import DeletedResponse, InputToken
 from kvcellar.serve.responses.routes import InputItems, KeptHandler
 from kvcellar.serve.shared import Shared
 
-CONVERSATION: Mapping[str, Schema] = MappingProxyType(
-    {"name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"}}
-)
-DIGEST: Mapping[str, Schema] = MappingProxyType({"digest": {"type": "string", "pattern": "^sha256[:-][0-9a-f]{64}$"}})
+CONVERSATION: Mapping[str, Schema] = {"name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"}}
+DIGEST: Mapping[str, Schema] = {"digest": {"type": "string", "pattern": "^sha256[:-][0-9a-f]{64}$"}}
 MODEL = Parameter(about="The name of a model. Default: the first one.", schema={"type": "string"})
-MODELS: Mapping[str, Parameter] = MappingProxyType({"model": MODEL})
+MODELS: Mapping[str, Parameter] = {"model": MODEL}
 LIMIT = Parameter(
     about="The most entries.", schema={"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": LISTED}
 )
@@ -458,9 +455,7 @@ OPERATOR = {
         "Read the key files again.", lambda at: at.keys.reload, answer=ReloadedKeys, errors=(409,)
     ),
 }
-TABLE: Mapping[tuple[str, str], Endpoint] = MappingProxyType(
-    {**OPENAI, **ANTHROPIC, **OLLAMA, **CONVERSATIONS, **SERVER, **OPERATOR}
-)
+TABLE: Mapping[tuple[str, str], Endpoint] = {**OPENAI, **ANTHROPIC, **OLLAMA, **CONVERSATIONS, **SERVER, **OPERATOR}
 
 
 def routes(handlers: Handlers, *, operated: bool) -> list[Route]:

@@ -14,14 +14,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TypedDict, Unpack
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
-from kvcellar.errors import BadRequest, ModelNotFound
+from kvcellar.errors import BadRequest
 from kvcellar.frontend.engine import Engine
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
@@ -40,25 +40,10 @@ from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Mount, Shared, nothing
 
 
-class NoModels:
-    """The catalogue of a server that loads no models."""
-
-    longest = 0
-
-    def find(self, name: str) -> ModelSpec:
-        raise ModelNotFound(f"there is no model {name!r}")
-
-    def known(self, name: str) -> bool:
-        return True
-
-    def all(self) -> list[ModelSpec]:
-        return []
-
-
 def hosting(engine: Engine) -> ModelManager:
     """A host of one engine, which the caller closes."""
     limits = Limits(max_bytes=0, max_models=1)
-    host = ModelManager(NoModels(), limits, unload=lambda engine: None, documents=engine.documents)
+    host = ModelManager(None, limits, unload=lambda engine: None, documents=engine.documents)
     name, path = engine.model.name, engine.model.path
     host.open(ModelSpec(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
     return host
@@ -191,7 +176,7 @@ class Server:
                 raise RuntimeError("the server did not start; its thread has ended")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._thread is not None
         self.stop()
         self._thread.join()

@@ -13,8 +13,7 @@ Always true:
 
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -54,7 +53,7 @@ def sent_keep_alive(sent: Fields) -> float | None:
     return None if given is None else seconds_of(given)
 
 
-class ModelUse:
+class ModelUse(AbstractContextManager["ModelUse"]):
     """A context manager on the event loop."""
 
     def __init__(self, server: Shared, body: RequestBody, keep_alive: KeepAlive = no_keep_alive) -> None:
@@ -103,10 +102,7 @@ class ModelUse:
         if self._lease is not None:
             self._lease.release()
 
-    def __enter__(self) -> "ModelUse":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._ended = True
         self._release()

@@ -72,7 +72,7 @@ class Memory:
         check_groups(groups, cells, backend)
         recurrent = recurrent if recurrent is not None else Recurrent({})
         backends = backend if isinstance(backend, Mapping) else dict.fromkeys((group.name for group in groups), backend)
-        check_planned(groups, cells, backends, dtype, recurrent, rows, max_bytes)
+        check_planned(groups, cells, dtype, recurrent, rows, max_bytes)
         self.states = States(recurrent, rows=rows, device=self.device)
         self.rows = self.states.rows
         self.storage = Storage(groups, cells, backends, dtype, self.states, max_bytes, self._idle)

@@ -267,11 +267,6 @@ class Memory:
             self._sequences.close_over(seq, gone, behind)
         return length - len(gone)
 
-    def keep_state(self, seq: int) -> None:
-        """Keep the recurrent state at the end of `seq` as a checkpoint, as a feed with `keep_state` does."""
-        self._idle("keep_state")
-        self._sequences.record(seq).states.keep()
-
     def drop(self, seq: int) -> None:
         """Drop a sequence. Never fails for a known one."""
         self._idle("drop")

@@ -28,8 +28,8 @@ from torch import Tensor
 from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.memory.cells.layouts import Input
 from kvcellar.memory.cells.rows import NAME
-from kvcellar.memory.cells.tables import Table
-from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, undone, within
+from kvcellar.memory.cells.tables import Table, undone
+from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, within
 from kvcellar.memory.kv.group import PIECE, Group
 from kvcellar.memory.kv.history import StoredPlane, indices
 from kvcellar.memory.kv.record import Mark, Record, Stretch

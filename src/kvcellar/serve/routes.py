@@ -85,9 +85,9 @@ from kvcellar.serve.openai.tokenizing import (
     Tokenized,
     TokenizedContent,
     TokenizerFields,
-    TokenizerInfo,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 from kvcellar.serve.openapi import DocumentHandler, OpenApiDocument
 from kvcellar.serve.operation import BYTES, NDJSON, SSE, Operation, Operations, Parameter, Schema
@@ -236,7 +236,7 @@ OPENAI = {
     ),
     ("GET", "/tokenizer_info"): of_openai(
         "What the tokenizer is.",
-        lambda at: TokenizerInfo(at.server).get,
+        lambda at: partial(tokenizer_info, at.server),
         query=MODELS,
         answer=TokenizerFields,
         errors=(400, 404),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.events import Embedded as Pooled
@@ -25,7 +25,7 @@ from kvcellar.serve.http.body import RequestBody
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.http.sending import send_json
-from kvcellar.serve.models.model_use import KeepAlive, ModelUse, answered, no_keep_alive
+from kvcellar.serve.models.model_use import BodyRoute, KeepAlive, ModelUse, no_keep_alive
 from kvcellar.serve.openai.embedding_fields import Embedded, EmbeddingRequest, Vector
 from kvcellar.serve.shared import Shared
 
@@ -44,16 +44,12 @@ class Prepared:
     retention: RetentionOptions
 
 
-class EmbeddingHandler:
-    """Handles the requests of one route. An ASGI application."""
-
+class EmbeddingHandler(BodyRoute):
     def __init__(self, server: Shared, parse: Parse, keep_alive: KeepAlive = no_keep_alive) -> None:
-        self._server, self._parse, self._keep_alive = server, parse, keep_alive
+        super().__init__(server)
+        self._parse, self._keep_alive = parse, keep_alive
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
-
-    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+    async def respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         await send_json(send, await self._answered(body, scope))
 
     async def _answered(self, body: RequestBody, scope: Scope) -> Answer:

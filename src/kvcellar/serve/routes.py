@@ -65,9 +65,10 @@ from kvcellar.serve.ollama.routes import (
 from kvcellar.serve.openai import formats
 from kvcellar.serve.openai.chat import ChatBody, parse_chat
 from kvcellar.serve.openai.completions import CompletionBody, parse_completion
-from kvcellar.serve.openai.embedding_fields import (
+from kvcellar.serve.openai.embeddings import (
     EmbedBody,
     EmbeddingBody,
+    EmbeddingHandler,
     Embeddings,
     EmbeddingsBody,
     OllamaEmbeddings,
@@ -76,7 +77,6 @@ from kvcellar.serve.openai.embedding_fields import (
     parse_embedding,
     parse_embeddings,
 )
-from kvcellar.serve.openai.embeddings import EmbeddingHandler
 from kvcellar.serve.openai.models_list import ModelFields, ModelList, ModelsHandler
 from kvcellar.serve.openai.tokenizing import (
     DetokenizeBody,

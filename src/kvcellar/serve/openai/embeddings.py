@@ -1,5 +1,5 @@
-"""embeddings: the routes that return vectors of texts: OpenAI's `/v1/embeddings`, Ollama's `/api/embed` and
-`/api/embeddings`.
+"""embeddings: the routes that return vectors of texts, with their bodies and responses: OpenAI's `/v1/embeddings`,
+Ollama's `/api/embed` and `/api/embeddings`.
 
 They are served by models whose directory says how hidden states are pooled; others are refused. The inputs of a request
 are submitted in groups, so that one request does not fill the queue of the engine.

@@ -95,9 +95,8 @@ class Clocked:
 
     def __init__(self, backend: Backend, clock: Clock) -> None:
         self._backend, self._clock = backend, clock
-        self.name = backend.name
-        self.arrangement: Arrangement | Mapping[str, Arrangement] = backend.arrangement
-        self.padding, self.kinds = backend.padding, backend.kinds
+        self.name, self.kinds = backend.name, backend.kinds
+        self.arrangement: Arrangement = backend.arrangement
 
     def refuse(self, spec: AttentionSpec) -> str | None:
         return self._backend.refuse(spec)

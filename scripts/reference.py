@@ -46,11 +46,11 @@ from kvcellar.serve.ollama import fields as ollama_fields
 from kvcellar.serve.ollama.fields import Options
 from kvcellar.serve.openai.chat import ChatBody
 from kvcellar.serve.openai.completions import CompletionBody
-from kvcellar.serve.openai.embedding_fields import EmbeddingsBody
+from kvcellar.serve.openai.embeddings import EmbeddingsBody
 from kvcellar.serve.openai.fields import SAMPLING as SAMPLING_FIELDS
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
+from kvcellar.serve.openai.formats import TimingsFields
 from kvcellar.serve.openai.tokenizing import DetokenizeBody, TokenizeBody
-from kvcellar.serve.openai.usage import TimingsFields
 from kvcellar.serve.openapi import ABOUT, EVERY, MEANINGS, Comments
 from kvcellar.serve.responses import fields as responses_fields
 from kvcellar.serve.responses.fields import ReasoningOptions, ResponsesBody, TextOptions

@@ -9,7 +9,6 @@ Token ids are compared with the vocabulary later, by `check_ids`, when the model
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 from kvcellar.constraint import Constraint
@@ -226,9 +225,9 @@ def _resolved(name: str, declared: Parameter) -> Parameter:
     return replace(declared, name=name, **{place: name for place in places if getattr(declared, place) is SAME})
 
 
-PARAMETERS: Mapping[str, Parameter] = MappingProxyType(
-    {one.name: _resolved(one.name, one.metadata["declared"]) for one in fields(SamplingParams)}
-)
+PARAMETERS: Mapping[str, Parameter] = {
+    one.name: _resolved(one.name, one.metadata["declared"]) for one in fields(SamplingParams)
+}
 
 
 def names_in(place: str) -> dict[str, Parameter]:

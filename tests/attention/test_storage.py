@@ -35,11 +35,6 @@ class TokenMajor(Sdpa):
 
 class HeadMajor(Sdpa):
     arrangement = "head"
-    padding = 32
-
-
-class ValuesTransposed(Sdpa):
-    arrangement = {"k": "head", "v": "transposed"}  # noqa: RUF012  # a declaration
 
 
 class Fused(Sdpa):
@@ -47,15 +42,15 @@ class Fused(Sdpa):
         super().__init__(fused=True)
 
 
-class FusedTransposed(Fused):
-    arrangement = "transposed"
+class FusedTokenMajor(Fused):
+    arrangement = "token"
 
 
-class Transposed(Reference):
-    arrangement: Arrangement = "transposed"
+class ByHead(Reference):
+    arrangement: Arrangement = "head"
 
 
-BACKENDS = (Sdpa, TokenMajor, HeadMajor, ValuesTransposed, Fused, FusedTransposed, Reference, Transposed)
+BACKENDS = (Sdpa, TokenMajor, HeadMajor, Fused, FusedTokenMajor, Reference, ByHead)
 
 
 def drawn(seed: int, *shape: int) -> Tensor:

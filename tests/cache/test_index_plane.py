@@ -121,15 +121,6 @@ def test_it_is_shared_by_forks_and_moved_by_compaction() -> None:
     assert texts.memory.free() == free, "two sequences still share six cells"
 
 
-def test_an_arrangement_of_keys_and_values_does_not_affect_other_planes() -> None:
-    class Names(Reference):
-        arrangement = {"k": "transposed", "v": "head"}  # noqa: RUF012
-
-    kept = memory(Names())
-    kept.begin(Batch((Feed(0, Span(0, 1)),)))
-    assert [kept.get(0).planes[name].arrangement for name in ("k", "v", "index")] == ["transposed", "head", "token"]
-
-
 def test_each_plane_is_stored_once_a_step_in_its_own_shape() -> None:
     kept = memory(Reference())
     index, k, v = (said(plane, 0, [1, 2, 3]) for plane in (INDEX, K, V))

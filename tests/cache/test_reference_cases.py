@@ -66,7 +66,7 @@ def test_a_batch_goes_into_a_cache_whose_free_cells_lie_apart() -> None:
 
 
 @pytest.mark.parametrize("gone", [Span(2, 4), Span(0, 1), Span(0, 15), Span(8, 12)])
-@pytest.mark.parametrize("wishes", [Wishes(), Wishes("transposed", 256)])
+@pytest.mark.parametrize("wishes", [Wishes(), Wishes("head")])
 def test_the_middle_of_one_sequence_can_be_removed_when_no_cell_is_free(gone: Span, wishes: Wishes) -> None:
     player = Player([shifting(member("full", causal(), [0, 5], (4, 2), 16, 24), turns=True)], [16], wishes=wishes)
     for _ in range(4):

@@ -39,7 +39,7 @@ class Crowd:
             Group("window", Sliding(256, 512), PLANES, (1,), no_shift=None),
         ]
         cells = {"full": CELLS, "window": LINES * 512 + CHUNK + LINES}
-        cap = sum(group.bytes(cells[group.name], 2, Reference()) for group in groups) + groups[0].staging(CELLS, 2)
+        cap = sum(group.bytes(cells[group.name], 2) for group in groups) + groups[0].staging(CELLS, 2)
         self.memory = Memory(
             groups, cells=cells, dtype=torch.float16, device="meta", backend=Reference(), max_bytes=cap
         )

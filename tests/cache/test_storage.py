@@ -19,7 +19,7 @@ from kvcellar.memory.memory import Group, Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.shapes import Arrangement, Kind, Plane, Rotation, Storage, StoredAs
 from kvcellar.memory.spans import Span
-from tests.laws import watch
+from tests.laws.watch import Wishes
 
 CPU = torch.device("cpu")
 ARRANGEMENTS: tuple[Arrangement, ...] = get_args(Arrangement)
@@ -182,11 +182,9 @@ def test_other_spellings_are_refused(text, says):
 # -- a pool -----------------------------------------------------------------------------------------------------------
 
 
-def pool(
-    storage: Storage, arrangement: Arrangement = "token", *, cells: int = 20, size: int = 80, padding: int = 1
-) -> Pool:
+def pool(storage: Storage, arrangement: Arrangement = "token", *, cells: int = 20, size: int = 80) -> Pool:
     planes = (Plane("k", 3, size, storage), Plane("v", 2, 24, Storage(storage.kind)))
-    backend = watch.Wishes(arrangement, padding)
+    backend = Wishes(arrangement)
     return Pool(Group("g", Causal(), planes, (4, 6)), backend, cells=cells, dtype=torch.float32, device=CPU)
 
 
@@ -211,7 +209,7 @@ EVERY = index(*range(21))
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS)
 def test_all_arrangements_hold_the_same_bit_for_bit(storage, arrangement):
     """After writing, moving and turning, whichever way one reads."""
-    plain, other = pool(storage), pool(storage, arrangement, padding=8)
+    plain, other = pool(storage), pool(storage, arrangement)
     for kept in (plain, other):
         for layer in (4, 6):  # what a cell holds before it is written is undefined
             write(kept, layer, EVERY, torch.zeros(1, 3, 21, 80), torch.zeros(1, 2, 21, 24))
@@ -229,22 +227,14 @@ def test_all_arrangements_hold_the_same_bit_for_bit(storage, arrangement):
 
 def test_shapes_are_what_was_agreed():
     shapes = {
-        "token": ((24, 3, 40), (24, 3, 1)),
-        "head": ((3, 24, 40), (3, 24, 1)),
-        "transposed": ((3, 40, 24), (3, 1, 24)),
+        "token": ((21, 3, 40), (21, 3, 1)),
+        "head": ((3, 21, 40), (3, 21, 1)),
     }
     for arrangement in ARRANGEMENTS:
-        kept = pool(Storage("int4"), arrangement, padding=8).planes(4)["k"]
+        kept = pool(Storage("int4"), arrangement).planes(4)["k"]
         assert kept.scales is not None
         assert (tuple(kept.codes.shape), tuple(kept.scales.shape)) == shapes[arrangement]
         assert kept.arrangement == arrangement
-
-
-def test_arrangements_are_agreed_for_each_plane():
-    group = Group("g", Causal(), (Plane("k", 2, 8), Plane("v", 2, 4), Plane("index", 1, 6)), (0,))
-    kept = Pool(group, Wishes(), cells=4, dtype=torch.float32, device=CPU)
-    shapes = {"k": (2, 16, 8), "v": (2, 4, 16), "index": (16, 1, 6)}
-    assert {name: tuple(plane.codes.shape) for name, plane in kept.planes(0).items()} == shapes
 
 
 def test_what_is_plain_and_lies_in_a_run_is_read_without_a_copy():
@@ -258,7 +248,7 @@ def test_what_is_plain_and_lies_in_a_run_is_read_without_a_copy():
 @pytest.mark.parametrize("storage", WAYS, ids=str)
 def test_bytes_are_the_formula(storage):
     plane = Plane("k", 3, 80, storage), Plane("v", 2, 24, Storage(storage.kind))
-    kept = pool(storage, "head", padding=8)
+    kept = pool(storage, "head")
     tensors = [
         t
         for layer in (4, 6)
@@ -267,7 +257,7 @@ def test_bytes_are_the_formula(storage):
     ]
     rotation = 80 * 80 * 4 * storage.hadamard
     assert kept.bytes == sum(t.nbytes for t in tensors if t is not None) + rotation
-    of_planes = 24 * 2 * sum(p.bytes_per_cell(999) for p in plane)  # the memory's own type plays no part
+    of_planes = 21 * 2 * sum(p.bytes_per_cell(999) for p in plane)  # the memory's own type plays no part
     assert kept.bytes == of_planes + rotation
 
 
@@ -292,14 +282,13 @@ def test_scales_cost_what_is_said(kind, size, bytes_, overhead):
     assert (storage.bytes(size) - 2 * storage.scales(size)) * (1 + overhead) == pytest.approx(bytes_, rel=1e-3)
 
 
-def test_rotations_and_padding_cost_no_bytes_a_cell():
+def test_rotations_cost_no_bytes_a_cell():
     assert Storage("int8", hadamard=True).bytes(128) == Storage("int8").bytes(128)
-    assert pool(Storage("int4"), padding=7).bytes == pool(Storage("int4")).bytes  # 21 places are three times seven
 
 
 @pytest.mark.parametrize("storage", WAYS, ids=str)
 def test_what_does_not_turn_moves_bit_for_bit(storage):
-    kept = pool(storage, "transposed")
+    kept = pool(storage, "head")
     fill(kept)
     before = kept.planes(6)["k"].values(index(3, 20, 5))
     kept.move(6, index(3, 20, 5), index(12, 13, 2), {}, -7)
@@ -327,11 +316,8 @@ def test_keys_turn_as_they_are_read_and_are_stored_again(storage):
 # -- a memory ---------------------------------------------------------------------------------------------------------
 
 
-class Wishes(Reference):
-    """Asks for an arrangement of its own for each plane, and padding."""
-
-    arrangement = {"k": "head", "v": "transposed"}  # noqa: RUF012  # a declaration
-    padding = 16
+class ByHead(Reference):
+    arrangement: Arrangement = "head"
 
 
 class Narrow(Reference):
@@ -344,7 +330,7 @@ class Narrow(Reference):
 def memory(stored: StoredAs, backend: Reference | None = None) -> Memory:
     planes = (Plane("k", 2, 24, stored.k), Plane("v", 2, 16, stored.v))
     group = Group("causal", Causal(), planes, (0, 1))
-    return Memory([group], cells={"causal": 90}, dtype=torch.float32, device="cpu", backend=backend or Wishes())
+    return Memory([group], cells={"causal": 90}, dtype=torch.float32, device="cpu", backend=backend or ByHead())
 
 
 def feed(kept: Memory, seq: int, rows: slice) -> None:
@@ -365,10 +351,10 @@ def looked_at(kept: Memory, seq: int) -> list[Tensor]:
 @pytest.mark.parametrize("text", ["auto", "bfloat16", "fp8", "int8+hadamard", "k=int4+hadamard,v=int4"])
 def test_bytes_of_a_memory_are_places_times_bytes_per_cell_and_one_rotation(text):
     kept = memory(StoredAs.parse(text))
-    places = 96
+    places = 91  # with the null one
     rotation = 24 * 24 * 4 * ("hadamard" in text)
     assert kept.storage.bytes == places * kept.storage.groups[0].bytes_per_cell(4) + rotation
-    assert kept.storage.bytes == kept.storage.groups[0].bytes(90, 4, Wishes())
+    assert kept.storage.bytes == kept.storage.groups[0].bytes(90, 4)
 
 
 @pytest.mark.parametrize("text", ["auto", "float16", "fp8", "int8+hadamard", "k=int4+hadamard,v=int8"])

@@ -15,7 +15,6 @@ from tests.library.made import made
 from tests.serve.fake_library import source_in
 
 CACHES = Caches(10**9, 0.5)
-NONE = LibraryModels(None, lambda *_: None, lambda *_: None, CACHES)  # type: ignore[arg-type,return-value]
 
 
 def options(**given: Any) -> Any:
@@ -39,12 +38,12 @@ def test_a_draft_and_adapters_count_for_the_first_model_of_files(source: Path, a
     plain = bytes_in_memory(source, dtype="float32")
     adapters = {"a": [str(adapter)], "b": [str(adapter), str(adapter)]}
     given = options(draft=str(source), adapters=adapters)
-    spec = hosting._spec(str(source), NONE, given, CACHES)
+    spec = hosting._spec(str(source), None, given, CACHES)
     assert spec.weights == 2 * plain + 3 * 2 * 1000
     assert (spec.least_cache, spec.cache) == CACHES.of(spec.weights)
     given.of_command.append("the first")
-    assert hosting._spec(str(source), NONE, given, CACHES).weights == 2 * plain
-    assert hosting._spec(str(source), NONE, options(draft="ngram"), CACHES).weights == plain
+    assert hosting._spec(str(source), None, given, CACHES).weights == 2 * plain
+    assert hosting._spec(str(source), None, options(draft="ngram"), CACHES).weights == plain
 
 
 def test_they_count_for_a_model_of_the_library(
@@ -84,6 +83,6 @@ def test_models_share_an_engine_if_weights_draft_and_its_settings_are_the_same(t
 
 
 def test_the_embedded_model_can_be_a_draft(source: Path) -> None:
-    plain = hosting._spec(str(source), NONE, options(), CACHES).weights
-    drafted = hosting._spec(str(source), NONE, options(draft="embedded"), CACHES).weights
-    assert drafted - plain == hosting._spec(None, NONE, options(), CACHES).weights > 0
+    plain = hosting._spec(str(source), None, options(), CACHES).weights
+    drafted = hosting._spec(str(source), None, options(draft="embedded"), CACHES).weights
+    assert drafted - plain == hosting._spec(None, None, options(), CACHES).weights > 0

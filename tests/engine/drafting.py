@@ -25,7 +25,7 @@ from kvcellar.memory.restore_plan import Planner
 from kvcellar.memory.restores import Evict
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.spans import Span
-from kvcellar.memory.store import Store, no_store
+from kvcellar.memory.store import Store
 from kvcellar.memory.tiers.disk import DiskTier
 from tests.engine.test_prefixes import KINDS, LAYOUTS, memory, spelt
 from tests.speculate.chains import sampler
@@ -89,7 +89,7 @@ class Drafting:
 
     def __init__(self, kind: str, directory: Path | None = None, **options: Any) -> None:
         self.kind, self.network, self.calls = kind, Network(kind), SimpleQueue[Any]()
-        stored = no_store if directory is None else partial(store_at, directory, self.calls.put)
+        stored = None if directory is None else partial(store_at, directory, self.calls.put)
         self.cache = DraftMemory(memory(kind), open_store=stored, **options)
         self.drafter = ModelDrafter("dumb", self.network, self.cache, context=190, step_tokens=150, batched=False)
 

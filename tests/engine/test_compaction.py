@@ -87,7 +87,7 @@ def test_it_holds_for_every_layout_and_for_quantised_planes() -> None:
         member("memory", sliding(3, 40), [1], (2, 1), 32, 32),
         member("chunk", chunked(50), [2], (2, 1), 32, 32),
     ]
-    player = Player(members, [100] * 3, wishes=Wishes("transposed", 8))
+    player = Player(members, [100] * 3, wishes=Wishes("head"))
     there = list(range(10, 35))
     for seq in there:
         player.step(player.batch({seq: 4}))

@@ -104,7 +104,7 @@ def test_what_a_look_finds_is_read_while_the_request_waits_for_its_turn(saved, u
         assert fetch.node is None
         assert fetch.missing >= 250
         assert fetch.reads, "it is not read ahead"
-        loop.call(lambda: restores.cancel(fetch))
+        loop.call(lambda: restores.end(fetch))
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])

@@ -38,7 +38,7 @@ from kvcellar.memory.prefixes import Prefixes
 from kvcellar.memory.restores import Evict
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.shapes import Plane
-from kvcellar.memory.store import Store, no_store
+from kvcellar.memory.store import Store
 from kvcellar.memory.tiers.lanes import Lane
 from kvcellar.memory.tiers.tier import Tier
 from kvcellar.sampling_params import SamplingParams
@@ -151,7 +151,7 @@ class World:
         self.manager = SequenceManager(
             self.memory,
             Drafting(None, context=context),
-            open_store=no_store if tier is None else partial(self._opened, tier),
+            open_store=None if tier is None else partial(self._opened, tier),
         )
         self._drafts = drafts
         self.scheduler = Scheduler(

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 
-from kvcellar.inspector.page import FILES, POLICY, read_files
+from kvcellar.inspector.routes import FILES, POLICY, read_files
 
 STATIC = files("kvcellar.inspector").joinpath("static")
 NOTICE = STATIC.joinpath("NOTICE").read_text()

@@ -12,8 +12,7 @@ import pytest
 from kvcellar import Engine
 from kvcellar.errors import BadRequest
 from kvcellar.inspector import routes
-from kvcellar.inspector.page import FILES, POLICY
-from kvcellar.inspector.routes import OPERATIONS, inspector
+from kvcellar.inspector.routes import FILES, OPERATIONS, POLICY, inspector
 from kvcellar.inspector.snapshot import VERSION
 from kvcellar.serve import Server, ServeSettings
 from kvcellar.serve.settings import key_digest

@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,13 @@ def test_recorded_steps_and_drafts_are_told_apart():
         picture = ended(engine, 1)
     assert {one.modules for one in picture.steps} == {None}
     assert sum(one.drafts for one in picture.steps) == picture.stats.speculation.drafted > 0
+    stats = replace(picture.stats, recording=replace(picture.stats.recording, by_modules={"too large": 1}))
+    whole, own = (
+        seen(replace(picture, stats=stats), one)["engine"] for one in (EVERYTHING, Viewer("other", True, None))
+    )
+    assert whole["recording"]["steps"] == stats.recording.steps > 0
+    assert whole["speculation"]["drafted"] == stats.speculation.drafted
+    assert (own["recording"]["steps"], own["recording"]["by_modules"], "speculation" in own) == (0, {}, False)
 
 
 def test_an_old_step_is_forgotten(engine):

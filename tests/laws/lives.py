@@ -6,11 +6,12 @@ The same seed gives the same operations. A failure reports the seed and the oper
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from typing import get_args
 
 import torch
 
-from kvcellar.memory.kv.history import AXES
 from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.shapes import Arrangement
 from kvcellar.memory.spans import Span
 from tests.laws.breaking import ERRORS, Fault
 from tests.laws.dumb import Member
@@ -38,7 +39,7 @@ class Life:
             members,
             [self.draw.randint(24, 90) for _ in members],
             dtype=dtypes[seed % len(dtypes)],
-            wishes=Wishes(self.draw.choice(sorted(AXES)), self.draw.choice([1, 8])),
+            wishes=Wishes(self.draw.choice(get_args(Arrangement))),
             limits=LIMITS,
             spare=self.draw.choice([None, self.draw.randint(0, 50_000)]),
         )

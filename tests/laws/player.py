@@ -48,7 +48,7 @@ class Player:
     ) -> None:
         groups, wishes = [m.group for m in members], wishes or Wishes()
         sizes = {group.name: n for group, n in zip(groups, cells, strict=False)}
-        need = sum(group.bytes(sizes[group.name], dtype.itemsize, wishes) for group in groups)
+        need = sum(group.bytes(sizes[group.name], dtype.itemsize) for group in groups)
         need += max(group.staging(sizes[group.name], dtype.itemsize) for group in groups)
         self.limits = limits or {}
         self.memory = Memory(

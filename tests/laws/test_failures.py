@@ -44,7 +44,7 @@ WORST = Batch((Feed(0, Span(20, 23)), Feed(9, Span(7, 9))))
 def _small(text: str) -> Player:
     """Three sequences, shared and in several runs; two have the same input; some cells are free, and not together."""
     members = [kept_as(m, StoredAs.parse(text)) for m in MEMBERS]
-    player = Player(members, [44, 40, 40, 20, 20], wishes=Wishes("head", 8), limits={})
+    player = Player(members, [44, 40, 40, 20, 20], wishes=Wishes("head"), limits={})
     player.write_input(0, 4, "cat")
     player.write_input(4, 3, None)
     for feeds in ({0: 6, 1: 3}, {4: 3}, {0: 3}, {1: 2, 0: 1}):
@@ -77,7 +77,7 @@ def _full(text: str) -> Player:
         kept_as(replace(m, group=replace(m.group, layers=m.group.layers[:1])), StoredAs.parse(text))
         for m in MEMBERS[:2]
     ]
-    player = Player(members, [25, 22], wishes=Wishes("head", 8), limits={})
+    player = Player(members, [25, 22], wishes=Wishes("head"), limits={})
     player.step(player.batch({0: 4}))
     player.fork(0, 1, 3)
     for feeds in ({0: 3, 3: 2}, {0: 2}, {3: 2}, {0: 2, 3: 5}, {0: 3}):

@@ -406,15 +406,6 @@ class Timeline(RuleBasedStateMachine):
                 self.memory.remove(seq, Span(start, start + n))
             assert (refused.value.kept, all_of(self.memory)) == (self.dumb.can_cut(seq, start), before)
 
-    @precondition(lambda self: self.dumb.lines)
-    @rule(seq=NUMBERS)
-    def keep_state(self, seq: int) -> None:
-        """What a sequence remembers at rest costs nothing to keep, until it goes on."""
-        seq, free = self._known(seq), self.memory.rows.free
-        self.memory.keep_state(seq)
-        assert self.memory.rows.free == free
-        self.dumb.keep(self.dumb.lines[seq])
-
     @precondition(lambda self: len(self.dumb.lines) > 1)
     @rule(seq=NUMBERS)
     def drop(self, seq: int) -> None:

@@ -18,11 +18,11 @@ from kvcellar.memory.shapes import Arrangement
 
 
 class Wishes(Sdpa):
-    """Asks for an arrangement of all planes, and for padding."""
+    """Asks for an arrangement of all planes."""
 
-    def __init__(self, arrangement: Arrangement = "token", padding: int = 1) -> None:
+    def __init__(self, arrangement: Arrangement = "token") -> None:
         super().__init__()
-        self.arrangement, self.padding = arrangement, padding
+        self.arrangement = arrangement
 
 
 def highest(cells: Cells) -> int:

@@ -7,12 +7,11 @@ import httpx
 import pytest
 
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.app import build_app
 from kvcellar.serve.http.body import BodyBudget
 from kvcellar.serve.http.key_ring import KeyRing
 from kvcellar.serve.http.lifecycle import Drain
 from kvcellar.serve.http.reader_threads import ReaderThreads
-from kvcellar.serve.http.server import hosting
+from kvcellar.serve.http.server import build_app, hosting
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.shared import Shared
 from tests.serve.declared import DeclaredClient

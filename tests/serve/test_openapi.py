@@ -10,14 +10,13 @@ from openapi_spec_validator import OpenAPIV31SpecValidator
 from starlette.routing import Route
 
 from kvcellar.serve import Server, ServeSettings, key_digest
-from kvcellar.serve.app import build_app
 from kvcellar.serve.http.api_errors import AnthropicError, ApiError, HealthError, OllamaError, OpenAIError
 from kvcellar.serve.http.body import BodyBudget
 from kvcellar.serve.http.json_text import to_json
 from kvcellar.serve.http.key_ring import KeyRing
 from kvcellar.serve.http.lifecycle import Drain
 from kvcellar.serve.http.reader_threads import ReaderThreads
-from kvcellar.serve.http.server import hosting
+from kvcellar.serve.http.server import build_app, hosting
 from kvcellar.serve.metrics.engines import EngineCounts
 from kvcellar.serve.openapi import ABOUT, document
 from kvcellar.serve.routes import TABLE

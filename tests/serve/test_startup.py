@@ -14,7 +14,7 @@ from kvcellar.errors import EngineClosed, ModelRefused
 from kvcellar.progress import Progress
 from kvcellar.serve import ModelManager, ServeSettings, key_digest
 from kvcellar.serve.http.lifecycle import Startup
-from kvcellar.serve.http.server import NoModels, Server, bind, run
+from kvcellar.serve.http.server import Server, bind, run
 from kvcellar.serve.models.model_manager import Limits
 from kvcellar.serve.models.model_spec import ModelSpec
 from tests.serve.fake_engine import PATIENCE, FakeEngine, FakeModel
@@ -28,9 +28,7 @@ class Starting:
 
     def __init__(self, settings: ServeSettings, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines = [FakeEngine(FakeModel(name)) for name in ("first", "second")]
-        self.host = ModelManager(
-            NoModels(), Limits(0, 2), unload=lambda engine: None, startup=Startup(("first", "second"))
-        )
+        self.host = ModelManager(None, Limits(0, 2), unload=lambda engine: None, startup=Startup(("first", "second")))
         self.entered, self.go_on = threading.Semaphore(0), threading.Semaphore(0)
         self.failure: Exception | None = None
         self.raised: BaseException | None = None
@@ -197,7 +195,7 @@ def test_a_load_that_ends_by_itself_as_if_closed_is_an_error(starting):
 
 
 def test_signals_are_heard_until_a_load_that_was_stopped_has_ended(monkeypatch):
-    host = ModelManager(NoModels(), Limits(0, 1), unload=lambda engine: None)
+    host = ModelManager(None, Limits(0, 1), unload=lambda engine: None)
     heard: list[int] = []
     missed: list[int] = []
     stopped, second = threading.Event(), threading.Event()

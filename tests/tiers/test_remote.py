@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcellar.memory.prefix.stored import Catalogue
 from kvcellar.memory.retention import Retention
 from kvcellar.memory.tiers.codec import AesGcm
 from kvcellar.memory.tiers.objects import (
@@ -290,7 +291,7 @@ def test_a_server_that_is_killed_and_started_again_under_load_costs_misses_only(
         server.start()
         opened = tier(RedisObjects(server.url, PREFIX, timeout=1.0), breaker=Breaker(after=1, wait=0.01, longest=0.02))
         found = 0
-        transfers = Transfers([opened], staging=1 << 20)
+        transfers = Transfers([opened], staging=1 << 20, catalogue=Catalogue(anywhere=True))
         for around in range(6):
             moved = [put(transfers, seed) for seed in range(20)]
             if around % 2 == 0:

@@ -17,7 +17,7 @@ from kvcellar.memory.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.memory.tiers.folder import DATA, PROCESSES, QUARANTINE, TEMPORARY, Folder
 from kvcellar.memory.tiers.host import OVERHEAD, HostTier
 from kvcellar.memory.tiers.remote import RemoteTier
-from kvcellar.memory.tiers.tier import Entry, Tier, Uncatalogued
+from kvcellar.memory.tiers.tier import Entry, Tier
 from kvcellar.memory.tiers.upkeep import verified
 from tests.tiers.faults import Killing
 from tests.tiers.in_memory import InMemory
@@ -274,7 +274,7 @@ def test_identities_share_the_cap_and_evict_each_other(tmp_path) -> None:  # noq
     assert names(tmp_path, TEMPORARY) == set()
 
 
-class Recorder(Uncatalogued):
+class Recorder:
     """All that a tier has reported: whether it was stored, or why it was removed."""
 
     def __init__(self, tier: Tier) -> None:
@@ -286,6 +286,9 @@ class Recorder(Uncatalogued):
 
     def removed(self, tier: str, key: bytes, why: str) -> None:
         self.seen.append((key, why))
+
+    def of(self, key: bytes) -> frozenset[str]:
+        raise NotImplementedError
 
 
 def test_what_is_stored_and_removed_is_reported_in_order_with_the_reason(tmp_path) -> None:  # noqa: F811

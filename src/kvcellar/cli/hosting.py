@@ -91,7 +91,7 @@ def hosting(
     startup = Startup(tuple(map(_shown, named)))
     made = Engines(options, quiet=quiet, max_bytes=max_bytes, process=engine_process, heard=startup.heard)
     library = _library()
-    catalogue = LibraryModels(library, made.on_demand, open_variant, caches, dtype=options["dtype"])
+    catalogue = library and LibraryModels(library, made.on_demand, open_variant, caches, dtype=options["dtype"])
     documents = documents_of(Settings(**{name: options[name] for name in OF_STORE if options.get(name) is not None}))
     host = ModelManager(
         catalogue, limits, unload=methodcaller("close"), free=_free, startup=startup, documents=documents
@@ -157,7 +157,7 @@ def _shown(model: str | None) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-def _spec(model: str | None, catalogue: LibraryModels, made: Engines, caches: Caches) -> ModelSpec:
+def _spec(model: str | None, catalogue: LibraryModels | None, made: Engines, caches: Caches) -> ModelSpec:
     """The model of the library of this name, unless there is a file of the name; else a directory, a name in the local
     Hugging Face cache, or the embedded model. The engine of one of the library is that of models on demand which are
     equal, where the command line sets nothing for it."""
@@ -166,6 +166,7 @@ def _spec(model: str | None, catalogue: LibraryModels, made: Engines, caches: Ca
         return made.stays(model, cache)
 
     if (found := in_library(model)) is not None:
+        assert catalogue is not None, "the library has the model"
         spec = catalogue.find(found.name)
         spec = replace(spec, key=engine_key(found, **{name: made.options.get(name) for name in OF_ONE_MODEL}))
     else:

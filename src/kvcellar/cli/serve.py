@@ -30,8 +30,7 @@ from kvcellar.collector import settle
 from kvcellar.durations import seconds_of
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.frontend.engine import Engine
-from kvcellar.inspector.page import PAGE
-from kvcellar.inspector.routes import inspector
+from kvcellar.inspector.routes import PAGE, inspector
 from kvcellar.library.tools import Tools
 from kvcellar.progress import rounded
 from kvcellar.serve.http.key_ring import Keys, Names

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlencode
 
@@ -25,7 +24,7 @@ Snapshot = Mapping[str, Any]
 BAR = 24  # characters
 STEPS = 60  # the last ones
 # Cells of a request, of several requests, of the prefix tree, and those held by something else.
-KINDS: Mapping[str, str] = MappingProxyType({"request": "█", "shared": "█", "kept": "▓", "other": "▒"})
+KINDS: Mapping[str, str] = {"request": "█", "shared": "█", "kept": "▓", "other": "▒"}
 FREE = "·"
 LEVELS = " ▁▂▃▄▅▆▇█"
 

@@ -25,7 +25,7 @@ from kvcellar.frontend.documents import documents_of
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.routes import inspector
 from kvcellar.serve.http.lifecycle import LoadThread, Startup
-from kvcellar.serve.http.server import NoModels, ServerOptions, served, shared_by
+from kvcellar.serve.http.server import ServerOptions, served, shared_by
 from kvcellar.serve.models.model_manager import Limits, ModelManager
 from kvcellar.serve.models.model_spec import ModelSpec
 from kvcellar.serve.settings import ServeSettings
@@ -78,7 +78,7 @@ class Gateway:
         limits = Limits(max_bytes=0, max_models=len(engines))
         documents = documents_of(settings_of(next(iter(self._options.values()))))
         self._host = ModelManager(
-            NoModels(), limits, unload=lambda engine: engine.close(), startup=self._startup, documents=documents
+            None, limits, unload=lambda engine: engine.close(), startup=self._startup, documents=documents
         )
         self._shared = shared_by(self._host, ServeSettings(**settings), ServerOptions())
         self._loading = LoadThread(self._startup, self._load, self._load_failed)

@@ -6,7 +6,8 @@
     /inspector/api/entry         the text of an entry of the tree, by `name`
     /inspector/api/request       the way of a request through the tree, by `number`
 
-All take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine.
+All take `model`, and on a gateway of a cluster `replica`. Nothing here changes an engine. The page loads nothing from
+elsewhere; files of others are as their packages have them (`static/NOTICE` has their versions, licences and digests).
 
 Always true:
   * an engine is looked at once a second at most for all streams and snapshots together;
@@ -15,6 +16,7 @@ Always true:
 """
 
 import asyncio
+import hashlib
 import secrets
 import time
 from collections import Counter
@@ -22,7 +24,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
+from importlib.resources import files
 from typing import NamedTuple
 
 from starlette.requests import Request
@@ -33,7 +35,6 @@ from kvcellar.engine.control_replies import RECENT_SECONDS, Picture
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaStats
 from kvcellar.errors import BadRequest, Overloaded
 from kvcellar.frontend.engine import Engine
-from kvcellar.inspector.page import HEADERS, ICON, PAGE, File, read_files
 from kvcellar.inspector.snapshot import (
     Beginnings,
     EntryText,
@@ -54,6 +55,25 @@ from kvcellar.serve.models.model_use import with_loaded
 from kvcellar.serve.operation import SSE, Operation, Parameter
 from kvcellar.serve.shared import Mounted, Shared
 
+PAGE, ICON = "/inspector", "/favicon.ico"  # paths
+SCRIPTS = ("app.js", "data.js", "replicas.js", "requests.js", "tree.js", "memory.js", "steps.js")
+NAMES = ("index.html", *SCRIPTS, "page.css", "icon.svg")
+VENDOR = ("vendor/preact-htm.js", "vendor/d3-hierarchy.js", "vendor/uplot.js", "vendor/uplot.css")
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}  # by suffix
+FILES: Mapping[str, str] = {  # media types by name
+    name: TYPES.get(name.rpartition(".")[2], "text/plain") for name in (*NAMES, "NOTICE", *VENDOR)
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS: Mapping[str, str] = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
 API = f"{PAGE}/api/"
 NOT_STORED = {**HEADERS, "cache-control": "no-store"}
 EVERY = 1.0  # seconds between two pictures
@@ -70,22 +90,43 @@ REPLICA = Parameter(
 NAME = Parameter(about="The name of an entry.", schema={"type": "string"})
 NUMBER = Parameter(about="The number of a request.", schema={"type": "integer", "minimum": 0, "maximum": 10**18 - 1})
 # There may be no such entry or model, or the model is not loaded.
-OF_ONE: Mapping[str, Parameter] = MappingProxyType({"model": MODEL, "replica": REPLICA})
+OF_ONE: Mapping[str, Parameter] = {"model": MODEL, "replica": REPLICA}
 of_inspector = partial(Operation, "Inspector", query=OF_ONE, errors=(400, 404, 409))
-OPERATIONS: Mapping[tuple[str, str], Operation] = MappingProxyType(
-    {
-        ("GET", f"{API}snapshot"): of_inspector("What there is now.", answer=Snapshot),
-        ("GET", f"{API}stream"): of_inspector(
-            "The same as events, one when something has changed.", streams=SSE, event=Snapshot
-        ),
-        ("GET", f"{API}entry"): of_inspector(
-            "The text of an entry of the tree.", query={"name": NAME, **OF_ONE}, answer=EntryText
-        ),
-        ("GET", f"{API}request"): of_inspector(
-            "The way of a request through the tree.", query={"number": NUMBER, **OF_ONE}, answer=RequestWay
-        ),
-    }
-)
+OPERATIONS: Mapping[tuple[str, str], Operation] = {
+    ("GET", f"{API}snapshot"): of_inspector("What there is now.", answer=Snapshot),
+    ("GET", f"{API}stream"): of_inspector(
+        "The same as events, one when something has changed.", streams=SSE, event=Snapshot
+    ),
+    ("GET", f"{API}entry"): of_inspector(
+        "The text of an entry of the tree.", query={"name": NAME, **OF_ONE}, answer=EntryText
+    ),
+    ("GET", f"{API}request"): of_inspector(
+        "The way of a request through the tree.", query={"number": NUMBER, **OF_ONE}, answer=RequestWay
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    content: bytes
+    media_type: str
+    etag: str
+
+    def response(self, request: Request) -> Response:
+        """304 for a browser that has it."""
+        headers = {**HEADERS, "etag": self.etag, "cache-control": "no-cache"}
+        if self.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, media_type=self.media_type, headers=headers)
+
+
+def read_files() -> Mapping[str, File]:
+    """All files of the page, by name."""
+    found: dict[str, File] = {}
+    for name, media_type in FILES.items():
+        content = files("kvcellar.inspector").joinpath("static", name).read_bytes()
+        found[name] = File(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return found
 
 
 def inspector(shared: Shared) -> Mounted:
@@ -93,12 +134,12 @@ def inspector(shared: Shared) -> Mounted:
     page = shared.settings.inspects
     if not page and not shared.keys.now.admin:
         return Mounted(())
-    data, files = DataHandler(shared), _paths(read_files()) if page else {}
+    data, found = DataHandler(shared), _paths(read_files()) if page else {}
     routes = [
         *(Route(path, getattr(data, path.removeprefix(API)), methods=[method]) for method, path in OPERATIONS),
-        *(Route(path, file.response, methods=["GET"]) for path, file in files.items()),
+        *(Route(path, file.response, methods=["GET"]) for path, file in found.items()),
     ]
-    return Mounted(routes, frozenset(files), (API,), OPERATIONS)
+    return Mounted(routes, frozenset(found), (API,), OPERATIONS)
 
 
 def _paths(files: Mapping[str, File]) -> dict[str, File]:

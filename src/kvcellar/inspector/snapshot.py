@@ -26,8 +26,8 @@ from kvcellar.engine.control_replies import (
     TreeEntry,
     Way,
 )
-from kvcellar.engine.stats import EngineStats, GroupStats, ReplicaStats
-from kvcellar.events import Recall
+from kvcellar.engine.stats import EngineStats, GroupStats, RecordingStats, ReplicaStats, SpeculationStats
+from kvcellar.events import Recall, Speculation
 from kvcellar.serve.answers import Answer
 
 Text = Callable[[tuple[int, ...]], str]
@@ -36,19 +36,6 @@ Decode = Callable[[Sequence[int]], str]
 VERSION = 2  # of the object; a field that is added does not change it
 GROUPS = 16  # that are shown
 BEGINNINGS = 4096  # texts of beginnings that are remembered
-
-
-class SeenRecording(Answer):
-    refused: str | None
-    steps: int
-
-
-class SeenSpeculation(Answer):
-    drafter: str
-    drafted: int
-    accepted: int
-    seconds_saved: float
-    refused: str | None
 
 
 class SeenEngine(Answer, kw_only=True):
@@ -67,8 +54,8 @@ class SeenEngine(Answer, kw_only=True):
     state_bytes: int = 0
     pinned: int = 0
     compacted: int = 0
-    recording: SeenRecording
-    speculation: SeenSpeculation | UnsetType = UNSET
+    recording: RecordingStats
+    speculation: SpeculationStats | UnsetType = UNSET
 
 
 class SeenRates(Answer):
@@ -102,11 +89,6 @@ class SeenRecall(Answer):
     theirs: str | None
 
 
-class SeenDrafts(Answer):
-    drafted: int
-    accepted: int
-
-
 class SeenEndedRequest(Answer):
     number: int
     at: float
@@ -119,7 +101,7 @@ class SeenEndedRequest(Answer):
     decoding: float
     tokens_per_second: float
     recall: SeenRecall | None
-    drafts: SeenDrafts | None
+    drafts: Speculation | None
 
 
 class SeenRequests(Answer):
@@ -351,13 +333,12 @@ def _engine_of_one(stats: EngineStats, live: Sequence[LiveRequest]) -> SeenEngin
         cache_bytes=stats.cache_bytes,
         limit_bytes=stats.limit_bytes,
         rows=stats.rows,
-        recording=SeenRecording(stats.recording.refused, 0),
+        recording=replace(stats.recording, steps=0, by_modules={}),
     )
 
 
 def _engine(stats: EngineStats) -> SeenEngine:
-    drafts = UNSET if stats.speculation is None else SeenSpeculation.of(stats.speculation)
-    return SeenEngine.of(stats, recording=SeenRecording.of(stats.recording), speculation=drafts)
+    return SeenEngine.of(stats, speculation=UNSET if stats.speculation is None else stats.speculation)
 
 
 def _rates(picture: Picture) -> SeenRates:
@@ -400,7 +381,7 @@ def _ended(one: EndedRequest, viewer: Viewer, text: Text | None) -> SeenEndedReq
         decoding=timings.decoding,
         tokens_per_second=timings.tokens_per_second(usage.completion_tokens),
         recall=_recall(one.recall, viewer.reads(one.owner), text) if one.recall is not None else None,
-        drafts=SeenDrafts.of(one.speculation) if one.speculation is not None else None,
+        drafts=one.speculation,
     )
 
 

@@ -73,7 +73,7 @@ class Memory:
         check_groups(groups, cells, backend)
         recurrent = recurrent if recurrent is not None else Recurrent({})
         backends = backend if isinstance(backend, Mapping) else dict.fromkeys((group.name for group in groups), backend)
-        check_planned(groups, cells, backends, dtype, recurrent, rows, max_bytes)
+        check_planned(groups, cells, dtype, recurrent, rows, max_bytes)
         self.states = States(recurrent, rows=rows, device=self.device)
         self.rows = self.states.rows
         self.storage = Storage(groups, cells, backends, dtype, self.states, max_bytes, self._idle)
@@ -277,11 +277,6 @@ class Memory:
             behind = shifted(self.storage.stores, tables, gone, self.storage.spare)
             self._sequences.close_over(seq, gone, behind)
         return length - len(gone)
-
-    def keep_state(self, seq: int) -> None:
-        """Keep the recurrent state at the end of `seq` as a checkpoint, as a feed with `keep_state` does."""
-        self._idle("keep_state")
-        self._sequences.record(seq).states.keep()
 
     def drop(self, seq: int) -> None:
         """Drop a sequence. Never fails for a known one."""

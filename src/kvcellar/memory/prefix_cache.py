@@ -21,7 +21,7 @@ from kvcellar.memory.prefixes import NEAR, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.restores import Fetch
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.spans import Span
-from kvcellar.memory.store import BUSY, OpenStore, no_store
+from kvcellar.memory.store import BUSY, OpenStore
 
 Owner = tuple[int, int]  # the key of a completion
 
@@ -36,7 +36,7 @@ class PrefixCache:
         in_parts: bool = True,
         shares: Shares = USUAL,
         watch: Watch | None = None,
-        open_store: OpenStore = no_store,
+        open_store: OpenStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `watch` is told of what the tree
@@ -44,7 +44,7 @@ class PrefixCache:
         self.memory, self.in_parts, self.clock = memory, in_parts, clock
         self._new_tree = partial(Prefixes, memory, shares=shares, clock=clock, watch=watch)
         self.prefixes = self._new_tree()
-        self.store = open_store(memory, self.prefixes, self.evict)
+        self.store = None if open_store is None else open_store(memory, self.prefixes, self.evict)
         self._numbers = count(1)
         self.fetches: dict[Owner, Fetch] = {}  # what is being read back for owners that have no sequence
 
@@ -70,14 +70,14 @@ class PrefixCache:
     def cancel(self, owner: Owner) -> None:
         """Read nothing more for an owner. Not an error if nothing is read."""
         if (fetch := self.fetches.pop(owner, None)) is not None and self.store is not None:
-            self.store.restores.cancel(fetch)
+            self.store.restores.end(fetch)
 
     def stop_restore(self) -> bool:
         """End the restore of the youngest owner for which memory is locked. False if there is none."""
         locking = [owner for owner, fetch in self.fetches.items() if fetch.node is not None]
         if self.store is None or not locking:
             return False
-        self.store.restores.cancel(self.fetches[max(locking)])
+        self.store.restores.end(self.fetches[max(locking)])
         return True
 
     def shared_soon(self, prefix: Prefix, namespace: str, key: bytes, most: int) -> int:

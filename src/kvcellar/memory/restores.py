@@ -2,7 +2,7 @@
 
     fetch = restores.prefetch(namespace, key)   # a request has arrived: its snapshots are read into staging memory
     restores.advance(fetch, key, enters=True)   # it is its turn: they enter memory. True while more are to come
-    restores.cancel(fetch)
+    restores.end(fetch)                         # the request does not wait for it any more
 
 All of it runs on the engine's thread; tiers are read by the threads of the transfers.
 
@@ -177,7 +177,7 @@ class Restores:
             while not fetch.done and self._enter_next(fetch):
                 self._read(fetch)
             if not (fetch.done or fetch.reads or fetch.chain):
-                self._end(fetch)
+                self.end(fetch)
             if not fetch.done:
                 self._limit(fetch)
         return not fetch.done
@@ -194,10 +194,6 @@ class Restores:
         left = min((self._patience(fetch, self._waited(fetch)) for fetch in waiting), default=inf)
         left = min((left, *(self._news.left(fetch.looks) for fetch in self._fetches if fetch.looks)))
         return max(left, SOON) if left < inf else None
-
-    def cancel(self, fetch: Fetch) -> None:
-        """What has not entered memory yet is dropped."""
-        self._end(fetch)
 
     def _plan(self, fetch: Fetch, key: Callable[[], bytes]) -> None:
         """Decide which snapshots a request needs; what was read of others for it is dropped."""
@@ -285,7 +281,7 @@ class Restores:
             what = f"the {tier} tier did not end"
         fetch.skipped = ""
         fetch.unavailable = f"{fetch.missing} stored tokens were not read: {what} for {waited:.1f} s"
-        self._end(fetch)
+        self.end(fetch)
 
     # -- entering memory ----------------------------------------------------------------------------------------
 
@@ -295,12 +291,10 @@ class Restores:
         self._plan(fetch, key)
         self.declined += bool(fetch.skipped)
         if not fetch.chain:
-            self._end(fetch)
+            self.end(fetch)
             return
-        fetch.key = key()
-        tree = self._prefixes.tree
-        fetch.root = tree.root(fetch.namespace)
-        fetch.node = tree.lock(fetch.root, tree.match(fetch.root, fetch.key, len(fetch.key) // TOKEN - 1))
+        fetch.key, fetch.root = key(), self._prefixes.tree.root(fetch.namespace)
+        self._lock(fetch)
         for staged in self._staged.values():
             if fetch in staged.users:
                 self._use(fetch, staged)
@@ -312,7 +306,7 @@ class Restores:
         snapshot = fetch.reads[0].snapshot
         staged = self._staged.get(snapshot.key)
         if self._has(fetch, fetch.reads[0]):
-            self._lock_again(fetch)
+            self._lock(fetch)
         elif staged is None:  # another request has had it, and it was evicted
             fetch.chain.extendleft(reversed(fetch.reads))
             fetch.reads.clear()
@@ -324,7 +318,7 @@ class Restores:
             return False
         elif not self._enter(fetch, snapshot, staged.transfer):
             self._drop(snapshot.key)
-            self._end(fetch)
+            self.end(fetch)
             return False
         fetch.reads.popleft()
         self._drop(snapshot.key)
@@ -336,14 +330,13 @@ class Restores:
             return False
         return self.planner.own(fetch.namespace, fetch.key) >= part.resume
 
-    def _lock_again(self, fetch: Fetch) -> None:
-        """Another request has brought back more of the same tokens."""
+    def _lock(self, fetch: Fetch) -> None:
+        """Lock what the tree has: at first, and when another request has brought back more of the same tokens."""
         assert fetch.root is not None
-        assert fetch.node is not None
-        tree = self._prefixes.tree
-        node = tree.lock(fetch.root, tree.match(fetch.root, fetch.key, len(fetch.key) // TOKEN - 1))
-        tree.unlock(fetch.node)
-        fetch.node = node
+        tree, before = self._prefixes.tree, fetch.node
+        fetch.node = tree.lock(fetch.root, tree.match(fetch.root, fetch.key, len(fetch.key) // TOKEN - 1))
+        if before is not None:
+            tree.unlock(before)
 
     def _enter(self, fetch: Fetch, snapshot: Snapshot, transfer: Transfer) -> bool:
         """False if it is missing, is not what was stored, or does not fit."""
@@ -394,7 +387,8 @@ class Restores:
         while (spare := rows.spare) is not None and spare < len(record.checkpoints) and self._evict(None, 1):
             pass
 
-    def _end(self, fetch: Fetch) -> None:
+    def end(self, fetch: Fetch) -> None:
+        """What has not entered memory yet is dropped. May be called again."""
         if fetch.done:
             return
         fetch.done, fetch.key = True, b""
@@ -416,7 +410,7 @@ class Restores:
         """The tree was made anew after an error, or memory is closed: give up what was under way."""
         for fetch in list(self._fetches):
             fetch.node = None
-            self._end(fetch)
+            self.end(fetch)
         self._prefixes = prefixes
         self.planner.reset(prefixes)
 

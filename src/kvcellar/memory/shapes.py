@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 
 from kvcellar.errors import BadRequest
 
-# A plane is stored [cells, heads, size], [heads, cells, size] or [heads, size, cells].
-Arrangement = Literal["token", "head", "transposed"]
+Arrangement = Literal["token", "head"]  # a plane is stored [cells, heads, size] or [heads, cells, size]
 Kind = Literal["float64", "float32", "bfloat16", "float16", "fp8", "int8", "int4"]
 BLOCK = 128  # elements of a vector that share a scale; all of them if the vector is shorter
 SCALE_BYTES = 2  # a scale is a float16

@@ -5,20 +5,20 @@ Always true:
   * a reserved step has allocated nothing, writes to the null cell, and cannot be committed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Self
 
 from torch import Tensor
 
 from kvcellar.errors import BadRequest, CacheFull, CapacityTooSmall, WrongStage, shown
 from kvcellar.memory.cells.layouts import Input
-from kvcellar.memory.cells.tables import Table
+from kvcellar.memory.cells.tables import Table, undone
 from kvcellar.memory.kv.group import Group
 from kvcellar.memory.kv.history import Columns, LayerHistory
 from kvcellar.memory.kv.pool import as_new
 from kvcellar.memory.kv.sequences import Sequences
 from kvcellar.memory.kv.states import States
-from kvcellar.memory.kv.storage import Storage
+from kvcellar.memory.kv.storage import Storage, pieces
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.plan import Batch, Feed, GroupPlan, Plan, Run, Segment, StateSegment
 from kvcellar.memory.shapes import Scoring
@@ -45,7 +45,7 @@ class Step:
         """See `Memory.begin`."""
         step = cls(storage, sequences, states, batch)
         step._admit()
-        try:
+        with undone(step.abandon):  # for one, a mask may be too large for the device
             for feed in batch.feeds:
                 if feed.seq not in sequences.records:
                     step.opened.append(feed.seq)
@@ -54,9 +54,6 @@ class Step:
                 step._take(index)
             groups = [step._plan_group(index) for index in range(len(storage.stores))]
             step._lay_out(groups, states.step_rows.begin(batch, lambda seq: sequences.record(seq).states.row))
-        except BaseException:  # for one, a mask may be too large for the device
-            step.abandon()
-            raise
         return step
 
     @classmethod
@@ -155,7 +152,7 @@ class Step:
             first = max(table.first, layout.lowest(feed.pos.start))
             end = feed.pos.end if feed.stores else min(feed.pos.end, table.end)
             held = table.since(first)
-            runs = _joined(held, new) if feed.stores else _first(held, end - first)
+            runs = _joined(held, new) if feed.stores else tuple(next(pieces(held, end - first)))  # a query sees a cell
             segments.append(Segment(feed.seq, row, feed.pos, first, end, runs, tuple(new), batch.ahead(feed.seq)))
             row += len(feed.pos)
         return GroupPlan(name, layout, tuple(segments))
@@ -257,17 +254,6 @@ def _joined(held: tuple[Run, ...], new: Sequence[Run]) -> tuple[Run, ...]:
     if held and new and held[-1].end == new[0].cell:
         return (*held[:-1], Run(held[-1].cell, held[-1].n + new[0].n), *new[1:])
     return (*held, *new)
-
-
-def _first(runs: Iterable[Run], n: int) -> tuple[Run, ...]:
-    """The first `n` cells of `runs`."""
-    found: list[Run] = []
-    for run in runs:
-        if n <= 0:
-            break
-        found.append(Run(run.cell, min(run.n, n)))
-        n -= run.n
-    return tuple(found)
 
 
 def _last(runs: Sequence[Run], n: int) -> tuple[Run, ...]:

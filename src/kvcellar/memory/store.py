@@ -58,10 +58,6 @@ WAIT = 2.0  # seconds for unwritten snapshots at the end
 OpenStore = Callable[[Memory, Prefixes, Evict], "Store | None"]
 
 
-def no_store(memory: Memory, prefixes: Prefixes, evict: Evict) -> None:
-    """Of a memory without tiers."""
-
-
 @dataclass(eq=False, slots=True)
 class _Writing:
     """A sequence of which snapshots are being made. `at` tokens of it are done, up to the snapshot `parent`. It waits

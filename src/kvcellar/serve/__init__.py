@@ -6,17 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcellar.serve.app import build_app
-    from kvcellar.serve.http.server import Server, run
+    from kvcellar.serve.http.server import Server, build_app, run
     from kvcellar.serve.models.model_manager import ModelManager
     from kvcellar.serve.settings import ServeSettings, key_digest
 
 __all__ = ["ModelManager", "ServeSettings", "Server", "build_app", "key_digest", "run"]
 
 _NAMES = {
-    "kvcellar.serve.app": ("build_app",),
     "kvcellar.serve.models.model_manager": ("ModelManager",),
-    "kvcellar.serve.http.server": ("Server", "run"),
+    "kvcellar.serve.http.server": ("Server", "build_app", "run"),
     "kvcellar.serve.settings": ("ServeSettings", "key_digest"),
 }
 

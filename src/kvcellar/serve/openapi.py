@@ -11,7 +11,6 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, TypeAdapter
@@ -149,25 +148,23 @@ def _comments(cls: type, comments: Comments) -> dict[str, str]:
     return found | own
 
 
-MEANINGS: Mapping[int, str] = MappingProxyType(
-    {
-        400: "The request is not valid, or the model cannot do it. `param` is the field.",
-        401: "A valid key is needed.",
-        403: "The key may not do this, or the header Host does not name this server.",
-        404: "There is no such model, conversation or other thing.",
-        408: "The body did not arrive in time.",
-        409: "The state of the server does not allow it now.",
-        413: "The body is too long.",
-        415: "The body has another content type, or a content encoding.",
-        431: "The headers are too many or too long.",
-        500: "The server met an unexpected error, and its log has the details; or engines have died of the request.",
-        503: "Try again later: the server has too much to do, is loading, is shutting down, or has failed.",
-        507: "The disk of the server is full.",
-    }
-)
+MEANINGS: Mapping[int, str] = {
+    400: "The request is not valid, or the model cannot do it. `param` is the field.",
+    401: "A valid key is needed.",
+    403: "The key may not do this, or the header Host does not name this server.",
+    404: "There is no such model, conversation or other thing.",
+    408: "The body did not arrive in time.",
+    409: "The state of the server does not allow it now.",
+    413: "The body is too long.",
+    415: "The body has another content type, or a content encoding.",
+    431: "The headers are too many or too long.",
+    500: "The server met an unexpected error, and its log has the details; or engines have died of the request.",
+    503: "Try again later: the server has too much to do, is loading, is shutting down, or has failed.",
+    507: "The disk of the server is full.",
+}
 EVERY = (403, 431, 500, 503)  # of every request
 WITH_BODY = (400, 408, 413, 415)
-HEADERS: Mapping[int, str] = MappingProxyType({401: "www-authenticate", 503: "retry-after"})
+HEADERS: Mapping[int, str] = {401: "www-authenticate", 503: "retry-after"}
 
 
 def error_statuses(path: str, operation: Operation) -> list[int]:
@@ -192,18 +189,16 @@ def error_response(status: int, schema: dict[str, Any]) -> dict[str, Any]:
 
 
 ERRORS = (OpenAIError, OllamaError, AnthropicError, HealthError)
-ABOUT: Mapping[Api, str] = MappingProxyType(  # of each API, with its rule for fields that it does not know
-    {
-        "OpenAI": "OpenAI's API. A field that is not in a schema is refused with 400 and its name, except those that "
-        "cannot change an answer, which have a description that says so.",
-        "Anthropic": "Anthropic's API. Unknown fields are ignored: its clients send new ones with a beta header.",
-        "Ollama": "Ollama's API for models. Unknown fields and unknown options are ignored.",
-        "Conversations": "Named conversations. An unknown field is refused with 400 and its name.",
-        "Server": "The state of the server.",
-        "Operator": "For operators: they need an admin key. An unknown field is refused with 400 and its name.",
-        "Inspector": "What the inspector shows. An API key sees its own requests only.",
-    }
-)
+ABOUT: Mapping[Api, str] = {  # of each API, with its rule for fields that it does not know
+    "OpenAI": "OpenAI's API. A field that is not in a schema is refused with 400 and its name, except those that "
+    "cannot change an answer, which have a description that says so.",
+    "Anthropic": "Anthropic's API. Unknown fields are ignored: its clients send new ones with a beta header.",
+    "Ollama": "Ollama's API for models. Unknown fields and unknown options are ignored.",
+    "Conversations": "Named conversations. An unknown field is refused with 400 and its name.",
+    "Server": "The state of the server.",
+    "Operator": "For operators: they need an admin key. An unknown field is refused with 400 and its name.",
+    "Inspector": "What the inspector shows. An API key sees its own requests only.",
+}
 ABOUT_ALL = """\
 Routes of a kvcellar server. One without admin keys has no routes below /admin/, and one without its inspector has none
 below /inspector/. Fields that are not declared here may be added to answers. A stream is declared by what each of its

@@ -7,7 +7,6 @@ Tests compare every response that they get with its row: a status, a content typ
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from starlette.routing import Route
@@ -66,9 +65,10 @@ from kvcellar.serve.ollama.routes import (
 from kvcellar.serve.openai import formats
 from kvcellar.serve.openai.chat import ChatBody, parse_chat
 from kvcellar.serve.openai.completions import CompletionBody, parse_completion
-from kvcellar.serve.openai.embedding_fields import (
+from kvcellar.serve.openai.embeddings import (
     EmbedBody,
     EmbeddingBody,
+    EmbeddingHandler,
     Embeddings,
     EmbeddingsBody,
     OllamaEmbeddings,
@@ -77,7 +77,6 @@ from kvcellar.serve.openai.embedding_fields import (
     parse_embedding,
     parse_embeddings,
 )
-from kvcellar.serve.openai.embeddings import EmbeddingHandler
 from kvcellar.serve.openai.models_list import ModelFields, ModelList, ModelsHandler
 from kvcellar.serve.openai.tokenizing import (
     DetokenizeBody,
@@ -86,9 +85,9 @@ from kvcellar.serve.openai.tokenizing import (
     Tokenized,
     TokenizedContent,
     TokenizerFields,
-    TokenizerInfo,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 from kvcellar.serve.openapi import DocumentHandler, OpenApiDocument
 from kvcellar.serve.operation import BYTES, NDJSON, SSE, Operation, Operations, Parameter, Schema
@@ -97,12 +96,10 @@ from kvcellar.serve.responses.response_writer import DeletedResponse, InputToken
 from kvcellar.serve.responses.routes import InputItems, KeptHandler
 from kvcellar.serve.shared import Shared
 
-CONVERSATION: Mapping[str, Schema] = MappingProxyType(
-    {"name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"}}
-)
-DIGEST: Mapping[str, Schema] = MappingProxyType({"digest": {"type": "string", "pattern": "^sha256[:-][0-9a-f]{64}$"}})
+CONVERSATION: Mapping[str, Schema] = {"name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"}}
+DIGEST: Mapping[str, Schema] = {"digest": {"type": "string", "pattern": "^sha256[:-][0-9a-f]{64}$"}}
 MODEL = Parameter(about="The name of a model. Default: the first one.", schema={"type": "string"})
-MODELS: Mapping[str, Parameter] = MappingProxyType({"model": MODEL})
+MODELS: Mapping[str, Parameter] = {"model": MODEL}
 LIMIT = Parameter(
     about="The most entries.", schema={"type": "integer", "minimum": 1, "maximum": MOST_LISTED, "default": LISTED}
 )
@@ -239,7 +236,7 @@ OPENAI = {
     ),
     ("GET", "/tokenizer_info"): of_openai(
         "What the tokenizer is.",
-        lambda at: TokenizerInfo(at.server).get,
+        lambda at: partial(tokenizer_info, at.server),
         query=MODELS,
         answer=TokenizerFields,
         errors=(400, 404),
@@ -458,9 +455,7 @@ OPERATOR = {
         "Read the key files again.", lambda at: at.keys.reload, answer=ReloadedKeys, errors=(409,)
     ),
 }
-TABLE: Mapping[tuple[str, str], Endpoint] = MappingProxyType(
-    {**OPENAI, **ANTHROPIC, **OLLAMA, **CONVERSATIONS, **SERVER, **OPERATOR}
-)
+TABLE: Mapping[tuple[str, str], Endpoint] = {**OPENAI, **ANTHROPIC, **OLLAMA, **CONVERSATIONS, **SERVER, **OPERATOR}
 
 
 def routes(handlers: Handlers, *, operated: bool) -> list[Route]:

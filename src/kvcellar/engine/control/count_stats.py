@@ -81,7 +81,7 @@ def _groups(built: "Built") -> tuple[GroupStats, ...]:
             capacity[group.name],
             used[group.name],
             capacity[group.name] - free[group.name] - used[group.name],
-            group.bytes(capacity[group.name], guest.dtype.itemsize, guest.backends[group.name]),
+            group.bytes(capacity[group.name], guest.dtype.itemsize),
             guest.backends[group.name].name if guest.mode == "flat" else None,
         )
         for group in memory.storage.groups

@@ -24,7 +24,7 @@ from kvcellar.memory.prefix.node import TOKEN, Reuse, key_of
 from kvcellar.memory.prefix_cache import PrefixCache
 from kvcellar.memory.prefixes import SLICE, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.spans import Span
-from kvcellar.memory.store import OpenStore, Store, no_store
+from kvcellar.memory.store import OpenStore, Store
 
 if TYPE_CHECKING:
     from kvcellar.memory.memory import Memory
@@ -49,7 +49,7 @@ class SequenceManager:
         in_parts: bool = True,
         shares: Shares = USUAL,
         events: KvEvents | None = None,
-        open_store: OpenStore = no_store,
+        open_store: OpenStore | None = None,
     ) -> None:
         """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
         published there."""

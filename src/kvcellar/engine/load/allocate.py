@@ -5,7 +5,7 @@ CPU memory. What drafts has as many bytes as `draft_bytes` says, or a share by w
 it cannot use is the model's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from kvcellar.engine.load.settings import SHARE_OF_FREE, Settings, step_tokens_o
 from kvcellar.engine.models.guest import Guest
 from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.memory.kv.group import Group
-from kvcellar.memory.kv.history import Backend
 from kvcellar.memory.memory import Memory
 
 MOST_SHARE = 0.5  # of the bytes, for what drafts, unless `draft_bytes` says otherwise
@@ -32,7 +31,6 @@ class Needs:
 
     groups: tuple[Group, ...]
     itemsize: int
-    backends: Mapping[str, Backend]
     device: str
     bytes_per_row: int
     context: int
@@ -44,7 +42,7 @@ class Needs:
         recurrent = guest.shape.recurrent
         row = recurrent.bytes if recurrent is not None else 0
         size, kind = guest.dtype.itemsize, guest.device.type
-        return cls(guest.shape.groups, size, guest.backends, kind, row, context, scratch, shifts)
+        return cls(guest.shape.groups, size, kind, row, context, scratch, shifts)
 
     def demands(self) -> list[Demand]:
         size = self.itemsize
@@ -52,7 +50,7 @@ class Needs:
             Demand(
                 group.name,
                 group.layout,
-                bytes=lambda cells, group=group: group.bytes(cells, size, self.backends[group.name]),
+                bytes=lambda cells, group=group: group.bytes(cells, size),
                 staging=lambda cells, group=group: group.staging(cells, size),
                 undo=group.undo(size) if self.shifts and group.no_shift is None else 0,
             )

@@ -91,7 +91,7 @@ class Capacity:
     """Cells of each group, what they take, and what limits them: `bytes + scratch + staging <= budget`."""
 
     cells: Mapping[str, int]
-    by_group: Mapping[str, int]  # bytes of its planes, null cells and padding included
+    by_group: Mapping[str, int]  # bytes of its planes, null cells included
     states: RowShare
     windows: int  # checkpoints that bounded groups have cells for, beside running sequences
     scratch: int  # bytes of a step, or of what a context shift keeps to undo it, whichever are more

@@ -272,6 +272,5 @@ def _mtp(head: MtpHead, fit: DraftFit, deepest: int, loaded: Loaded, guest: Gues
     def waiting(longest: int, tokens: int, sequences: int) -> int:
         return min(tokens, sequences * min(FLUSH, longest)) * head.hidden_size * size
 
-    backends = {name: chosen.backend for name, chosen in head.chosen.items()}
-    needs = Needs(head.shape.groups, size, backends, head.device.type, 0, context, waiting)
+    needs = Needs(head.shape.groups, size, head.device.type, 0, context, waiting)
     return Drafts(fit, deepest, make, needs)

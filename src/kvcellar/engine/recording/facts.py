@@ -102,7 +102,7 @@ def served(guest: Guest) -> dict[str, Any]:
     return {
         "mode": guest.mode,
         "asks": {name: repr(ask) for name, ask in guest.shape.specs.items()},
-        "backends": {name: [_named(type(b)), repr(b.arrangement), b.padding] for name, b in guest.backends.items()},
+        "backends": {name: [_named(type(b)), b.arrangement] for name, b in guest.backends.items()},
         "recurrent": repr(guest.shape.recurrent),
         "recorded": guest.recording is not None,
         "draws": type(guest.draws).__name__,

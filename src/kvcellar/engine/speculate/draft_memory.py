@@ -37,7 +37,7 @@ from kvcellar.memory.prefixes import USUAL, Prefix, Shares
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.snapshot import looking_ahead, requested
 from kvcellar.memory.spans import Span
-from kvcellar.memory.store import BUSY, OpenStore, Store, no_store
+from kvcellar.memory.store import BUSY, OpenStore, Store
 
 ALL = 1 << 40  # nodes
 
@@ -79,7 +79,7 @@ class DraftMemory:
         ahead: int = 0,
         in_parts: bool = True,
         shares: Shares = USUAL,
-        open_store: OpenStore = no_store,
+        open_store: OpenStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`ahead`: the entry of a token depends on so many tokens that follow it, which are no entries yet. For the

@@ -22,8 +22,7 @@ function laidOut(entries) {
 }
 
 function title(entry) {
-  const text = entry.begins !== null ? line(entry.begins, LETTERS) || "(white space)" : entry.name;
-  return text;
+  return entry.begins !== null ? line(entry.begins, LETTERS) || "(white space)" : entry.name;
 }
 
 function places(entry) {

@@ -148,8 +148,7 @@ class Cpu:
     """Attention on a CPU, in float32 or bfloat16."""
 
     name = "cpu"
-    arrangement: Arrangement | Mapping[str, Arrangement] = "head"
-    padding = 1
+    arrangement: Arrangement = "head"
     kinds = frozenset[Kind](KINDS)
 
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:

@@ -1,6 +1,5 @@
 """reference: attention in float64 over a dense mask. Slow and obvious; it judges the other backends."""
 
-from collections.abc import Mapping
 from typing import get_args
 
 import torch
@@ -15,8 +14,7 @@ class Reference:
     """Serves everything there is; costs T x N for every head."""
 
     name = "reference"
-    arrangement: Arrangement | Mapping[str, Arrangement] = "token"
-    padding = 1
+    arrangement: Arrangement = "token"
     kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
     def refuse(self, spec: AttentionSpec) -> str | None:

@@ -2,7 +2,6 @@
 computed and copied; elsewhere in few calls (`buckets.py`).
 """
 
-from collections.abc import Mapping
 from typing import get_args
 
 import torch
@@ -20,8 +19,7 @@ class Sdpa:
     """Any device, any float type, any head sizes, any storage: what is quantised is read into floats, once a step."""
 
     name = "sdpa"
-    arrangement: Arrangement | Mapping[str, Arrangement] = "head"
-    padding = 1
+    arrangement: Arrangement = "head"
     kinds: frozenset[Kind] = frozenset(get_args(Kind))
 
     def __init__(self, *, fused: bool | None = None) -> None:

@@ -13,7 +13,7 @@ step.
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ class Triton:
     """Attention on a GPU."""
 
     name = "triton"
-    arrangement: Arrangement | Mapping[str, Arrangement] = "head"
-    padding = 1
+    arrangement: Arrangement = "head"
     kinds = frozenset[Kind](("float32", "bfloat16", "float16", "int8", "int4", "fp8"))
 
     def __init__(self, attend: Attend | None = None, device: str = "cuda") -> None:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from kvcellar.memory.cells.tables import Move, Table, Tables
+from kvcellar.memory.cells.tables import Move, Table, Tables, undone
 from kvcellar.memory.plan import Run
 
 
@@ -144,14 +144,11 @@ def relocate(tables: Tables, moves: Sequence[Move], copy: Callable[[Sequence[Mov
     holding = {table: None for move in moves for table in tables.over(move.source)}
     moves = [part for move in moves for part in _cut(move, cells.borders(move.source))]
     targets: list[Run] = []
-    try:
+    with undone(lambda: cells.drop(targets)):
         for move in moves:
             cells.take_exact(move.target)
             targets.append(move.target)
         copy(moves)
-    except BaseException:
-        cells.drop(targets)
-        raise
     sources = [move.source.cell for move in moves]
     for table in holding:
         table.relocate(moves, sources)

@@ -7,7 +7,8 @@ Always true:
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Self
 
 from kvcellar.memory.cells.cells import Cells
@@ -301,14 +302,25 @@ class Table:
 def share_all(tables: Iterable[Table], upto: int, start: int = 0) -> list[Table]:
     """`share` every table. If one raises, no cell gets a holder."""
     twins: list[Table] = []
-    try:
+    with undone(lambda: close_all(twins)):
         for table in tables:
             twins.append(table.share(upto, start))
-    except BaseException:
-        for twin in twins:
-            twin.close()
-        raise
     return twins
+
+
+def close_all(tables: Iterable[Table]) -> None:
+    for table in tables:
+        table.close()
+
+
+@contextmanager
+def undone(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` if the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 class InputTable(Table):

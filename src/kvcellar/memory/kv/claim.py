@@ -1,24 +1,13 @@
 """claim: the record of one claim and of its checkpoints. `claims` makes and changes them, and has their invariants."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvcellar.errors import BadRequest
 from kvcellar.memory.cells.rows import Rows
-from kvcellar.memory.cells.tables import Table
+from kvcellar.memory.cells.tables import Table, close_all
 from kvcellar.memory.kv.storage import GroupStore
 from kvcellar.memory.spans import Span, around, check_spans, deepest
-
-
-@contextmanager
-def undone(undo: Callable[[], None]) -> Iterator[None]:
-    """Call `undo` if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
 
 
 def within(mark: int | None, span: Span) -> int | None:
@@ -42,8 +31,7 @@ class Checkpoint:
 
     def close(self, rows: Rows) -> None:
         """Free what only this checkpoint holds."""
-        for table in self.windows.values():
-            table.close()
+        close_all(self.windows.values())
         rows.drop_hold(self.row)
 
 
@@ -69,8 +57,7 @@ class Claim:
 
     def close(self, rows: Rows) -> None:
         """Free what only this claim holds."""
-        for table in self.tables.values():
-            table.close()
+        close_all(self.tables.values())
         for checkpoint in self.checkpoints.values():
             checkpoint.close(rows)
 

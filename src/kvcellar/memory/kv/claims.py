@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kvcellar.errors import BadRequest, shown
 from kvcellar.memory.cells.rows import SequenceStates
-from kvcellar.memory.cells.tables import Table, share_all
-from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, undone, within
+from kvcellar.memory.cells.tables import Table, share_all, undone
+from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, within
 from kvcellar.memory.kv.readout import Reading, check_record, written
 from kvcellar.memory.kv.record import Record
 from kvcellar.memory.kv.sequences import Record as SequenceRecord

@@ -50,10 +50,10 @@ class Group:
         """Bytes of one cell in all layers, scales included; `itemsize` is that of the memory's own type."""
         return len(self.layers) * sum(plane.bytes_per_cell(itemsize) for plane in self.planes)
 
-    def bytes(self, cells: int, itemsize: int, backend: Backend) -> int:
-        """Bytes of all planes for `cells` cells, with the null cell, the padding of `backend` and the rotations."""
+    def bytes(self, cells: int, itemsize: int) -> int:
+        """Bytes of all planes for `cells` cells, with the null cell and the rotations."""
         rotations = sum(size * size * torch.float32.itemsize for size in rotated_sizes(self.planes))
-        return padded(cells, backend) * self.bytes_per_cell(itemsize) + rotations
+        return (cells + 1) * self.bytes_per_cell(itemsize) + rotations
 
     def undo(self, itemsize: int) -> int:
         """Bytes of the undo copy of one cell that is rotated in place; kept until the removal is complete."""
@@ -66,11 +66,6 @@ class Group:
         widest = max((_turning(plane, itemsize) for plane in self.planes), default=0)
         angles = max((plane.size for plane in self.planes), default=0) * ANGLES
         return min(PIECE, cells) * (widest + INDEX) + angles
-
-
-def padded(cells: int, backend: Backend) -> int:
-    """The places of a plane for `cells` cells: with the null cell, and the padding of `backend`."""
-    return -(-(cells + 1) // backend.padding) * backend.padding
 
 
 def rotated_sizes(planes: Iterable[Plane]) -> set[int]:

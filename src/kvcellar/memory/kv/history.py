@@ -32,8 +32,6 @@ PLAIN: Mapping[Kind, torch.dtype] = {
 }
 # Bytes of fp8 are kept as uint8: torch copies float8 by index on no CPU.
 CODES: Mapping[Kind, torch.dtype] = {**PLAIN, "fp8": torch.uint8, "int8": torch.int8, "int4": torch.uint8}
-# Where cells, heads and size are in a tensor of each arrangement.
-AXES: Mapping[Arrangement, tuple[int, int, int]] = {"token": (0, 1, 2), "head": (1, 0, 2), "transposed": (2, 0, 1)}
 
 
 class StoredPlane:
@@ -67,10 +65,8 @@ class StoredPlane:
 
     def _allocated(self, places: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """[places,heads,width] in the plane's arrangement; undefined but for the null place."""
-        axes = AXES[self.arrangement]
-        shape = [0, 0, 0]
-        for axis, length in zip(axes, (places, self.plane.heads, width), strict=True):
-            shape[axis] = length
+        heads = self.plane.heads
+        shape = (heads, places, width) if self.arrangement == "head" else (places, heads, width)
         made = torch.empty(shape, dtype=dtype, device=device)
         self._rows(made)[0] = 0
         return made
@@ -146,15 +142,15 @@ class StoredPlane:
 
     def _rows(self, tensor: Tensor) -> Tensor:
         """[C,heads,width], a view."""
-        return tensor.permute(AXES[self.arrangement])
+        return tensor.transpose(0, 1) if self.arrangement == "head" else tensor
 
     def _by_head(self, tensor: Tensor, cells: Tensor | slice) -> Tensor:
         """[heads,n,width]: a view of a slice."""
-        axis = AXES[self.arrangement][0]
         if isinstance(cells, slice):
             return self._rows(tensor)[cells].transpose(0, 1)
-        axes = AXES[self.arrangement]
-        return tensor.index_select(axis, cells).permute(axes[1], axes[0], axes[2])
+        if self.arrangement == "head":
+            return tensor.index_select(1, cells)
+        return tensor.index_select(0, cells).transpose(0, 1)
 
 
 def write_planes(planes: Mapping[str, StoredPlane], cells: Tensor, new: Mapping[str, Tensor]) -> None:
@@ -323,8 +319,7 @@ class Backend(Protocol):
     """Attention of new tokens over stored cells. It declares its arrangement, so nothing is rearranged per step."""
 
     name: str
-    arrangement: Arrangement | Mapping[str, Arrangement]  # of all planes, or by plane name ("token" for others)
-    padding: int  # the number of cells in a plane is a multiple of this
+    arrangement: Arrangement  # of all planes
     kinds: frozenset[Kind]  # storage kinds it can read
 
     def refuse(self, spec: AttentionSpec) -> str | None:

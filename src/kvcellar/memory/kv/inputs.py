@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvcellar.errors import BadRequest, CacheFull, shown
 from kvcellar.memory.cells.layouts import Input
-from kvcellar.memory.cells.tables import Table, share_all
+from kvcellar.memory.cells.tables import Table, close_all, share_all, undone
 from kvcellar.memory.kv.claims import Claims
 from kvcellar.memory.kv.history import indices, write_planes
 from kvcellar.memory.kv.pool import as_new
@@ -45,7 +45,7 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
         if store.cells.spare < n:
             raise CacheFull(store.group.name, n, store.cells.spare)
     tables: list[Table] = []
-    try:
+    with undone(lambda: close_all(tables)):
         for store in stores:
             tables.append(store.tables.new())
             tables[-1].append(store.cells.take(n))
@@ -53,10 +53,6 @@ def write(stores: Sequence[GroupStore], n: int, planes: Planes, device: torch.de
             for layer in store.group.layers:
                 k, v = planes[layer]
                 write_planes(store.pool.planes(layer), cells, {"k": as_new(k), "v": as_new(v)})
-    except BaseException:
-        for table in tables:
-            table.close()
-        raise
     return tables
 
 

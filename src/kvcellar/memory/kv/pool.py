@@ -1,8 +1,7 @@
 """pool: the K/V planes of one group: allocates and moves them.
 
 Always true:
-  * every plane of every layer has `cells + 1` places, the first of them null, rounded up to the padding of the backend,
-    in its arrangement;
+  * every plane of every layer has `cells + 1` places, the first of them null, in the arrangement of the backend;
   * only the null place is defined when a plane is allocated: it is zero, which reads back as zero in every storage.
     The content of others is undefined until a step writes them: on a CPU they use no memory until then, or until they
     are zeroed;
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcellar.errors import BadRequest
-from kvcellar.memory.kv.group import Group, padded, rotated_sizes
+from kvcellar.memory.kv.group import Group, rotated_sizes
 from kvcellar.memory.kv.history import Backend, StoredPlane, write_planes
 from kvcellar.memory.kv.quantise import hadamard
 from kvcellar.memory.plan import Run
@@ -28,18 +27,16 @@ class Pool:
 
     def __init__(self, group: Group, backend: Backend, *, cells: int, dtype: torch.dtype, device: torch.device) -> None:
         """In the arrangement of `backend`. Raises `BadRequest` if it cannot read a plane's storage."""
-        arrangement, places = backend.arrangement, padded(cells, backend)
         self._rotations = {size: hadamard(size, device) for size in rotated_sizes(group.planes)}
         self._of: dict[int, dict[str, StoredPlane]] = {layer: {} for layer in group.layers}
         for plane in group.planes:
-            wanted = arrangement if isinstance(arrangement, str) else arrangement.get(plane.name, "token")
             storage = storage_of(plane, dtype)
             if storage.kind not in backend.kinds:
                 readable = ", ".join(sorted(backend.kinds))
                 raise BadRequest(f"{backend.name} cannot read {plane.name} stored as {storage.kind}, only {readable}")
             rotation = self._rotations[plane.size] if storage.hadamard else None
             for planes in self._of.values():
-                planes[plane.name] = StoredPlane(plane, storage, places, wanted, device, rotation)
+                planes[plane.name] = StoredPlane(plane, storage, cells + 1, backend.arrangement, device, rotation)
 
     def zero(self, run: Run) -> None:
         """Zero free cells in all planes."""

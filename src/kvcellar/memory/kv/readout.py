@@ -18,8 +18,8 @@ Always true:
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -28,8 +28,8 @@ from torch import Tensor
 from kvcellar.errors import BadRequest, CacheFull
 from kvcellar.memory.cells.layouts import Input
 from kvcellar.memory.cells.rows import NAME
-from kvcellar.memory.cells.tables import Table
-from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, undone, within
+from kvcellar.memory.cells.tables import Table, undone
+from kvcellar.memory.kv.claim import Checkpoint, Claim, check_whole, within
 from kvcellar.memory.kv.group import PIECE, Group
 from kvcellar.memory.kv.history import StoredPlane, indices
 from kvcellar.memory.kv.record import Mark, Record, Stretch
@@ -108,7 +108,7 @@ def distinct(store: GroupStore, windows: Mapping[int, Table], parts: list[Part])
     return spans
 
 
-class Reading:
+class Reading(AbstractContextManager["Reading"]):
     """Iterates over the chunks of one claim, as flat uint8 tensors on the CPU. Close it, or use it in `with`."""
 
     record: Record
@@ -143,12 +143,7 @@ class Reading:
         reading.record = Record(shape, span, stretches, marks, ahead, within(claim.derived, span), claim.digest)
         return reading
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __iter__(self) -> Iterator[Tensor]:

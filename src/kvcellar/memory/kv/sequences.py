@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvcellar.errors import BadRequest, UnknownSequence
 from kvcellar.memory.cells.rows import SequenceStates
-from kvcellar.memory.cells.tables import Table, share_all
+from kvcellar.memory.cells.tables import Table, close_all, share_all
 from kvcellar.memory.kv.states import States
 from kvcellar.memory.kv.storage import GroupStore
 from kvcellar.memory.plan import Batch, Run
@@ -32,8 +32,7 @@ class Record:
 
     def close(self) -> None:
         """Free what only this sequence holds."""
-        for table in self.tables:
-            table.close()
+        close_all(self.tables)
         self.states.close()
 
 
@@ -225,17 +224,6 @@ class Sequences:
                 lowest = store.group.layout.lowest(table.end)
                 assert table.first <= lowest, f"sequence {seq} lacks [{lowest},{table.first}) in {store.group.name}"
             if record.digest is not None:
-                cells = [_joined(record.tables[index].runs) for index in self._inputs]
+                cells = [list(record.tables[index].runs) for index in self._inputs]
                 assert all(cells), f"the input of sequence {seq} is empty, and has a digest"
                 assert inputs.setdefault(record.digest, cells) == cells, f"input {record.digest} has two sets of cells"
-
-
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    """The same cells in as few runs as possible."""
-    found: list[Run] = []
-    for run in runs:
-        if found and found[-1].end == run.cell:
-            found[-1] = Run(found[-1].cell, found[-1].n + run.n)
-        else:
-            found.append(run)
-    return found

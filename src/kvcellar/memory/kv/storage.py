@@ -38,14 +38,13 @@ class Fragments(NamedTuple):
 def check_planned(
     groups: Sequence[Group],
     cells: Mapping[str, int],
-    backends: Mapping[str, Backend],
     dtype: torch.dtype,
     recurrent: Recurrent,
     rows: int,
     max_bytes: int | None,
 ) -> None:
     """Raise `CapacityTooSmall` if a memory of these groups would take more than `max_bytes`."""
-    planes = sum(group.bytes(cells[group.name], dtype.itemsize, backends[group.name]) for group in groups)
+    planes = sum(group.bytes(cells[group.name], dtype.itemsize) for group in groups)
     planes += recurrent.bytes * (rows + 1)
     staging = max((group.staging(cells[group.name], dtype.itemsize) for group in groups), default=0)
     _check_room(max_bytes, planes, 0, staging, "lower cells")
@@ -129,7 +128,7 @@ class GroupStore:
         self.cells.check_holders([*taken, *(run for table in tables for run in table.runs)])
         self.tables.check(tables)
         assert self.compaction.at >= 1, f"the frontier is at {self.compaction.at}"
-        assert self.pool.bytes == self.group.bytes(self.cells.capacity, self.itemsize, self.backend)
+        assert self.pool.bytes == self.group.bytes(self.cells.capacity, self.itemsize)
 
 
 class Storage:

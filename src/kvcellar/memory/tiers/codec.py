@@ -18,7 +18,7 @@ without the cipher.
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -231,7 +231,7 @@ class Content:
         return len(found)
 
 
-class OpenFile:
+class OpenFile(AbstractContextManager["OpenFile"]):
     """A file as a source. Close it, or use it in `with`."""
 
     def __init__(self, files: Files, path: Path) -> None:
@@ -251,9 +251,6 @@ class OpenFile:
     def close(self) -> None:
         with suppress(OSError):  # Linux closes the file even then, and nothing was written
             self._files.close(self._file)
-
-    def __enter__(self) -> "OpenFile":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

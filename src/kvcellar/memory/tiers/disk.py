@@ -119,15 +119,12 @@ class DiskTier(Tier):
     def look(
         self, namespace: str, key: bytes, known: Sequence[Snapshot], *, wanted: Callable[[], bool] = lambda: True
     ) -> None:
-        """It costs one small read of the index where no other process has changed it."""
-        self.news()
+        """Report what other processes have stored since this, or `entries`, was called last. It costs one small read of
+        the index where no other process has changed it."""
+        self._try("looking for new entries", self._look)
 
-    def news(self) -> list[Entry]:
-        """Entries that other processes have stored since this, or `entries`, was called last."""
-        return self._try("looking for new entries", self._news) or []
-
-    def _news(self) -> list[Entry]:
-        return self._readable(row for row in self._rows(self._last) if row.key not in self._known)
+    def _look(self) -> None:
+        self._readable(row for row in self._rows(self._last) if row.key not in self._known)
 
     def _rows(self, after: int = 0) -> list[Row]:
         rows = self._index.rows(self._identity, after=after)

@@ -41,16 +41,6 @@ class Catalogue(Protocol):
         ...
 
 
-class Uncatalogued:
-    """Of tiers that are used alone."""
-
-    def stored(self, tier: str, snapshot: Snapshot, retention: Retention) -> None: ...
-    def removed(self, tier: str, key: bytes, why: Why) -> None: ...
-
-    def of(self, key: bytes) -> frozenset[str]:
-        return frozenset()
-
-
 class Entry(NamedTuple):
     """An entry, as it is known without reading its chunks."""
 
@@ -102,7 +92,7 @@ class Tier(ABC):
     _index: Index
 
     def __init__(self, breaker: Breaker) -> None:
-        self.catalogue: Catalogue = Uncatalogued()  # what the tier reports to; those who use it set it
+        self.catalogue: Catalogue | None = None  # what the tier reports to; None: it is used alone
         self.failures = Counter[str]()  # operations that failed, by kind
         self._breaker = breaker
 
@@ -184,11 +174,13 @@ class Tier(ABC):
 
     def made(self, snapshot: Snapshot, retention: Retention) -> None:
         """There is an entry that was not there before."""
-        self.catalogue.stored(self.name, snapshot, retention)
+        if self.catalogue is not None:
+            self.catalogue.stored(self.name, snapshot, retention)
 
     def gone(self, key: bytes, why: Why) -> None:
         """There is an entry no longer."""
-        self.catalogue.removed(self.name, key, why)
+        if self.catalogue is not None:
+            self.catalogue.removed(self.name, key, why)
 
 
 def checked(snapshot: Snapshot, chunks: Iterable[Chunk]) -> Iterator[Chunk]:

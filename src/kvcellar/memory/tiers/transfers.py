@@ -46,7 +46,7 @@ from kvcellar.memory.snapshot import Snapshot
 from kvcellar.memory.tiers.admission import Rate
 from kvcellar.memory.tiers.codec import Replaced
 from kvcellar.memory.tiers.lanes import Lane
-from kvcellar.memory.tiers.tier import Catalogue, Loaded, Tier, Uncatalogued
+from kvcellar.memory.tiers.tier import Catalogue, Loaded, Tier
 
 log = logging.getLogger("kvcellar.memory.tiers")
 
@@ -153,9 +153,9 @@ class Transfers:
         tiers: Sequence[Tier],
         *,
         staging: int,
+        catalogue: Catalogue,
         threads: int = 2,
         patience: float = 5.0,
-        catalogue: Catalogue | None = None,
         completed: Callable[[Transfer], None] = lambda transfer: None,
         freed: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
@@ -165,9 +165,9 @@ class Transfers:
         self.tiers, self.staging = tuple(tiers), staging
         self.reads = {tier.name: Rate() for tier in tiers}  # of what was fetched
         self.traffic: Counter[tuple[str, str]] = Counter()  # bytes, by the name of a tier and "read" or "written"
-        self._catalogue = catalogue if catalogue is not None else Uncatalogued()
+        self._catalogue = catalogue
         for tier in tiers:
-            tier.catalogue = self._catalogue
+            tier.catalogue = catalogue
         self._copies = 1 + max((tier.copies for tier in tiers), default=0)
         self._patience, self._completed, self._freed, self._clock = patience, completed, freed, clock
         lock = threading.RLock()

@@ -7,8 +7,7 @@ Always true:
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from kvcellar.errors import EngineClosed
@@ -20,7 +19,7 @@ from kvcellar.serve.generation.replies import ReplyPart, WholeReply
 from kvcellar.serve.http.api_errors import invalid
 
 
-class ConversationTurn:
+class ConversationTurn(AbstractContextManager["ConversationTurn"]):
     """A context manager on the event loop, which leaves the conversation as it is without `save`. `begin_chat`,
     `begin_text` and `save` are called in a thread; the request may end meanwhile, and then they release the
     conversation."""
@@ -112,10 +111,7 @@ class ConversationTurn:
                 if self._ended:
                     self._stack.close()
 
-    def __enter__(self) -> "ConversationTurn":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._ended = True
             if not self._working:

@@ -5,7 +5,6 @@ known how many tokens of the prompt came from memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Literal
 from uuid import uuid4
 
@@ -19,9 +18,7 @@ from kvcellar.serve.http.api_errors import ANTHROPIC, AnthropicError, ApiError
 from kvcellar.text.pieces import CallArguments, CallClosed, CallOpened, Content, Piece, Reasoning
 
 StopReason = Literal["end_turn", "max_tokens", "tool_use", "stop_sequence"]
-STOP_REASONS: Mapping[FinishReason, StopReason] = MappingProxyType(
-    {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-)
+STOP_REASONS: Mapping[FinishReason, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 SIGNATURE = "kvcellar"  # of reasoning: clients send it back, and it is not read then
 
 
@@ -108,13 +105,11 @@ class InputDelta(Answer, kw_only=True):
 
 
 Delta = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
-DELTAS: Mapping[type[AnswerBlock], Delta] = MappingProxyType(
-    {
-        TextBlock: TextDelta(text=TEXT),
-        ThinkingBlock: ThinkingDelta(thinking=TEXT),
-        ToolUseBlock: InputDelta(partial_json=TEXT),
-    }
-)
+DELTAS: Mapping[type[AnswerBlock], Delta] = {
+    TextBlock: TextDelta(text=TEXT),
+    ThinkingBlock: ThinkingDelta(thinking=TEXT),
+    ToolUseBlock: InputDelta(partial_json=TEXT),
+}
 
 
 class BlockDeltaEvent(Answer, kw_only=True):

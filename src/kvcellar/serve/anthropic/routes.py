@@ -4,7 +4,6 @@ of both. The tokens of a prompt are counted without running it.
 
 from collections.abc import Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from kvcellar.constraint import Constraint
@@ -22,7 +21,7 @@ from kvcellar.serve.generation.writer import Generation
 from kvcellar.serve.http.api_errors import invalid
 from kvcellar.serve.http.parsing import Fields, validated
 
-NAMES: Mapping[str, str] = MappingProxyType({"prompt": "messages", **renamed("anthropic")})
+NAMES: Mapping[str, str] = {"prompt": "messages", **renamed("anthropic")}
 
 
 def parse_messages(engine: Engine, sent: Fields, caller: Caller) -> Generation:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from kvcellar.engine.request_options import SubmitOptions
 from kvcellar.frontend.engine import Engine
@@ -30,7 +30,7 @@ from kvcellar.serve.http.json_text import CHUNK_ITEMS, json_size
 from kvcellar.serve.http.parsing import Fields
 from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.http.sending import Stream, send_json
-from kvcellar.serve.models.model_use import KeepAlive, ModelUse, answered, no_keep_alive
+from kvcellar.serve.models.model_use import BodyRoute, KeepAlive, ModelUse, no_keep_alive
 from kvcellar.serve.shared import Shared
 
 
@@ -58,19 +58,12 @@ class ResponseParts:
             yield part
 
 
-class GenerationHandler:
-    """Handles the requests of one route. An ASGI application."""
-
+class GenerationHandler(BodyRoute):
     def __init__(self, server: Shared, parse: Parse, keep_alive: KeepAlive = no_keep_alive) -> None:
-        self._server = server
-        self._parse = parse
-        self._keep_alive = keep_alive
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answered(self._server, scope, receive, lambda body: self.respond(body, scope, send))
+        super().__init__(server)
+        self._parse, self._keep_alive = parse, keep_alive
 
     async def respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
-        """To a request whose body was received. The caller releases it."""
         response = await self._answered(body, scope, send)
         if response is not None:  # sent without a reference to the engine, which may be unloaded meanwhile
             await send_json(send, response)

@@ -12,9 +12,8 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import TracebackType
 
 from kvcellar.errors import EngineClosed
 from kvcellar.events import Done, Event, Failed, Finished
@@ -84,7 +83,7 @@ NEVER = float("inf")
 BATCH = 64  # events returned at once; then other tasks of the event loop run
 
 
-class HttpRequest:
+class HttpRequest(AbstractContextManager["HttpRequest"]):
     """A context manager: leaving it, normally or by an exception, cancels every prompt that is still open."""
 
     def __init__(self, limit: int, arrivals: Arrivals) -> None:
@@ -188,10 +187,7 @@ class HttpRequest:
         finally:
             self._waiting_from = None
 
-    def __enter__(self) -> "HttpRequest":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended = True
         self._stop_timer()
         self._cancel()

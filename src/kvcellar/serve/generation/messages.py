@@ -5,7 +5,6 @@ generated from the comments here. `kvcellar.text` checks the order of messages, 
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
@@ -16,16 +15,14 @@ from kvcellar.serve.http.api_errors import ApiError, invalid
 MAX_MESSAGES = 4096
 
 # Fields of a message that are accepted with any value, and why ignoring them is harmless.
-MESSAGE_NO_EFFECT: Mapping[str, str] = MappingProxyType(
-    {
-        "annotations": "citations of an earlier response; its text is in content",
-        "cache_control": "a hint for the prefix cache; the text does not depend on it",
-        "id": "a name that the client gives to the message",
-        "provider_specific_fields": "data of another server, kept by litellm",
-        "reasoning_details": "OpenRouter's form of reasoning_content",
-        "thinking_blocks": "Anthropic's form of reasoning_content",
-    }
-)
+MESSAGE_NO_EFFECT: Mapping[str, str] = {
+    "annotations": "citations of an earlier response; its text is in content",
+    "cache_control": "a hint for the prefix cache; the text does not depend on it",
+    "id": "a name that the client gives to the message",
+    "provider_specific_fields": "data of another server, kept by litellm",
+    "reasoning_details": "OpenRouter's form of reasoning_content",
+    "thinking_blocks": "Anthropic's form of reasoning_content",
+}
 
 
 def _as_parts(value: object) -> object:

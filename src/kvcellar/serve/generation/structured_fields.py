@@ -5,7 +5,6 @@ Each has a closed set of keys: an unknown one is refused, because it may be a co
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from kvcellar.constraint import Constraint
@@ -94,13 +93,11 @@ def of_structured_outputs(given: Object, param: str = "structured_outputs") -> C
     return _TEXTS[asked[0]](value, param)
 
 
-_TEXTS: Mapping[str, Callable[[Any, str], Constraint]] = MappingProxyType(
-    {
-        "regex": lambda value, param: Constraint("regex", value, param=param),
-        "choice": lambda value, param: Constraint.choice(value, param=param),
-        "grammar": lambda value, param: Constraint("grammar", value, param=param),
-    }
-)
+_TEXTS: Mapping[str, Callable[[Any, str], Constraint]] = {
+    "regex": lambda value, param: Constraint("regex", value, param=param),
+    "choice": lambda value, param: Constraint.choice(value, param=param),
+    "grammar": lambda value, param: Constraint("grammar", value, param=param),
+}
 
 
 def _check_keys(given: Object, known: tuple[str, ...], param: str) -> None:

@@ -11,7 +11,6 @@ contains every message.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import Literal
 
 from starlette.exceptions import HTTPException
@@ -100,16 +99,14 @@ AnthropicKind = Literal[
     "overloaded_error",
     "api_error",
 ]
-ANTHROPIC_TYPES: Mapping[int, AnthropicKind] = MappingProxyType(  # by status; others below 500 are invalid requests
-    {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        413: "request_too_large",
-        429: "rate_limit_error",
-        503: "overloaded_error",
-    }
-)
+ANTHROPIC_TYPES: Mapping[int, AnthropicKind] = {  # by status; others below 500 are invalid requests
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class AnthropicErrorFields(Answer):
@@ -130,9 +127,12 @@ class AnthropicError(Answer):
 HealthKind = Literal[
     "invalid_request_error", "authentication_error", "not_found_error", "server_error", "unavailable_error"
 ]
-HEALTH_TYPES: Mapping[int, HealthKind] = MappingProxyType(
-    {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "unavailable_error"}
-)
+HEALTH_TYPES: Mapping[int, HealthKind] = {
+    401: "authentication_error",
+    404: "not_found_error",
+    500: "server_error",
+    503: "unavailable_error",
+}
 
 
 class HealthErrorFields(Answer):
@@ -153,9 +153,8 @@ class HealthError(Answer):
 
 
 ErrorFormat = type[OpenAIError] | type[OllamaError] | type[AnthropicError] | type[HealthError]
-FORMATS: Mapping[str, ErrorFormat] = MappingProxyType(  # by the beginnings of paths
-    {OLLAMA: OllamaError, ANTHROPIC: AnthropicError, HEALTH: HealthError}
-)
+# By the beginnings of paths.
+FORMATS: Mapping[str, ErrorFormat] = {OLLAMA: OllamaError, ANTHROPIC: AnthropicError, HEALTH: HealthError}
 
 
 def error_format(path: str) -> ErrorFormat:
@@ -168,25 +167,24 @@ class ClientDisconnected(Exception):
 
 
 # The status and the code of an error, and its field unless it has one, by the first class that fits.
-OF_ERRORS: Mapping[type[KvcellarError], tuple[int, str | None, str | None]] = MappingProxyType(
-    {
-        UnknownConversation: (404, "conversation_not_found", None),
-        ConversationConflict: (409, "conversation_conflict", None),
-        ConversationUnreadable: (409, "conversation_unreadable", "conversation"),
-        ConversationNotSaved: (503, "conversation_not_saved", "conversation"),
-        PromptTooLong: (400, "context_length_exceeded", None),
-        BadRequest: (400, None, None),
-        NotSupported: (400, "not_supported", None),
-        ScoresNotNumbers: (500, "scores_not_numbers", None),
-        ConstraintFailed: (400, "constraint_failed", None),
-        NoToken: (400, "no_token", None),  # the request allows none
-        ModelNotFound: (404, "model_not_found", "model"),
-        EngineDied: (500, "engine_died", None),
-    }
-)
-HINTS: Mapping[type[KvcellarError], str] = MappingProxyType(
-    {ConversationUnreadable: "; delete it, or try again", ConversationNotSaved: "; try again later"}
-)
+OF_ERRORS: Mapping[type[KvcellarError], tuple[int, str | None, str | None]] = {
+    UnknownConversation: (404, "conversation_not_found", None),
+    ConversationConflict: (409, "conversation_conflict", None),
+    ConversationUnreadable: (409, "conversation_unreadable", "conversation"),
+    ConversationNotSaved: (503, "conversation_not_saved", "conversation"),
+    PromptTooLong: (400, "context_length_exceeded", None),
+    BadRequest: (400, None, None),
+    NotSupported: (400, "not_supported", None),
+    ScoresNotNumbers: (500, "scores_not_numbers", None),
+    ConstraintFailed: (400, "constraint_failed", None),
+    NoToken: (400, "no_token", None),  # the request allows none
+    ModelNotFound: (404, "model_not_found", "model"),
+    EngineDied: (500, "engine_died", None),
+}
+HINTS: Mapping[type[KvcellarError], str] = {
+    ConversationUnreadable: "; delete it, or try again",
+    ConversationNotSaved: "; try again later",
+}
 
 
 def api_error(error: BaseException) -> ApiError:

@@ -18,7 +18,6 @@ import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -38,14 +37,12 @@ log = logging.getLogger("kvcellar.serve")
 
 Pairs = Sequence[tuple[bytes, bytes]]
 EXPOSED = b"x-request-id, request-id, retry-after"
-PREFLIGHT: Mapping[str, str] = MappingProxyType(  # headers
-    {
-        "access-control-allow-methods": "GET, HEAD, POST, DELETE",
-        "access-control-allow-headers": "authorization, content-type, x-api-key",
-        "access-control-max-age": "600",
-        "vary": "Access-Control-Request-Headers",
-    }
-)
+PREFLIGHT: Mapping[str, str] = {  # headers
+    "access-control-allow-methods": "GET, HEAD, POST, DELETE",
+    "access-control-allow-headers": "authorization, content-type, x-api-key",
+    "access-control-max-age": "600",
+    "vary": "Access-Control-Request-Headers",
+}
 _NAMES = re.compile(r"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*")  # of headers
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:@/\\\s]+)(:[0-9]{1,5})?")
 

@@ -14,7 +14,6 @@ import re
 from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,24 +24,22 @@ from kvcellar.serve.http.api_errors import ApiError, invalid
 from kvcellar.serve.http.json_text import printable
 
 # What a field must be, in terms of JSON, by pydantic's name of the error.
-MUST: Mapping[str, str] = MappingProxyType(
-    {
-        "bool_type": "be true or false",
-        "dict_type": "be an object",
-        "finite_number": "be a finite number",
-        "float_type": "be a number",
-        "greater_than_equal": "be at least {ge}",
-        "int_type": "be an integer",
-        "less_than_equal": "be at most {le}",
-        "list_type": "be an array",
-        "literal_error": "be {expected}",
-        "model_type": "be an object",
-        "none_required": "be null",
-        "string_type": "be a string",
-        "too_long": "have at most {max_length} items",
-        "too_short": "not be empty",
-    }
-)
+MUST: Mapping[str, str] = {
+    "bool_type": "be true or false",
+    "dict_type": "be an object",
+    "finite_number": "be a finite number",
+    "float_type": "be a number",
+    "greater_than_equal": "be at least {ge}",
+    "int_type": "be an integer",
+    "less_than_equal": "be at most {le}",
+    "list_type": "be an array",
+    "literal_error": "be {expected}",
+    "model_type": "be an object",
+    "none_required": "be null",
+    "string_type": "be a string",
+    "too_long": "have at most {max_length} items",
+    "too_short": "not be empty",
+}
 
 Body = TypeVar("Body", bound=BaseModel)
 Fields = dict[str, object]  # a body

@@ -11,25 +11,22 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from kvcellar.serve.http.body import RequestBody
 
 Kind = Literal["short", "long", "files", "models", "library", "create", "admin", "inspector", "upload"]
-THREADS: Mapping[Kind, int] = MappingProxyType(
-    {
-        "short": 4,  # bodies
-        "long": 2,  # bodies
-        "files": 5,  # conversations, responses that are kept, and /metrics: waits for seconds at most
-        "models": 2,  # shows models, and may compare their files
-        "library": 1,  # changes the library, or finds a model for a request
-        "create": 1,  # creates or downloads a model: takes hours
-        "admin": 1,  # of operators: may read the whole store
-        "inspector": 1,  # looks at an engine between its steps
-        "upload": 1,  # writes parts of files
-    }
-)
+THREADS: Mapping[Kind, int] = {
+    "short": 4,  # bodies
+    "long": 2,  # bodies
+    "files": 5,  # conversations, responses that are kept, and /metrics: waits for seconds at most
+    "models": 2,  # shows models, and may compare their files
+    "library": 1,  # changes the library, or finds a model for a request
+    "create": 1,  # creates or downloads a model: takes hours
+    "admin": 1,  # of operators: may read the whole store
+    "inspector": 1,  # looks at an engine between its steps
+    "upload": 1,  # writes parts of files
+}
 # A field may be `conversation` or `previous_response_id` only where this matches: JSON has no other escapes of these
 # characters. Such a body is short, but what it continues may be long.
 _CONTINUES = re.compile(rb'"conversation"|"previous_response_id"|\\u00[567]')

@@ -29,26 +29,7 @@ from kvcellar.serve.answers import Answer
 if TYPE_CHECKING:
     from kvcellar.serve.models.model_spec import ModelSpec
 
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    25.0,
-    50.0,
-    100.0,
-    250.0,
-    1000.0,
-)
+SECONDS = (*(base * 10.0**power for power in range(-3, 2) for base in (1, 2.5, 5)), 100.0, 250.0, 1000.0)
 TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 
 

@@ -1,9 +1,10 @@
-"""server: runs uvicorn with the application, in the calling thread or in a thread of its own.
+"""server: the application, made of the routes and the middleware; runs uvicorn with it, in the calling thread or in a
+thread of its own.
 
 The first SIGINT or SIGTERM stops listening, closes idle connections, refuses requests that have not started, and waits
-up to `drain_seconds` for running ones; those that remain get the error `shutting_down`. A
-second signal aborts all connections. Shutdown takes at most `SHUTDOWN_SECONDS` beyond `drain_seconds`, even if clients
-do not read. The caller closes the engine afterwards.
+up to `drain_seconds` for running ones; those that remain get the error `shutting_down`. A second signal aborts all
+connections. Shutdown takes at most `SHUTDOWN_SECONDS` beyond `drain_seconds`, even if clients do not read. The caller
+closes the engine afterwards.
 """
 
 import asyncio
@@ -14,51 +15,48 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType, TracebackType
-from typing import TypedDict, Unpack
+from http import HTTPStatus
+from types import FrameType
+from typing import Any, TypedDict, Unpack, cast
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
-from kvcellar.errors import BadRequest, ModelNotFound
+from kvcellar.errors import BadRequest
 from kvcellar.frontend.engine import Engine
 from kvcellar.library.library import Library
 from kvcellar.library.tools import Tools
-from kvcellar.serve.app import build_app
+from kvcellar.serve.generation.records import Records
+from kvcellar.serve.http.api_errors import api_error
 from kvcellar.serve.http.body import BodyBudget
 from kvcellar.serve.http.connection import ServeConfig
 from kvcellar.serve.http.event_loop import new_event_loop
 from kvcellar.serve.http.key_ring import KeyRing, Keys
 from kvcellar.serve.http.lifecycle import Drain, LoadThread
+from kvcellar.serve.http.middleware import RequestMiddleware
 from kvcellar.serve.http.reader_threads import ReaderThreads
+from kvcellar.serve.http.request_log import RequestLog
 from kvcellar.serve.http.traces import Traces
 from kvcellar.serve.metrics.engines import EngineCounts
+from kvcellar.serve.metrics.requests import RequestCounts
 from kvcellar.serve.models.model_manager import Limits, ModelManager
 from kvcellar.serve.models.model_spec import ModelSpec
+from kvcellar.serve.routes import TABLE, Handlers, routes
 from kvcellar.serve.settings import ServeSettings
 from kvcellar.serve.shared import Mount, Shared, nothing
-
-
-class NoModels:
-    """The catalogue of a server that loads no models."""
-
-    longest = 0
-
-    def find(self, name: str) -> ModelSpec:
-        raise ModelNotFound(f"there is no model {name!r}")
-
-    def known(self, name: str) -> bool:
-        return True
-
-    def all(self) -> list[ModelSpec]:
-        return []
 
 
 def hosting(engine: Engine) -> ModelManager:
     """A host of one engine, which the caller closes."""
     limits = Limits(max_bytes=0, max_models=1)
-    host = ModelManager(NoModels(), limits, unload=lambda engine: None, documents=engine.documents)
+    host = ModelManager(None, limits, unload=lambda engine: None, documents=engine.documents)
     name, path = engine.model.name, engine.model.path
     host.open(ModelSpec(name, name, 0, 0, 0, lambda cache, going_on: engine, directory=path))
     return host
@@ -78,6 +76,42 @@ def shared_by(host: ModelManager, settings: ServeSettings, options: "ServerOptio
         traces=options.get("traces"),
         tools=options.get("tools"),
     )
+
+
+def build_app(shared: Shared, mount: Mount = nothing) -> Starlette:
+    """The application for the models of a host, with what is mounted on it. The caller closes what is shared."""
+    settings, mounted = shared.settings, mount(shared)
+    records, requests = Records(), RequestCounts()
+    handlers = Handlers(shared, requests, records, {**TABLE, **mounted.operations})
+
+    def ended(request: RequestLog) -> None:
+        requests.ended(request)
+        if shared.traces is not None:
+            shared.traces.ended(request)
+
+    app = Starlette(
+        routes=[*routes(handlers, operated=bool(settings.admin_digests)), *mounted.routes],
+        middleware=[
+            Middleware(
+                RequestMiddleware,
+                server=shared,
+                records=records if settings.admin_digests else None,
+                ended=ended,
+                mounted=mounted,
+            )
+        ],
+        exception_handlers={HTTPException: cast(Any, _no_such_route)},
+    )
+    app.router.redirect_slashes = False  # a redirect would be a response without the API's error format
+    return app
+
+
+async def _no_such_route(request: Request, error: HTTPException) -> Response:
+    """Starlette names the methods of the first route with the path; others may have it, too."""
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+        error.headers = {"Allow": ", ".join(sorted({method for one in routes for method in one.methods}))}
+    return api_error(error).response(request.url.path)
 
 
 def served(shared: Shared, mount: Mount = nothing) -> ASGIApp:
@@ -191,7 +225,7 @@ class Server:
                 raise RuntimeError("the server did not start; its thread has ended")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._thread is not None
         self.stop()
         self._thread.join()

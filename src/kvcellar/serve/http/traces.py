@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Mapping
 from importlib import import_module
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.errors import BadRequest
@@ -27,18 +26,16 @@ ENDPOINTS = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 DISABLED = "OTEL_SDK_DISABLED"
 NEEDED = "opentelemetry.trace", "opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 FLUSH_SECONDS = 2.0  # for spans that are left when the server ends
-OPERATIONS: Mapping[str, str] = MappingProxyType(  # by path; other requests have no span
-    {
-        "/v1/chat/completions": "chat",
-        "/v1/completions": "text_completion",
-        "/v1/messages": "chat",
-        "/v1/responses": "chat",
-        "/v1/embeddings": "embeddings",
-        "/api/chat": "chat",
-        "/api/generate": "text_completion",
-        "/api/embed": "embeddings",
-    }
-)
+OPERATIONS: Mapping[str, str] = {  # by path; other requests have no span
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/v1/embeddings": "embeddings",
+    "/api/chat": "chat",
+    "/api/generate": "text_completion",
+    "/api/embed": "embeddings",
+}
 
 
 def wanted(asked: bool | None, environment: Mapping[str, str]) -> bool:

@@ -24,10 +24,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from kvcellar.errors import BadRequest, EngineClosed, ModelNotFound, ModelRefused, Overloaded
@@ -40,7 +39,7 @@ from kvcellar.serve.http.json_text import printable
 from kvcellar.serve.http.lifecycle import Startup
 from kvcellar.serve.models.failed_loads import forget, log_failure, refused
 from kvcellar.serve.models.loaded_model import FOREVER, LoadedEngine, LoadedModel, Stage
-from kvcellar.serve.models.model_spec import Catalogue, ModelKey, ModelSpec, not_served
+from kvcellar.serve.models.model_spec import LibraryModels, ModelKey, ModelSpec, not_served
 
 log = logging.getLogger("kvcellar.serve")
 
@@ -60,7 +59,7 @@ class Limits:
     device: str = "cpu"  # kind of the device whose bytes these are
 
 
-class Lease:
+class Lease(AbstractContextManager["Lease"]):
     """The use of a model by one request. While it is held, the model stays loaded."""
 
     def __init__(self, model: LoadedModel, release: "Callable[[Lease], None]") -> None:
@@ -71,10 +70,7 @@ class Lease:
         """May be called from any thread, and again."""
         self._release(self)
 
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
@@ -90,12 +86,13 @@ class _Wanted:
 
 class ModelManager:
     """Close it after the server. `unload` closes an engine, and `free` frees the memory of engines that are closed and
-    not referred to; both are called on a thread of their own. `startup` loads the models that stay. What has to be
-    remembered is kept in `documents`; None: in memory."""
+    not referred to; both are called on a thread of their own. `startup` loads the models that stay, and `catalogue` has
+    those that are loaded on demand; None: there are none. What has to be remembered is kept in `documents`; None: in
+    memory."""
 
     def __init__(
         self,
-        catalogue: Catalogue,
+        catalogue: LibraryModels | None,
         limits: Limits,
         *,
         unload: Callable[[Any], None],
@@ -197,6 +194,8 @@ class ModelManager:
             return self._default.spec
         if (fixed := self._fixed.get(name)) is not None:
             return fixed.spec
+        if self._catalogue is None:
+            raise not_served(name)
         try:
             return self._catalogue.find(name)
         except (ModelNotFound, BadRequest) as error:
@@ -208,17 +207,19 @@ class ModelManager:
 
     def known(self, name: str | None) -> bool:
         """Whether `find` takes no time. If not, it may compare all files of a model."""
-        return name is None or name in self._fixed or self._catalogue.known(name)
+        return name is None or name in self._fixed or self._catalogue is None or self._catalogue.known(name)
 
     def all(self) -> list[ModelSpec]:
         """What can be served, by name, the default first."""
-        others = [one for one in self._catalogue.all() if one.name not in self._fixed]
-        return [*(one.spec for one in self._fixed.values()), *others]
+        others = [] if self._catalogue is None else self._catalogue.all()
+        fixed = self._fixed
+        return [*(one.spec for one in fixed.values()), *(one for one in others if one.name not in fixed)]
 
     @property
     def longest(self) -> int:
         """The most tokens of the context of any model."""
-        return max([self._catalogue.longest, *(one.spec.context or 0 for one in self._fixed.values())])
+        others = 0 if self._catalogue is None else self._catalogue.longest
+        return max([others, *(one.spec.context or 0 for one in self._fixed.values())])
 
     def loaded(self, name: str | None) -> Lease:
         """A lease on a model that must be loaded. Raises `ModelNotFound` and `ApiError`."""

@@ -1,9 +1,8 @@
 """model_spec: a model that a server can load, under a name, and the models of the library as that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in_memory
 from kvcellar.errors import KvcellarError, ModelNotFound, ModelRefused
@@ -58,27 +57,6 @@ class ModelSpec:
         return self.weights + self.cache
 
 
-class Catalogue(Protocol):
-    """The models that can be served. Methods read files: not for the event loop."""
-
-    def find(self, name: str) -> ModelSpec:
-        """Raises `ModelNotFound`; and `BadRequest` for what cannot be a name."""
-        ...
-
-    def known(self, name: str) -> bool:
-        """Whether `find` reads no file, or raises. If not, it may compare all files of the model."""
-        ...
-
-    def all(self) -> Sequence[ModelSpec]:
-        """By name."""
-        ...
-
-    @property
-    def longest(self) -> int:
-        """No model has a longer context, in tokens."""
-        ...
-
-
 def not_served(name: str) -> ModelNotFound:
     return ModelNotFound(f"model {printable(repr(name))} not found; /v1/models lists what is served here")
 
@@ -109,21 +87,20 @@ def listed(name: str) -> str:
 
 
 class LibraryModels:
-    """A `Catalogue`. Thread-safe."""
+    """The models of a library that can be served. Thread-safe. Methods read files: not for the event loop."""
 
     longest = LONGEST
 
     def __init__(
-        self, library: Library | None, make: Make, variant: OpenVariant, caches: Caches, *, dtype: str = "auto"
+        self, library: Library, make: Make, variant: OpenVariant, caches: Caches, *, dtype: str = "auto"
     ) -> None:
         """`make` returns an engine without adapters."""
         self._library, self._make, self._variant, self._caches, self._dtype = library, make, variant, caches, dtype
         self._known: dict[str, tuple[float, ModelSpec]] = {}  # by name, with the time of its manifest
 
     def find(self, name: str) -> ModelSpec:
+        """Raises `ModelNotFound`; and `BadRequest` for what cannot be a name."""
         whole = str(ModelName.parse(name))
-        if self._library is None:
-            raise ModelNotFound(f"there is no model {name!r}, because there is no library")
         try:
             modified = self._library.modified(whole)
         except FileNotFoundError as error:
@@ -137,17 +114,17 @@ class LibraryModels:
         return made
 
     def known(self, name: str) -> bool:
+        """Whether `find` reads no file, or raises. If not, it may compare all files of the model."""
         try:
             whole = str(ModelName.parse(name))
-            modified = None if self._library is None else self._library.modified(whole)
-            return modified is None or self._known.get(whole, (None,))[0] == modified
+            return self._known.get(whole, (None,))[0] == self._library.modified(whole)
         except (KvcellarError, OSError):
             return True
 
     def all(self) -> list[ModelSpec]:
-        """Those that can be served."""
+        """By name."""
         found: list[ModelSpec] = []
-        for name in self._library.names() if self._library is not None else ():
+        for name in self._library.names():
             try:
                 found.append(self.find(str(name)))
             except (KvcellarError, OSError):

@@ -12,9 +12,9 @@ Always true:
 """
 
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from types import TracebackType
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -54,7 +54,7 @@ def sent_keep_alive(sent: Fields) -> float | None:
     return None if given is None else seconds_of(given)
 
 
-class ModelUse:
+class ModelUse(AbstractContextManager["ModelUse"]):
     """A context manager on the event loop."""
 
     def __init__(self, server: Shared, body: RequestBody, keep_alive: KeepAlive = no_keep_alive) -> None:
@@ -103,10 +103,7 @@ class ModelUse:
         if self._lease is not None:
             self._lease.release()
 
-    def __enter__(self) -> "ModelUse":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._ended = True
         self._release()
@@ -115,16 +112,29 @@ class ModelUse:
 Respond = Callable[[Engine, Fields, Caller], Answer]  # slow, in a thread; raises `ApiError` and `BadRequest`
 
 
-class ModelRoute:
-    """An ASGI application."""
+class BodyRoute(ABC):
+    """Handles the requests of one route, which have a body. An ASGI application."""
 
-    def __init__(self, server: Shared, respond: Respond) -> None:
-        self._server, self._answer = server, respond
+    def __init__(self, server: Shared) -> None:
+        self._server = server
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
+        async with _received(self._server, scope, receive) as body:
+            await until_disconnected(receive, self.respond(body, scope, send))
 
-    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+    @abstractmethod
+    async def respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+        """While the client is there. The body is released afterwards."""
+
+
+class ModelRoute(BodyRoute):
+    """What a model answers at once."""
+
+    def __init__(self, server: Shared, respond: Respond) -> None:
+        super().__init__(server)
+        self._answer = respond
+
+    async def respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server = self._server
         caller = Caller(scope, server.settings)
         with ModelUse(server, body) as use:
@@ -136,14 +146,6 @@ class ModelRoute:
             _, found = await server.drain.run_before(use.run(work))
         body.release()
         await send_json(send, found)
-
-
-async def answered(
-    server: Shared, scope: Scope, receive: Receive, respond: Callable[[RequestBody], Coroutine[None, None, None]]
-) -> None:
-    """Receive the body of a request, and `respond` to it while the client is there. Then the body is released."""
-    async with _received(server, scope, receive) as body:
-        await until_disconnected(receive, respond(body))
 
 
 async def read_body(server: Shared, request: Request, kind: type[Body]) -> Body:

@@ -15,10 +15,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
@@ -68,7 +67,7 @@ class Succeeded(Answer):
 ProgressEvent = ProgressLine | OllamaError
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """One work, on the thread for long ones, whose reports are lines. Leaving the block ends it, at its next report."""
 
     def __init__(self, threads: ReaderThreads, work: Work) -> None:
@@ -78,10 +77,7 @@ class Run:
         self.error: ApiError | None = None
         threads.begin(self._run)
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._abandoned = True
 
     async def lines(self) -> AsyncIterator[bytes]:

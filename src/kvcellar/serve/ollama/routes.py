@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from msgspec.structs import asdict
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Scope, Send
 
 from kvcellar.constraint import Constraint
 from kvcellar.durations import seconds_of
@@ -34,7 +34,7 @@ from kvcellar.serve.http.parsing import Fields, Limits, parse_object, validated
 from kvcellar.serve.http.sending import json_response, send_json
 from kvcellar.serve.models.loaded_model import FOREVER, LoadedModel
 from kvcellar.serve.models.model_spec import ModelSpec
-from kvcellar.serve.models.model_use import answered, read_body, sent_keep_alive
+from kvcellar.serve.models.model_use import BodyRoute, read_body, sent_keep_alive
 from kvcellar.serve.ollama.details import Details, ListedModel, NamedModel, ShownModel
 from kvcellar.serve.ollama.fields import (
     GenerateBody,
@@ -262,17 +262,13 @@ GENERATE = Kind(GenerateBody, parse_generate, "prompt", GenerateFormat)
 CHAT = Kind(OllamaChatBody, parse_chat, "messages", ChatFormat)
 
 
-class OllamaGeneration:
-    """An ASGI application."""
-
+class OllamaGeneration(BodyRoute):
     def __init__(self, server: Shared, handler: OllamaHandler, kind: Kind) -> None:
-        self._server, self._handler, self._kind = server, handler, kind
+        super().__init__(server)
+        self._handler, self._kind = handler, kind
         self._generation = GenerationHandler(server, kind.parse, sent_keep_alive)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await answered(self._server, scope, receive, lambda body: self._respond(body, scope, send))
-
-    async def _respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
+    async def respond(self, body: RequestBody, scope: Scope, send: Send) -> None:
         server, kind = self._server, self._kind
 
         def read() -> LoadBody | None:

@@ -15,14 +15,13 @@ Defaults come from the model's generation config. `model` may be left out; other
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field
 
 from kvcellar.frontend.engine import Engine
 from kvcellar.memory.retention import MOST_TTL, PRIORITIES, RetentionOptions
-from kvcellar.sampling_params import PARAMETERS, sampling_of
+from kvcellar.sampling_params import PARAMETERS, Parameter, sampling_of
 from kvcellar.serve.generation import forms
 from kvcellar.serve.generation.chat_request import AUTO, Mode, ToolChoice
 from kvcellar.serve.generation.ignored_fields import NEUTRAL, NO_EFFECT
@@ -37,7 +36,7 @@ from kvcellar.text.replies.tools import MOST_TOOLS
 FORMS = '"none", "auto", "required", the name of a function, or allowed_tools'  # of `tool_choice`
 LONG = 86400.0  # seconds of "24h"
 # Sampling parameters that are fields of the same name.
-SAMPLING = MappingProxyType({name: one for name, one in PARAMETERS.items() if one.http is not None})
+SAMPLING: Mapping[str, Parameter] = {name: one for name, one in PARAMETERS.items() if one.http is not None}
 
 
 class StreamOptions(StrictModel):

@@ -41,9 +41,12 @@ from kvcellar.serve.openai.formats import (
     TextCompletion,
     TextFormat,
     TextLogprobs,
+    Usage,
+    timings,
+    usage,
+    usage_so_far,
 )
 from kvcellar.serve.openai.logprobs import Places, Tokens, TokenText, finite, top_by_text
-from kvcellar.serve.openai.usage import Usage, timings, usage, usage_so_far
 from kvcellar.text.pieces import Content, Reasoning
 
 

@@ -149,26 +149,20 @@ def detokenize(engine: Engine, sent: Fields, caller: Caller) -> Detokenized:
     return Detokenized(text, text)
 
 
-class TokenizerInfo:
+async def tokenizer_info(server: Shared, request: Request) -> Response:
     """What a client needs to use the tokenizer of a model from afar. The query may have the name of the `model`."""
-
-    def __init__(self, server: Shared) -> None:
-        self._server = server
-
-    async def get(self, request: Request) -> Response:
-        server, name = self._server, request.query_params.get("model")
-        spec = await server.threads.run("library", lambda: server.host.find(name))
-        lease = await server.drain.run_before(server.host.lease(spec))
-        with lease:
-            model = lease.engine.model
-            return json_response(
-                TokenizerFields(
-                    model=model.name,
-                    max_model_len=model.context,
-                    vocab_size=model.vocab_size,
-                    chat_template=model.chat_template,
-                    bos_token=model.special_tokens.get("bos_token"),
-                    eos_token=model.special_tokens.get("eos_token"),
-                    pad_token=model.special_tokens.get("pad_token"),
-                )
+    name = request.query_params.get("model")
+    spec = await server.threads.run("library", lambda: server.host.find(name))
+    with await server.drain.run_before(server.host.lease(spec)) as lease:
+        model = lease.engine.model
+        return json_response(
+            TokenizerFields(
+                model=model.name,
+                max_model_len=model.context,
+                vocab_size=model.vocab_size,
+                chat_template=model.chat_template,
+                bos_token=model.special_tokens.get("bos_token"),
+                eos_token=model.special_tokens.get("eos_token"),
+                pad_token=model.special_tokens.get("pad_token"),
             )
+        )

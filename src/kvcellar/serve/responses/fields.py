@@ -6,7 +6,6 @@ and in tools are ignored.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast, Field
@@ -39,28 +38,24 @@ from kvcellar.serve.responses.response_writer import (
 )
 from kvcellar.serve.responses.store import ResponseStore
 
-NAMES: Mapping[str, str] = MappingProxyType({"prompt": "input", "messages": "input"})
+NAMES: Mapping[str, str] = {"prompt": "input", "messages": "input"}
 MAX_METADATA = 16
 # Values of `include` that ask for what a response has anyway, or never has.
 INCLUDES = frozenset({LOGPROBS, "reasoning.encrypted_content"})
 INCLUDES_OF_TOOLS = ("file_search_call.", "web_search_call.", "code_interpreter_call.", "computer_call_output.")
 
 # Fields accepted with any value, and those accepted with these only.
-NO_EFFECT: Mapping[str, str] = MappingProxyType(
-    {
-        **ignored_fields.NO_EFFECT,
-        "client_metadata": "describes the caller",
-        "max_tool_calls": "limits tools that a server runs itself; there are none",
-    }
-)
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        **ignored_fields.NEUTRAL,
-        "background": (None, False),
-        "context_management": (None, []),
-        "prompt": (None,),
-    }
-)
+NO_EFFECT: Mapping[str, str] = {
+    **ignored_fields.NO_EFFECT,
+    "client_metadata": "describes the caller",
+    "max_tool_calls": "limits tools that a server runs itself; there are none",
+}
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **ignored_fields.NEUTRAL,
+    "background": (None, False),
+    "context_management": (None, []),
+    "prompt": (None,),
+}
 
 
 class ReasoningOptions(LooseModel):

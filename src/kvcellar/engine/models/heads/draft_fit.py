@@ -6,7 +6,6 @@ can never change a text, only its speed: what does not make its proposals worse 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from kvcellar.engine.models.input_limits import context_of, vocabulary_of
@@ -44,12 +43,12 @@ class DraftFit:
             raise DraftRefused(self.draft, self.target, self.found, self.refused)
 
 
-def draft_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = MappingProxyType({})) -> DraftFit:
+def draft_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = {}) -> DraftFit:
     """Whether a separate draft model fits; `more` are other checks of the target."""
     return placed(outline_fit(target, draft, more), target, draft)
 
 
-def outline_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = MappingProxyType({})) -> DraftFit:
+def outline_fit(target: Loaded, draft: Loaded, more: Mapping[str, Check] = {}) -> DraftFit:
     """The checks that need no weights of the draft: all but that of its device."""
     checks: dict[str, Check] = {
         **more,

@@ -4,7 +4,6 @@ Torch is not imported: settings are checked before it is.
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvcellar.errors import ModelRefused
@@ -13,19 +12,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SERVED = ("cpu", "cuda")
-ELSEWHERE: Mapping[str, str] = MappingProxyType(
-    {
-        "mps": "Apple's GPUs",
-        "xpu": "Intel's GPUs",
-        "npu": "Huawei's NPUs",
-        "hpu": "Intel's Gaudi",
-        "mlu": "Cambricon's MLUs",
-        "musa": "Moore Threads' GPUs",
-        "xla": "TPUs",
-        "tpu": "TPUs",
-        "vulkan": "Vulkan",
-    }
-)  # torch's names of devices that no attention backend of ours runs on
+ELSEWHERE: Mapping[str, str] = {
+    "mps": "Apple's GPUs",
+    "xpu": "Intel's GPUs",
+    "npu": "Huawei's NPUs",
+    "hpu": "Intel's Gaudi",
+    "mlu": "Cambricon's MLUs",
+    "musa": "Moore Threads' GPUs",
+    "xla": "TPUs",
+    "tpu": "TPUs",
+    "vulkan": "Vulkan",
+}  # torch's names of devices that no attention backend of ours runs on
 PARALLEL = (  # settings of other engines that spread a network over devices
     *("tp_plan", "tp_size", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("tensor_split", "split_mode", "device_map", "distributed_config"),

@@ -368,7 +368,7 @@ SUBMITTED = {"number": 1, "prompt": [1], "params": {}}
         ["Submission", 1, [1], {"sequence_bias": {(): 1.0}}],
         ["Submission", 1, [1], {"constraint": {"kind": "regex", "source": ""}}],
         ["Submission", 1, [1], {}, "", [], {"ttl": -1.0}],
-        ["Submission", 1, [1], {}, "", [], {}, None, None, "max"],
+        ["Submission", 1, [1], {}, "", [], {}, None, "max"],
         ["Cancel", "1"],
         ["Cancel"],
         "Cancel",

@@ -1032,23 +1032,6 @@ def test_the_requests_of_a_gateway_that_dies_end_at_replicas_and_those_of_others
         assert all(isinstance(failed(one), EngineClosed) for one in lost)
 
 
-def test_a_session_that_ends_ends_no_request_of_another_gateway(pair: Pair) -> None:
-    """Sessions of both have the same numbers."""
-    with gateway(named(pair[0])) as (_, one), gateway(named(pair[0])) as (_, other):
-        ears: list[Ear] = []
-        for client in (one, other):
-            asked = replace_fields(submission((5, 6), number=client.number(), **LONG), session=1)
-            client.submit(asked, ear := Ear())
-            ears.append(ear)
-        runs(*ears)
-        one.end_session(1)
-        ears[0].wait()
-        told = ears[1].tokens(0)
-        eventually(lambda: ears[1].tokens(0) > told + 5, "the other one goes on")
-        other.end_session(1)
-        ears[1].wait()
-
-
 def test_a_request_whose_grammar_is_compiled_when_its_gateway_dies_ends(pair: Pair) -> None:
     pair[0].gate.clear()
     with closing(client_of()) as client, ThreadPoolExecutor(1) as pool:

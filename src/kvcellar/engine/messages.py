@@ -67,7 +67,6 @@ class Submission(Tagged, frozen=True, kw_only=True):
     checkpoint_positions: tuple[int, ...] = ()  # of the prompt, ascending, from which later requests may resume
     retention: RetentionOptions = NO_OPTIONS  # how what it uses and computes is kept
     adapter: str | None = None  # the name of the adapter that it is computed with; "": none; None: the engine's default
-    session: int | None = None  # the number of its session
     pooling: PoolingMode | None = None  # it ends with its prompt, and gives its hidden states, pooled that way
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens

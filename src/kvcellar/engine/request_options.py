@@ -35,7 +35,7 @@ class HowOptions(TypedDict, total=False):
 
 class SubmitOptions(HowOptions, total=False):
     """What `Engine.submit` says of each. `pooling`: the request ends with its prompt, and gives its hidden states,
-    pooled that way."""
+    pooled that way. `session` has no effect; earlier versions read it."""
 
     namespace: str
     session: int | None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
@@ -133,7 +132,7 @@ class Engine:
         self.model = card.model
         self.documents = documents_of(settings)  # where conversations, responses and replies are kept
         tokenizer = _tokenizer(self.documents, self.model.path)
-        self._codec, self._sessions = TextCodec(card.text, open_replies(self.documents, tokenizer)), count(1)
+        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer))
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
@@ -371,8 +370,7 @@ class Engine:
         return self._built.loop
 
     def _session(self, transcript: Transcript, retention: RetentionOptions | None) -> Session:
-        checked = arguments.retention_options(retention)
-        return Session(self._requests, self.conversations, self._sessions, transcript, checked)
+        return Session(self._requests, self.conversations, transcript, arguments.retention_options(retention))
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -320,14 +320,6 @@ class RemoteClient(ABC, Generic[E]):
     def fail(self, number: int, error: Exception) -> None:
         self._tell_engine(number, Fail(number, error), lambda request: setattr(request, "failed", error))
 
-    def end_session(self, session: int) -> None:
-        if self._owner != os.getpid():
-            return
-        with self._changed:
-            every = [number for number, one in self._running.items() if one.submission.session == session]
-        for number in every:
-            self.cancel(number)
-
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
         found = decode(self._asked(control, source), reply_type(control))

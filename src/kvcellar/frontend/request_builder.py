@@ -117,7 +117,6 @@ class RequestBuilder:
         """With what is known of the chat whose prompt this is. Raises what `Engine.submit` raises for its arguments."""
         if unknown := sorted(how.keys() - set(_OPTIONS)):
             raise BadRequest(f"there is no option {shown(unknown[0])} of a request; there are {_OPTIONS}", unknown[0])
-        session = arguments.session_number(how.get("session"))
         namespace = arguments.namespace_name(how.get("namespace", ""))
         prompt = self.prompt(prompt_ids, params)
         replays = self.codec.replays
@@ -136,7 +135,6 @@ class RequestBuilder:
             namespace=namespace,
             checkpoint_positions=positions,
             adapter=how.get("adapter"),
-            session=session,
             pooling=how.get("pooling"),
             rewrite=chat.rewrite if chat is not None else None,
         )

@@ -39,7 +39,6 @@ from kvcellar.engine.messages import (
     Ended,
     EngineEvent,
     ListAdapters,
-    ListMostValuable,
     ListNamespaces,
     ReadStats,
     Reply,
@@ -50,6 +49,7 @@ from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend import remote_client as remote_module
+from kvcellar.frontend.control_clients import CacheClient
 from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request, dropped
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
@@ -1141,17 +1141,18 @@ def test_what_is_asked_of_all_is_answered_while_one_dies(pair: Pair) -> None:
 def test_a_namespace_of_several_replicas_is_listed_once() -> None:
     one = NamespaceContents("tenant", 1, 2, 3, 4, 5)
     for found in ([[one], [], [one]], [[], [one], [one]], [[one, one]], [[]]):
-        merged = client_module._merged(ListNamespaces(), found)
+        merged = client_module._merged(found)
         count = sum(map(len, found))
         assert [(it.namespace, it.entries, it.tokens) for it in merged] == [("tenant", count, 2 * count)][:count]
 
 
-def test_the_most_valuable_entries_of_several_replicas_are_listed_as_those_of_one() -> None:
-    """What is stored may be at a place that all have."""
+def test_what_replicas_store_at_a_place_of_all_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [[{"name": f"{value}", "value": value} for value in values] for values in ((9, 4, 1), (), (7, 4, 3))]
-    for tier, values in (("device", [9, 7, 4, 4]), ("disk", [9, 7, 4, 3])):
-        merged = client_module._merged(ListMostValuable(tier, 4), found)
-        assert [one["value"] for one in merged] == values
+    with closing(client_of()) as client:
+        monkeypatch.setattr(client, "_holders", lambda control: found)
+        monkeypatch.setattr(client, "_parts_of", lambda control, part: iter([part]))
+        for tier, values in (("device", [9, 7, 4, 4]), ("disk", [9, 7, 4, 3])):
+            assert [one["value"] for one in CacheClient(client).hot(tier, 4)] == values
 
 
 def shaken(value: Any, draw: Random) -> Any:

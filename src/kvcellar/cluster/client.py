@@ -34,7 +34,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
-from heapq import nlargest
 from math import exp, inf
 from random import Random
 from typing import Any, TypeVar, get_args
@@ -59,7 +58,6 @@ from kvcellar.engine.messages import (
     CheckPinned,
     ClearCache,
     ClearCacheAndStore,
-    Control,
     ControlInParts,
     ControlWithReply,
     EngineEvent,
@@ -69,7 +67,6 @@ from kvcellar.engine.messages import (
     Leaving,
     ListAdapters,
     ListEntries,
-    ListMostValuable,
     ListNamespaces,
     ReadStats,
     Refusal,
@@ -111,7 +108,6 @@ EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveA
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
 SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 DEVICE = "device"  # the tier that each replica has for itself
-MERGED = (ListNamespaces, ListMostValuable)
 
 
 class ReplicaLink:
@@ -604,12 +600,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             elif isinstance(control, RemoveAdapter):
                 with self._changed:
                     self._digests.pop(control.name, None)
-            return _merged(control, found)
+            return _merged(found)
         if isinstance(control, ReadStats):
             together: Any = self._together({one.name: stats for one, stats in self._from_all(control).items()})
             return together
-        if isinstance(control, MERGED):
-            return _merged(control, list(self._from_all(control).values()))
+        if isinstance(control, ListNamespaces):
+            return _merged(list(self._from_all(control).values()))
         if type(control) in SOMEWHERE:
             return self._from_one(control)
         return super().ask(control, source)
@@ -748,17 +744,13 @@ def load_of(stats: EngineStats) -> Load:
     )
 
 
-def _merged(control: Control, found: Sequence[Any]) -> Any:
+def _merged(found: Sequence[Any]) -> Any:
     """The replies of all replicas as one."""
     first = found[0]
     if isinstance(first, Removed):
         return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
     if isinstance(first, list):
         every = [one for some in found for one in some]
-        if isinstance(control, ListMostValuable):
-            if control.tier != DEVICE:
-                every = [*{one["name"]: one for one in every}.values()]
-            return nlargest(control.most, every, key=lambda one: one["value"])
         return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every
     return first
 

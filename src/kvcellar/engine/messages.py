@@ -126,13 +126,6 @@ class ListEntries(ControlInParts[list[dict[str, Any]]], frozen=True):
     namespace: str | None  # None: of all
 
 
-class ListMostValuable(ControlWithReply[list[dict[str, Any]]], frozen=True):
-    """The entries of a tier that are kept longest, the most valuable first."""
-
-    tier: str  # device or disk
-    most: int
-
-
 class ListStoredTotals(ControlWithReply[list[dict[str, Any]]], frozen=True):
     """Entries, tokens and bytes of the store by identity and namespace."""
 

@@ -38,7 +38,6 @@ class Controls:
         contents, survey, adapters, call = self._contents, Survey(built), built.adapters, built.loop.call
         self._handlers: dict[type[messages.ControlWithReply[Any]], Callable[..., Any]] = {  # called with the fields
             messages.ListNamespaces: contents.namespaces,
-            messages.ListMostValuable: contents.hot,
             messages.ListStoredTotals: contents.stored_totals,
             messages.DescribeDisk: self._describe_disk,
             messages.RemoveEntries: contents.remove,

@@ -158,7 +158,7 @@ def gateway(replicas: Mapping[str, Replica], **how: Any) -> Iterator[tuple[Engin
             eventually(lambda: not client._running, "all requests end")
             client.check()
             with client._changed:
-                assert not client._hashes
+                assert not client._held
                 assert not any(client._counts.values())
                 assert client._router is not None
                 client._router.check()

@@ -362,17 +362,17 @@ def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pa
 
 
 def test_a_request_that_has_lost_its_replica_is_refused_when_none_has_come_for_long(pair: Pair, monkeypatch) -> None:
-    """A prompt that is pinned waits on."""
+    """A prompt that is pinned waits on, for the replica that has its blocks."""
     monkeypatch.setattr(client_module, "WAIT_SECONDS", 0.1)
     with gateway(named(pair[0])) as (engine, client):
-        engine.pin([5, 6, 7])
+        engine.pin(PREFIX)
         _, ear = sent(client, (5, 6), **LONG)
         runs(ear)
         pair[0].die_for_good()
         assert isinstance(error := failed(ear), Overloaded)
         assert "no engine runs now" in str(error)
         client.check()
-        assert [one.deliver for one in client._running.values()] == [dropped]
+        assert [(one.deliver, len(one.blocks)) for one in client._running.values()] == [(dropped, 4)]
         pair[0].down = False
         eventually(lambda: not client._running, "it is pinned again")
         engine.clear_cache()
@@ -528,7 +528,7 @@ def test_what_handing_over_took_counts_for_a_time(monkeypatch: pytest.MonkeyPatc
         client._router, request = client._make_router(16), Request[ReplicaLink](submission((5, 6)), Ear())
 
         def handed(seconds: float) -> float:
-            client._handed[0] = now[0] - seconds
+            request.handed = now[0] - seconds
             client._heard(request, Drawn(0, (7,)))
             return client.handing
 

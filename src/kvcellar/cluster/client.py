@@ -162,15 +162,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._weights = ""  # of the replica that joined last
         self._used: set[str] = set()  # those that have a thread: they are connected, or being connected
         self._links: dict[str, ReplicaLink] = {}  # connected
-        self._hashes: dict[int, list[int]] = {}  # of the blocks of requests that are not done
         self._digests: dict[str | None, str] = {}  # of adapters, by name
         self._counts: dict[str, int] = {}  # requests by replica
         self.unranked = 0  # requests of which the router had no opinion
         self.moved = 0  # requests that went on at another replica
         self._began = time.time()
         self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
-        self._ending: dict[int, ReplicaLink] = {}  # of those that are held, which replica ends them still
-        self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
         self._handing = (
             0.0,
             -inf,
@@ -420,15 +417,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._check_owner()
         if submission.adapter not in self._digests and self._engines:  # it may have been added through another gateway
             self._know(self.ask(ListAdapters()))
-        hashes = self._blocks(submission)
-        with self._changed:
-            self._hashes[submission.number] = hashes
-        try:
-            super().submit(submission, deliver)
-        except BaseException:
-            with self._changed:
-                self._hashes.pop(submission.number, None)
-            raise
+        super().submit(submission, deliver)
+
+    def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[ReplicaLink]:
+        return Request[ReplicaLink](submission, deliver, blocks=self._blocks(submission))
 
     def _blocks(self, submission: Submission) -> list[int]:
         if self._router is None:
@@ -469,8 +461,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
     ) -> tuple[ReplicaLink, Ranking]:
         by_name = {one.name: one for one in among}
-        hashes = self._hashes.get(request.submission.number, ())
-        considered = self._rank(hashes, request.submission, frozenset(one.name for one in others))
+        considered = self._rank(request.blocks, request.submission, frozenset(one.name for one in others))
         for at, score in enumerate(considered):
             if (link := by_name.get(score.replica)) is not None:
                 return link, considered[at:]
@@ -479,27 +470,23 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _sent(self, request: Request[ReplicaLink], engine: ReplicaLink) -> None:
         assert self._router is not None
-        number = request.submission.number
         self._counts[engine.name] += 1
         request.placed(engine.name)
-        self._router.sent(engine.name, number, self._hashes.get(number, ()), request.length)
+        self._router.sent(engine.name, request.submission.number, request.blocks, request.length)
 
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
         assert self._router is not None, "it is told by a replica"
         if not isinstance(event, Admitted) and not request.proven:
-            self._router.first(number := request.submission.number)
-            if (since := self._handed.pop(number, None)) is not None:
+            self._router.first(request.submission.number)
+            if request.handed is not None:
                 now, weight = time.monotonic(), HANDED * self._fading
-                self._handing = weight * self._handing[0] + (1 - weight) * (now - since), now
+                self._handing = weight * self._handing[0] + (1 - weight) * (now - request.handed), now
+                request.handed = None
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
-        number = request.submission.number
-        self._hashes.pop(number, None)
-        self._held.pop(number, None)
-        self._handed.pop(number, None)
-        self._ending.pop(number, None)
+        self._held.discard(request.submission.number)
         if self._router is not None:
-            self._router.ended(number)
+            self._router.ended(request.submission.number)
         if request.engine is not None and request.engine.name in self._counts:
             self._counts[request.engine.name] -= 1
 
@@ -525,36 +512,35 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             others = not all(one.address.prefill for one in self._engines)
             for number, event in step.events:
-                if isinstance(event, Done | Failed) and self._ending.get(number) is engine:
-                    del self._ending[number]
-                request = self._running.get(number)
-                if others and request is not None and request.engine is engine and _leaves_prefill(request):
+                if (request := self._running.get(number)) is None:
+                    continue
+                if isinstance(event, Done | Failed) and request.ending is engine:
+                    request.ending = None
+                if others and request.engine is engine and _leaves_prefill(request):
                     assert self._router is not None, "it has joined"
                     engine.send(Cancel(number))
                     self._router.ended(number, decoded=False)
                     self._counts[engine.name] -= 1
                     request.leave("has computed its prompt")
-                    self._ending[number] = engine
-                    self._held[number] = self._handed[number] = time.monotonic()
+                    request.ending, request.handed = engine, time.monotonic()
+                    self._held.add(number)
         self._release()
 
     def _release(self) -> None:
         """Let requests go on that wait for the store, and have ended where they were, where they may go again."""
         with self._changed:
-            held = [number for number, since in self._held.items() if self._has_waited(number, since)]
-            for number in held:
-                del self._held[number]
+            held = [number for number in self._held if self._has_waited(self._running[number])]
+            self._held.difference_update(held)
             self._to_go_on.extend(held)
         if held:
             self._go_on()
 
-    def _has_waited(self, number: int, since: float) -> bool:
-        assert self._router is not None, "a replica had it"
-        request, engine = self._running[number], self._ending.get(number)
-        if engine is not None and self._links.get(engine.name) is engine:
+    def _has_waited(self, request: Request[ReplicaLink]) -> bool:
+        assert self._router is not None and request.handed is not None, "a replica had it"
+        if request.ending is not None and self._links.get(request.ending.name) is request.ending:
             return False
-        late = request.cancelled or request.failed is not None or time.monotonic() - since > HELD
-        return late or self._router.stored(self._hashes.get(number, ()))
+        late = request.cancelled or request.failed is not None or time.monotonic() - request.handed > HELD
+        return late or self._router.stored(request.blocks)
 
     def _cached(self, engine: ReplicaLink, events: list[Any]) -> None:
         with self._changed:

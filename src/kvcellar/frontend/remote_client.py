@@ -24,7 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from functools import partial
@@ -133,7 +133,10 @@ class Request(Generic[E]):
     placements: list[Placement] = field(default_factory=list[Placement])  # the last `PLACEMENTS` of replicas
     cancelled: bool = False
     failed: Exception | None = None  # its text
-    ask: int | None = None  # by which it is submitted, while the caller of `submit` waits for the reply
+    ask: int | None = None  # by which engines get it, while there is no reply
+    blocks: Sequence[int] = ()  # hashes of those of its prompt, of replicas
+    handed: float | None = None  # since when it is handed over, while nothing was told since
+    ending: E | None = None  # which replica ends it still, as it is handed over
 
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
@@ -222,10 +225,11 @@ class Request(Generic[E]):
 
 @dataclass(eq=False, slots=True)
 class _Call(Generic[E]):
-    """A caller that waits for the reply of an engine to an ask."""
+    """An ask without a reply, for which a caller waits."""
 
     request: Request[E] | None  # that it submits
     engine: E | None
+    resumed: bool = False  # the request goes on: no caller waits
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
@@ -252,18 +256,20 @@ class RemoteClient(ABC, Generic[E]):
         self._engines: list[E] = []  # that can be told everything
         self._running: dict[int, Request[E]] = {}
         self._waiting: dict[int, _Call[E]] = {}  # by the number of the ask
-        self._resumed: dict[int, tuple[int, E]] = {}  # requests, by the number of the ask by which they go on
         self._to_go_on: deque[int] = deque()  # requests that are at no engine
-        self._held: dict[int, float] = {}  # requests that are at none, and do not go on yet, since when
+        self._held: set[int] = set()  # requests that are at none, and do not go on yet
         self._unproven: tuple[int, E, float] | None = None  # the last one that goes on alone, and since when
         self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what engines were told last of each name
-        self._pins: dict[tuple[str, str | None, bytes], tuple[Submission, float, E]] = {}  # pinned, when and where
+        self._pins: dict[tuple[str, str | None, bytes], tuple[Request[E], float, E]] = {}  # pinned, when and where
         self._closing, self._given_up = False, ""
 
     @abstractmethod
     def _choose(self, request: Request[E] | None) -> E | None:
         """Of `_engines`, the one for a request, or for what is asked of one; None: there is none. While `_changed` is
         held."""
+
+    def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[E]:
+        return Request[E](submission, deliver)
 
     def _sent(self, request: Request[E], engine: E) -> None:
         """An engine gets a request. While `_changed` is held."""
@@ -296,7 +302,7 @@ class RemoteClient(ABC, Generic[E]):
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
         self.check_caller()
-        number, request = submission.number, Request[E](submission, deliver)
+        number, request = submission.number, self._request(submission, deliver)
         try:
             self._asked(submission, request=request)
         except BaseException as error:
@@ -368,10 +374,9 @@ class RemoteClient(ABC, Generic[E]):
         if not isinstance(message, Ask | NextPart):
             return
         with self._changed:
-            call, resumed = self._waiting.get(message.number), self._resumed.get(message.number)
-            engine = call.engine if call is not None else resumed[1] if resumed is not None else None
-        if engine is not None:
-            self._answered(engine, Refusal(message.number, BadRequest(str(error))))
+            call = self._waiting.get(message.number)
+        if call is not None and call.engine is not None:
+            self._answered(call.engine, Refusal(message.number, BadRequest(str(error))))
 
     def _check_owner(self) -> None:
         """Before a lock is acquired, which may be held for ever in a fork."""
@@ -443,7 +448,7 @@ class RemoteClient(ABC, Generic[E]):
         finally:
             with self._changed:
                 self._waiting.pop(number, None)
-                if request is not None:
+                if request is not None and request.ask == number:
                     request.ask = None
 
     def _called(self, number: int, message: Ask | NextPart, request: Request[E] | None, engine: E | None) -> _Call[E]:
@@ -501,7 +506,7 @@ class RemoteClient(ABC, Generic[E]):
             if isinstance(event, Done | Failed):
                 self._remove(number)
             if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
-                self._pinned(request.submission, engine)
+                self._pinned(request, engine)
             news = isinstance(event, Failed) if engine is None else not isinstance(event, Admitted)
             proven = news and self._proved(number)
             if engine is not None:
@@ -538,14 +543,14 @@ class RemoteClient(ABC, Generic[E]):
         self._unproven = None
         return True
 
-    def _pinned(self, submission: Submission, engine: E) -> None:
-        self._pins[submission.namespace, submission.adapter, submission.prompt] = submission, time.monotonic(), engine
+    def _pinned(self, request: Request[E], engine: E) -> None:
+        one, again = request.submission, Request[E](request.submission, dropped, blocks=request.blocks)
+        self._pins[one.namespace, one.adapter, one.prompt] = again, time.monotonic(), engine
         while len(self._pins) > PINS:
             del self._pins[next(iter(self._pins))]
 
     def _answered(self, engine: E, message: Reply | Refusal | Wanted) -> None:
         """An engine that a request has left is not heard any more."""
-        refused: int | None = None
         with self._changed:
             call = self._waiting.get(message.number)
             if isinstance(message, Wanted):
@@ -554,13 +559,11 @@ class RemoteClient(ABC, Generic[E]):
                 else:
                     engine.send(Given(message.number, b""))  # its caller has gone
                 return
-            if (resumed := self._resumed.get(message.number)) is not None and resumed[1] is engine:
-                del self._resumed[message.number]
-                refused = resumed[0] if isinstance(message, Refusal) else None
-            if call is not None and call.engine is engine:
-                self._reply(message)
-        if refused is not None and isinstance(message, Refusal):
-            self._tell(engine, refused, Failed(message.error))
+            if call is None or call.engine is not engine:
+                return
+            self._reply(message)
+        if call.resumed and call.request is not None and isinstance(message, Refusal):
+            self._tell(engine, call.request.submission.number, Failed(message.error))
 
     def _reply(self, answer: Reply | Refusal) -> None:
         """To the caller, if there is one. While `_changed` is held."""
@@ -568,7 +571,7 @@ class RemoteClient(ABC, Generic[E]):
             return
         if call.request is not None:
             call.request.ask = None
-            if isinstance(answer, Refusal):
+            if isinstance(answer, Refusal) and not call.resumed:
                 self._remove(call.request.submission.number)
         call.answers.put(answer)
 
@@ -590,19 +593,18 @@ class RemoteClient(ABC, Generic[E]):
             if engine in self._engines:
                 self._engines.remove(engine)
             mine = {number: one for number, one in self._running.items() if one.engine is engine}
-            begun = {number for number, at in self._resumed.values() if at is engine}
-            self._resumed = {ask: resumed for ask, resumed in self._resumed.items() if resumed[1] is not engine}
+            begun = {number for number, one in mine.items() if one.here or one.ask is not None}
             if self._unproven is not None and self._unproven[1] is engine:
                 begun.add(self._unproven[0])
                 self._unproven = None
-            for number in [n for n, call in self._waiting.items() if call.request is None and call.engine is engine]:
+            calls = [(number, call) for number, call in self._waiting.items() if call.engine is engine]
+            for number in [number for number, call in calls if call.request is None or call.resumed]:
                 self._reply(Refusal(number, died))
             # Where it has told of none that it began with it, it may have died in the first step of any.
             unknown = not any(one.here for one in mine.values())
             guilty: list[int] = []
             for number, one in mine.items():
-                had_begun = one.here or one.ask is not None or number in begun or unknown
-                if blame is not None and had_begun and not one.proven:
+                if blame is not None and (number in begun or unknown) and not one.proven:
                     one.deaths += blame(one)
                 one.leave(how)
                 one.alone = one.alone or blame is not None
@@ -622,7 +624,8 @@ class RemoteClient(ABC, Generic[E]):
     def _refuse(self, number: int, error: Exception) -> None:
         """Fail a request that is at no engine."""
         with self._changed:
-            if (request := self._running.get(number)) is not None and request.ask is not None:
+            request = self._running.get(number)
+            if request is not None and request.engine is None and request.ask is not None:
                 self._reply(Refusal(request.ask, error))
                 return
         self._tell(None, number, Failed(error))
@@ -655,11 +658,9 @@ class RemoteClient(ABC, Generic[E]):
                 return False
             number = self._to_go_on.popleft()
             if (ask := request.ask) is None:
-                ask = next(self._asks)
-                self._resumed[ask] = number, engine
-            else:
-                self._waiting[ask].engine = engine
-            request.engine = engine
+                ask = request.ask = next(self._asks)
+                self._waiting[ask] = _Call(request, engine, resumed=True)
+            self._waiting[ask].engine = request.engine = engine
             if request.alone:
                 self._unproven = number, engine, time.monotonic()
             self._sent(request, engine)
@@ -674,15 +675,11 @@ class RemoteClient(ABC, Generic[E]):
         """What was pinned at engines that are lost, or, None, at any."""
         with self._changed:
             now, gone = time.monotonic(), None if lost is None else list(lost)
-            pins = [
-                one
-                for one, at, where in self._pins.values()
-                if now - at < (one.retention.ttl or inf) and (gone is None or where in gone)
-            ]
-            for one in pins:
-                again = replace(one, number=self.number(), goes_on=True)
-                self._running[again.number] = Request[E](again, dropped, alone=True)
-                self._to_go_on.append(again.number)
+            for one, at, where in self._pins.values():
+                if now - at < (one.submission.retention.ttl or inf) and (gone is None or where in gone):
+                    again = replace(one.submission, number=self.number(), goes_on=True)
+                    self._running[again.number] = Request[E](again, dropped, alone=True, blocks=one.blocks)
+                    self._to_go_on.append(again.number)
 
     def _over(self, error: Exception) -> None:
         """There will be no other engine: fail all requests."""
@@ -723,6 +720,7 @@ class RemoteClient(ABC, Generic[E]):
         with self._changed:
             for ask, call in self._waiting.items():
                 assert call.request is None or call.request.ask == ask
+                assert not call.resumed or call.engine is not None
             for number, request in self._running.items():
                 assert number == request.submission.number
                 assert request.ask is None or self._waiting[request.ask].request is request

@@ -85,6 +85,7 @@ from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError,
 from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
+from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
 from kvcellar.memory.tiers.upkeep import Readable
@@ -131,7 +132,7 @@ class ReplicaLink:
         self.stats: Raw | None = None
         self.told = Told()
         self.leaving = False
-        self.early: list[list[Any]] = []
+        self.early: list[Sequence[KvEvent]] = []
 
     def send(self, message: object) -> None:
         self.outbox.put(message)
@@ -495,7 +496,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _take(self, engine: ReplicaLink, message: FromEngine) -> None:
         match message:
             case Blocks(events):
-                self._cached(engine, decode(events, list[Any]))
+                self._cached(engine, events)
             case Leaving():
                 self._leaves(engine)
             case _:
@@ -542,7 +543,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         late = request.cancelled or request.failed is not None or time.monotonic() - request.handed > HELD
         return late or self._router.stored(request.blocks)
 
-    def _cached(self, engine: ReplicaLink, events: list[Any]) -> None:
+    def _cached(self, engine: ReplicaLink, events: Sequence[KvEvent]) -> None:
         with self._changed:
             if self._router is not None and engine in self._engines:
                 self._router.events(engine.name, events)

@@ -4,7 +4,7 @@ in `events`. `engine/control_replies.py` has records that it replies to a `Contr
 Always true:
   * requests are named by numbers, so that a sender needs no object of the engine to stop one;
   * every message can be sent to another process of the same installation (`wire`), and what arrives is equal to it:
-    a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
+    a field is a number, a text, bytes, a tuple, list or mapping of these, such a record, a `Path` or an exception.
 """
 
 from typing import Any, Generic, TypeVar, Union, get_args
@@ -33,6 +33,7 @@ from kvcellar.events import (
     Tagged,
     TokenLogprob,
 )
+from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.tiers.upkeep import Imported, Verified
 from kvcellar.sampling_params import SamplingParams
@@ -383,7 +384,7 @@ class EngineSnapshot(Tagged, frozen=True):
 class Blocks(Tagged, frozen=True):
     """What has changed of which blocks memory and tiers have, to a front end that chooses among replicas."""
 
-    events: Raw  # KV events without tokens, as `wire.packed` returns them
+    events: tuple[KvEvent, ...]  # without tokens
 
 
 class Leaving(Tagged, frozen=True):

@@ -176,12 +176,12 @@ def _prefixes(owners: Iterable[int], places: int) -> _Counts:
     for bits in owners:
         if (left := alive & bits) != alive:
             if count:
-                _set(counts, alive ^ left, count)
+                counts[list(_places(alive ^ left))] = count
             if not left:
                 return counts
             alive = left
         count += 1
-    _set(counts, alive, count)
+    counts[list(_places(alive))] = count
     return counts
 
 
@@ -190,16 +190,6 @@ def _places(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
-
-
-def _set(counts: _Counts, bits: int, value: int) -> None:
-    """At the places of these bits."""
-    if bits.bit_count() < 16:
-        for at in _places(bits):
-            counts[at] = value
-    else:
-        packed = np.frombuffer(bits.to_bytes((len(counts) + 7) // 8, "little"), np.uint8)
-        counts[np.unpackbits(packed, count=len(counts), bitorder="little").view(bool)] = value
 
 
 _COLUMNS = {  # of each place

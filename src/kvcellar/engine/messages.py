@@ -36,6 +36,7 @@ from kvcellar.events import (
 from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.tiers.upkeep import Imported, Verified
+from kvcellar.progress import Progress
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.version import __version__
 
@@ -324,12 +325,9 @@ class Hello(Tagged, frozen=True):
 
 
 class Loading(Tagged, frozen=True):
-    """How far the load of the model is: see `Progress`."""
+    """How far the load of the model is."""
 
-    stage: str
-    done: int
-    total: int
-    unit: str
+    progress: Progress
 
 
 class StepEvents(Tagged, frozen=True):

@@ -17,10 +17,11 @@ from kvcellar.engine.messages import Beat, EngineSnapshot, FromEngine, Hello, Lo
 from kvcellar.errors import EngineFailed
 from kvcellar.frontend.fork_server import AGAIN, Starter, in_words
 from kvcellar.frontend.remote_client import logged
+from kvcellar.progress import Listener, Progress
 from kvcellar.wire import Link, Outbox, decode
 
 LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
-STARTING = Loading("starting the process of the engine", 0, 0, "")
+STARTING = Progress("starting the process of the engine")
 
 
 class ChildProcess:
@@ -63,22 +64,22 @@ class ChildProcess:
         self._outbox.close(LAST_WORDS)
         self.link.end_sending()
 
-    def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
+    def hello(self, heard: Listener) -> EngineCard:
         """Wait until the model is loaded. `heard` is called with what is being done, again every `AGAIN` seconds: what
         it raises ends the wait. Raises what the load raises, and `EngineFailed` if the process ends or is of another
         version."""
         self.send(self._start)
-        loading = STARTING
+        progress = STARTING
         while True:
             while not self.link.arrives(AGAIN):
-                heard(loading)
+                heard(progress)
             message, self.beaten = self._received(), time.monotonic()
             match message:
                 case Hello(_, card):
                     self.began = time.monotonic()
                     return decode(card, EngineCard)
-                case Loading():
-                    heard(loading := message)
+                case Loading(progress):
+                    heard(progress)
                 case Refusal(_, error):
                     raise error
                 case Logged() as line:

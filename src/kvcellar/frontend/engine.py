@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
@@ -21,7 +20,7 @@ from kvcellar.engine import arguments
 from kvcellar.engine.card import ModelCard
 from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
-from kvcellar.engine.request_options import RequestOptions, SubmitOptions, how_of, sampling_of
+from kvcellar.engine.request_options import RequestOptions, SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
@@ -113,7 +112,7 @@ class Engine:
             with listening(progress):
                 if process:
                     starter = None if process is True else process
-                    client: EngineClient = ProcessClient(*plain_settings(model, settings), starter)
+                    client: EngineClient = ProcessClient(*plain_settings(model, settings, checked), starter)
                     opened.callback(client.close)
                 else:
                     client = _on_a_thread(model, checked, opened, thread)
@@ -253,18 +252,17 @@ class Engine:
         sampling at temperature 1.0, unless its files say otherwise (`params` returns them); and those of `HowOptions`.
         Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
-        params, how = self.params(**sampling_of(options)), how_of(options)
+        params, how = self._requests.divided(options)
         if not _is_batch(prompt):
-            return self._requests.result(self._ids(prompt), params, SubmitOptions(**how))
+            return self._requests.result(self._ids(prompt), params, how)
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._requests.prompt(ids, params)
-        start = self._requests.start
-        return self._requests.results([partial(start, ids, params, SubmitOptions(**how)) for ids in every])
+        return self._requests.results(every, params, how)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """The completion as it is generated, with `for` or `async for`. Leaving the iteration cancels the request."""
-        params, how = self.params(**sampling_of(options)), how_of(options)
+        params, how = self._requests.divided(options)
 
         def submit(deliver: Callable[[Event], None]) -> Ticket:
             self._client.check_caller()
@@ -275,7 +273,7 @@ class Engine:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[RequestOptions]) -> Result:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
-        params, how = self.params(**sampling_of(options)), SubmitOptions(**how_of(options))
+        params, how = self._requests.divided(options)
         return self._requests.result(self.render(messages, limit=self.model.context), params, how)
 
     def pin(

@@ -41,7 +41,7 @@ from kvcellar.errors import EngineFailed, KvcellarError
 from kvcellar.frontend.fork_server import ENDING_SIGNALS
 from kvcellar.frontend.front_end import LAST_WORDS, FrontEnd, Pools
 from kvcellar.frontend.thread_client import ThreadClient
-from kvcellar.progress import Progress, listening
+from kvcellar.progress import listening
 from kvcellar.wire import Link, Outbox, packed
 
 log = logging.getLogger("kvcellar.engine")
@@ -101,10 +101,7 @@ class EngineProcess:
         os._exit(0)
 
     def _loaded(self, start: Start) -> ThreadClient:
-        def heard(progress: Progress) -> None:
-            self._outbox.put(Loading(progress.stage, progress.done, progress.total, progress.unit))
-
-        with listening(heard), ExitStack() as opened:
+        with listening(lambda progress: self._outbox.put(Loading(progress))), ExitStack() as opened:
             client = ThreadClient(build(start.model, settings_of(start.settings), opened, torch_of=os.getpid()))
             opened.callback(client.close)
             client.start(turned=self._front.turned, counted=self._counted, failed=self._failed)

@@ -22,6 +22,7 @@ from kvcellar.constraint import Constraint
 from kvcellar.engine.messages import (
     VERSION,
     Ask,
+    Blocks,
     Cancel,
     Drawn,
     EngineEvent,
@@ -37,6 +38,7 @@ from kvcellar.engine.messages import (
     ToEngine,
 )
 from kvcellar.events import Done, Failed, Timings, TokenLogprob, Usage
+from kvcellar.memory.prefix.kv_events import AllBlocksCleared
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.sampling_params import SamplingParams

@@ -219,8 +219,10 @@ def spawned(
     """A process that runs a module, with this end of a link. Its standard output is empty: that of this process may be
     a pipe with data."""
     command, inherited = own_python("-m", module, str(link))
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": (link,)}
-    return subprocess.Popen(command, cwd=folder, env=inherited | environment, start_new_session=session, **streams)
+    none, env = subprocess.DEVNULL, inherited | environment
+    return subprocess.Popen(
+        command, stdin=none, stdout=none, pass_fds=(link,), cwd=folder, env=env, start_new_session=session
+    )
 
 
 def lower(thread: threading.Thread) -> None:

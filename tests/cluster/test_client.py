@@ -805,7 +805,7 @@ def test_a_secret_that_comes_too_slowly_is_given_up(pair: Pair, monkeypatch) -> 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff" * 64, b"\x03\0\0\0abc", bytes(frame_of(Start(None, {}, (), 0))), bytes(frame_of(["?"]))],
+    [b"\xff" * 64, b"\x03\0\0\0abc", bytes(frame_of(Start(None, {}, 0))), bytes(frame_of(["?"]))],
     ids=["long", "no message", "a model", "unknown"],
 )
 def test_a_gateway_that_sends_garbage_is_closed_and_others_go_on(pair: Pair, expected, garbage: bytes) -> None:

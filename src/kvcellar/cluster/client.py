@@ -38,8 +38,6 @@ from math import exp, inf
 from random import Random
 from typing import Any, TypeVar, get_args
 
-from msgspec import Raw
-
 from kvcellar.cluster.address import Address, keep_alive
 from kvcellar.cluster.observed import Told
 from kvcellar.cluster.routing import Load, Ranking, Router
@@ -50,8 +48,6 @@ from kvcellar.engine.messages import (
     VERSION,
     AddAdapter,
     Admitted,
-    Ask,
-    Beat,
     Blocks,
     Cancel,
     CheckInvariants,
@@ -69,10 +65,8 @@ from kvcellar.engine.messages import (
     ListEntries,
     ListNamespaces,
     ReadStats,
-    Refusal,
     RemoveAdapter,
     RemoveEntries,
-    Reply,
     ShowEntry,
     ShowWay,
     StepEvents,
@@ -83,13 +77,13 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaState, ReplicaStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused, Overloaded
 from kvcellar.events import Done, Failed, Score
-from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, Request, dropped
+from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, RemoteEngine, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
 from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
 from kvcellar.memory.tiers.upkeep import Readable
-from kvcellar.wire import Link, Outbox, decode, packed
+from kvcellar.wire import decode
 
 log = logging.getLogger("kvcellar.cluster")
 
@@ -111,7 +105,7 @@ SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 DEVICE = "device"  # the tier that each replica has for itself
 
 
-class ReplicaLink:
+class ReplicaLink(RemoteEngine):
     """A replica that is connected. `leaving`: it gets no more requests. `early`: KV events that came before it has got
     one."""
 
@@ -126,16 +120,10 @@ class ReplicaLink:
         except BaseException:
             end.close()
             raise
-        self.link: Link[FromEngine] = Link(end, FromEngine)
-        self.outbox = Outbox(self.link, unsent)
-        self.beat, self.beaten = Beat(0.0), time.monotonic()
-        self.stats: Raw | None = None
+        super().__init__(end, unsent)
         self.told = Told()
         self.leaving = False
         self.early: list[Sequence[KvEvent]] = []
-
-    def send(self, message: object) -> None:
-        self.outbox.put(message)
 
     def close(self) -> None:
         """What was not sent yet is dropped: the end of the connection is that of all that was asked for."""
@@ -276,7 +264,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 self._readers.add(threading.current_thread())
             self._greet(link)
             while True:
-                self._take(link, link.link.receive())
+                self._take(link, link.receive())
         except ModelRefused as error:
             self._refuse_replica(address.replica, str(error))
         except (EOFError, OSError) as error:
@@ -320,15 +308,15 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._past[""] = summed([self._past.pop(one) for one in ("", *gone) if one in self._past])
 
     def _greet(self, link: ReplicaLink) -> None:
-        while not isinstance(message := link.link.receive(), Hello):
+        while not isinstance(message := link.receive(), Hello):
             self._take(link, message)
         card: EngineCard = decode(message.card, EngineCard)
-        self._agree(link, ())
+        self._know(self._agree(link, ()))
         told: dict[str, AddAdapter | RemoveAdapter] = {}
         while not self._joins(link, card, told):
             with self._changed:
                 news = {name: one for name, one in self._adapters.items() if told.get(name) != one}
-            self._agree(link, list(news.values()))
+            self._know(self._agree(link, news.values()))
             told |= news
 
     def _joins(self, link: ReplicaLink, card: EngineCard, told: Mapping[str, AddAdapter | RemoveAdapter]) -> bool:
@@ -357,22 +345,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._joined(link)
         self._first.set()
         return True
-
-    def _agree(self, link: ReplicaLink, adapters: Sequence[AddAdapter | RemoveAdapter]) -> None:
-        """Let a replica have the adapters that others were told of, and find out which it has."""
-        asks = {next(self._asks): control for control in (*adapters, ListAdapters())}
-        for number, control in asks.items():
-            link.send(Ask(number, packed(control)))
-        while asks:
-            message = link.link.receive()
-            if not isinstance(message, Reply | Refusal):
-                self._take(link, message)
-                continue
-            control = asks.pop(message.number)
-            if isinstance(message, Refusal) and not isinstance(control, RemoveAdapter):  # which it may never have had
-                log.error("replica %s: %s", link.name, message.error)
-            elif isinstance(control, ListAdapters) and isinstance(message, Reply):
-                self._know(decode(message.value, list[AdapterInfo]))
 
     def _know(self, adapters: Sequence[AdapterInfo]) -> None:
         with self._changed:

@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from kvcellar.engine.stats import EngineStats
 
-R = TypeVar("R")
 _NAMES = [one.name for one in fields(EngineStats)]
 LARGEST = ("layers", "deepest")
 MEANS = ("token_seconds", "restore_seconds")  # of those that have measured them
@@ -23,7 +22,7 @@ def summed(every: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**found)
 
 
-def counted(record: R) -> R:
+def counted(record: Any) -> Any:
     """What an engine had counted that has gone: its other numbers are 0. Also of a part of the statistics."""
     found: dict[str, Any] = {}
     for one in fields(record):

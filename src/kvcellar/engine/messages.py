@@ -250,8 +250,6 @@ class Start(Tagged, frozen=True):
 
     model: str | None  # a directory, a name, or None for the embedded model
     settings: dict[str, Any]  # fields of `Settings`, plain
-    # what an engine which this one replaces was told last of each name
-    adapters: tuple[AddAdapter | RemoveAdapter, ...]
     log_level: int  # of what is told as `Logged`
 
 

@@ -20,15 +20,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from kvcellar.engine.load.settings import Settings
-from kvcellar.engine.messages import Start
+from kvcellar.engine.messages import Control, RemoveAdapter, Start
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.frontend.child_process import STARTING, ChildProcess
 from kvcellar.frontend.fork_server import Starter, starter_for
-from kvcellar.frontend.remote_client import RemoteClient, Request
+from kvcellar.frontend.remote_client import RemoteClient
 from kvcellar.progress import Listener, report
 from kvcellar.wire import decode
 
@@ -64,8 +62,9 @@ class ProcessClient(RemoteClient[ChildProcess]):
         """Blocks until the model is loaded, and reports that. Raises what the load raises. `starter`: that of several
         engines; None: one of its own, which it closes."""
         super().__init__()
-        self._start = Start(model, dict(settings), (), logging.getLogger("kvcellar").getEffectiveLevel())
+        self._start = Start(model, dict(settings), logging.getLogger("kvcellar").getEffectiveLevel())
         self._folder = os.getcwd()
+        self._own: frozenset[str] | None = None  # the adapters that each engine has at first
         self._fruitless = 0  # engines in a row that have died before they told anything
         with ExitStack() as opened:
             if starter is None:
@@ -86,14 +85,15 @@ class ProcessClient(RemoteClient[ChildProcess]):
                 raise EngineClosed("the engine is closed; open a new one")
             heard(STARTING)
 
-        start = replace(self._start, adapters=tuple(self._adapters.values()))
-        process = ChildProcess(self._starter, start, self._folder, waits, self._unsent)
+        process = ChildProcess(self._starter, self._start, self._folder, waits, self._unsent)
         try:
             with self._changed:
                 if self._closing:
                     raise EngineClosed("the engine is closed; open a new one")
                 self._process = process
             self.card = process.hello(heard)
+            there = self._agree(process, tuple(self._adapters.values()))
+            self._own = frozenset(one.name for one in there) if self._own is None else self._own
             assert process.stats is not None, "it tells its statistics first"
             self._stats = process.stats
         except BaseException:
@@ -127,8 +127,11 @@ class ProcessClient(RemoteClient[ChildProcess]):
                 self._reader.join()
         return True
 
-    def _choose(self, request: Request[ChildProcess] | None) -> ChildProcess | None:
-        return self._engines[0] if self._engines else None
+    def _noted(self, control: Control) -> None:
+        super()._noted(control)
+        with self._changed:
+            if isinstance(control, RemoveAdapter) and self._own is not None and control.name not in self._own:
+                del self._adapters[control.name]  # another engine will not have it
 
     def _proved(self, number: int) -> bool:
         self._fruitless = 0

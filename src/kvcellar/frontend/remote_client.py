@@ -19,6 +19,7 @@ Always true:
 
 import logging
 import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -31,12 +32,13 @@ from functools import partial
 from itertools import count
 from math import inf
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from msgspec import Raw
 from msgspec.structs import replace
 
 from kvcellar.engine.card import EngineCard
+from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.messages import (
     AddAdapter,
     Admitted,
@@ -56,6 +58,7 @@ from kvcellar.engine.messages import (
     Fail,
     FromEngine,
     Given,
+    ListAdapters,
     Logged,
     NextPart,
     Produced,
@@ -75,7 +78,7 @@ from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, 
 from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings, Usage
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.memory.tiers.upkeep import Readable
-from kvcellar.wire import decode, packed
+from kvcellar.wire import Link, Outbox, decode, packed
 
 R = TypeVar("R")
 log = logging.getLogger("kvcellar.engine")
@@ -88,16 +91,24 @@ PLACEMENTS = 4  # of a request that are told: one can go on at any number of rep
 PINS = 256  # prompts, the last ones, that are pinned again at another engine
 
 
-class RemoteEngine(Protocol):
+class RemoteEngine:
     """An engine that runs in another process. `beaten`: when it was heard of last; `stats` are packed."""
 
-    beat: Beat
-    beaten: float
-    stats: Raw | None
+    def __init__(self, end: socket.socket, unsent: Callable[[object, ValueError], None]) -> None:
+        """`unsent` as `Outbox` has it."""
+        self.link: Link[FromEngine] = Link(end, FromEngine)
+        self.outbox = Outbox(self.link, unsent)
+        self.beat, self.beaten = Beat(0.0), time.monotonic()
+        self.stats: Raw | None = None
 
     def send(self, message: object) -> None:
-        """Returns at once. What is sent to an engine that has died is dropped."""
-        ...
+        """Returns at once. What is sent to an engine that has died is dropped: what another one has to know is in
+        `RemoteClient`."""
+        self.outbox.put(message)
+
+    def receive(self) -> FromEngine:
+        """What it tells before it is used."""
+        return self.link.receive()
 
 
 E = TypeVar("E", bound=RemoteEngine)
@@ -263,10 +274,10 @@ class RemoteClient(ABC, Generic[E]):
         self._pins: dict[tuple[str, str | None, bytes], tuple[Request[E], float, E]] = {}  # pinned, when and where
         self._closing, self._given_up = False, ""
 
-    @abstractmethod
     def _choose(self, request: Request[E] | None) -> E | None:
         """Of `_engines`, the one for a request, or for what is asked of one; None: there is none. While `_changed` is
         held."""
+        return self._engines[0] if self._engines else None
 
     def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[E]:
         return Request[E](submission, deliver)
@@ -577,6 +588,25 @@ class RemoteClient(ABC, Generic[E]):
 
     # -- engines that come and go -------------------------------------------------------------------------------
 
+    def _agree(self, engine: E, adapters: Iterable[AddAdapter | RemoveAdapter]) -> list[AdapterInfo]:
+        """Let an engine that comes have the adapters that others were told of, on the thread that reads what it sends.
+        Returns which it has. Requests that name one which cannot be loaded there are refused."""
+        asks = {next(self._asks): control for control in (*adapters, ListAdapters())}
+        for number, control in asks.items():
+            engine.send(Ask(number, packed(control)))
+        found: list[AdapterInfo] = []
+        while asks:
+            message = engine.receive()
+            if not isinstance(message, Reply | Refusal):
+                self._take(engine, message)
+                continue
+            control = asks.pop(message.number)
+            if isinstance(message, Reply) and isinstance(control, ListAdapters):
+                found = decode(message.value, list[AdapterInfo])
+            elif isinstance(message, Refusal) and isinstance(control, AddAdapter):
+                log.error("the adapter %s cannot be loaded again: %s", control.name, message.error)
+        return found
+
     def _joined(self, engine: E) -> None:
         """An engine is there: let it go on with what waits for one."""
         with self._changed:
@@ -634,14 +664,12 @@ class RemoteClient(ABC, Generic[E]):
         """Let engines go on with requests that wait for one: those first that are the least likely to end it, and that
         are told something soon. One that goes on alone is the last one for now."""
         with self._changed:
-            order = sorted(self._to_go_on, key=self._order)
-            self._to_go_on = deque(number for number in order if number in self._running)
+            self._to_go_on = deque(sorted((one for one in self._to_go_on if one in self._running), key=self._order))
         while self._next():
             pass
 
     def _order(self, number: int) -> tuple[bool, bool, bool, int]:
-        if (request := self._running.get(number)) is None:
-            return False, False, False, 0
+        request = self._running[number]
         return request.alone, request.deliver is dropped, request.ask is not None, request.length
 
     def _next(self) -> bool:

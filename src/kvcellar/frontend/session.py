@@ -125,7 +125,8 @@ class Session:
             positions = self._transcript.checkpoint_positions(prompt.ids)
             how = SubmitOptions(retention=self._retention, adapter=self._transcript.adapter)
             how["checkpoint_positions"] = positions
-            collector, self._ticket = ticket = self._requests.start(prompt.ids, prompt.params, how)
+            collector, ticket = self._requests.start(prompt.ids, prompt.params, how)
+            self._ticket = ticket
             try:
                 yield collector
                 yield from collector.deltas()

@@ -50,7 +50,7 @@ from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend import remote_client as remote_module
 from kvcellar.frontend.control_clients import CacheClient
-from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request, dropped
+from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, RemoteEngine, Request, dropped
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
@@ -1203,7 +1203,7 @@ def more(stats: EngineStats) -> list[GroupStats]:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-class Told:
+class Told(RemoteEngine):
     """An engine that another thread is about to tell something of the request that it is sent."""
 
     def __init__(self) -> None:
@@ -1221,9 +1221,6 @@ class Told:
 
 class OneEngine(RemoteClient[Told]):
     """A client of any engines."""
-
-    def _choose(self, request: Request[Told] | None) -> Told | None:
-        return self._engines[0] if self._engines else None
 
     @property
     def last_stats(self) -> EngineStats:
@@ -1249,6 +1246,29 @@ def test_a_cancel_does_not_come_before_the_request_that_it_ends() -> None:
     eventually(lambda: len(second.sent) == 3, "it goes on")
     for one in (first, second):
         assert [type(message) for message in one.sent[:2]] == [Ask, Cancel]
+
+
+def test_a_request_that_has_gone_on_meanwhile_is_not_refused() -> None:
+    client, engine = OneEngine(), Told()
+    client._running[0] = Request[Told](submission((5, 6), number=0), Ear())
+    client._to_go_on.append(0)
+    client._joined(engine)
+    client.check()
+    client._refuse(0, Overloaded("none has come"))
+    assert client._running[0].engine is engine
+    client.check()
+
+
+def test_a_prompt_that_an_engine_has_not_pinned_is_pinned_at_no_other() -> None:
+    client, engine = OneEngine(), Told()
+    client._joined(engine)
+    for number, pinned in enumerate((False, True)):
+        request = client._running[number] = Request[Told](submission((5, 6 + number), number=number), Ear())
+        *_, done = request.end()
+        request.engine = engine
+        assert isinstance(done, Done)
+        client._tell(engine, number, replace_fields(done, pinned=pinned))
+        assert len(client._pins) == number
 
 
 def test_statistics_are_those_of_all_replicas_together(pair: Pair) -> None:

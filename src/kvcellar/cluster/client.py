@@ -51,7 +51,6 @@ from kvcellar.engine.messages import (
     Blocks,
     Cancel,
     CheckInvariants,
-    CheckPinned,
     ClearCache,
     ClearCacheAndStore,
     ControlInParts,
@@ -101,7 +100,6 @@ HANDED = 0.9  # weight of the mean seconds of handing over, when one more was me
 FADES = 30.0  # seconds in which that weight, and the mean, fall to 1 / e: where one took long, another one is tried
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
-SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 DEVICE = "device"  # the tier that each replica has for itself
 
 
@@ -565,7 +563,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             return together
         if isinstance(control, ListNamespaces):
             return _merged(list(self._from_all(control).values()))
-        if type(control) in SOMEWHERE:
+        if isinstance(control, SHOWN):
             return self._from_one(control)
         return super().ask(control, source)
 
@@ -603,9 +601,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             with suppress(KvcellarError):
                 self._asked(before, engine=one)
 
-    def _from_one(self, control: ControlWithReply[R]) -> R:
+    def _from_one(self, control: TakePicture | ShowEntry | ShowWay) -> Any:
         """The reply of the replica that it names, or of the first one that does not refuse."""
-        name = control.replica if isinstance(control, SHOWN) else ""
+        name = control.replica
         self._ready_engine()
         with self._changed:
             engines = [one for one in self._engines if name in ("", one.name)]

@@ -226,14 +226,6 @@ class ClearCache(ControlWithReply[None], frozen=True):
     """Evict all that no running request uses from memory, and forget the texts that drafts are made of."""
 
 
-class CheckPinned(ControlWithReply[None], frozen=True):
-    """Check that a prompt which was just computed is pinned."""
-
-    namespace: str
-    adapter: str | None  # as in `Submission`
-    prompt: tuple[int, ...]
-
-
 class CheckInvariants(ControlWithReply[None], frozen=True):
     """Assert every invariant of the scheduler, of memory and of adapters."""
 

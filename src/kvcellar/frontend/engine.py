@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 from kvcellar.engine import arguments
 from kvcellar.engine.card import ModelCard
 from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
-from kvcellar.engine.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
+from kvcellar.engine.messages import CheckInvariants, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.engine.request_options import RequestOptions, SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, shown
@@ -296,9 +296,14 @@ class Engine:
         namespace, retention = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
         how = SubmitOptions(namespace=namespace, retention=retention, adapter=adapter)
         params = self.params(max_tokens=1, temperature=0.0)
-        usage = self._requests.result(ids, params, how).usage
-        self._client.ask(CheckPinned(namespace, adapter, tuple(ids)))
-        return usage
+        found = self._requests.result(ids, params, how)
+        if not found.pinned:
+            raise BadRequest(
+                f"a prompt of {len(ids)} tokens cannot be pinned beside {self.stats().pinned} tokens that are; "
+                f"shorten it, pin fewer, or raise pin_share or cache_bytes",
+                "prompt",
+            )
+        return found.usage
 
     def session(
         self, *, chat: bool = True, retention: RetentionOptions | None = None, adapter: str | None = None

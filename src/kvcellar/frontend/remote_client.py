@@ -516,7 +516,7 @@ class RemoteClient(ABC, Generic[E]):
                 self._reply(Reply(request.ask, packed(None)))
             if isinstance(event, Done | Failed):
                 self._remove(number)
-            if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
+            if isinstance(event, Done) and engine is not None and event.pinned:
                 self._pinned(request, engine)
             news = isinstance(event, Failed) if engine is None else not isinstance(event, Admitted)
             proven = news and self._proved(number)

@@ -56,6 +56,7 @@ class Result:
     speculation: Speculation | None = None  # what drafts did; None: without drafts, or it ended before a round
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of its tokens, the first None; on request
     embedded: Embedded | None = None  # on request
+    pinned: bool = False  # its prompt was, when it ended
 
     @property
     def text(self) -> str:
@@ -150,9 +151,9 @@ class Collector:
         if self._done is None:
             raise WrongStage("the request is not done")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
-        done = self._done
-        scored = self._scored.logprobs if self._scored is not None else None
-        return Result(choices, done.usage, done.timings, done.recall, done.speculation, scored, self._embedded)
+        done, scored = self._done, self._scored.logprobs if self._scored is not None else None
+        read = scored, self._embedded
+        return Result(choices, done.usage, done.timings, done.recall, done.speculation, *read, pinned=done.pinned)
 
     def _answer(self, index: int) -> Answer:
         deltas, end = self._deltas[index], self._finished[index]

@@ -155,10 +155,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self.moved = 0  # requests that went on at another replica
         self._began = time.time()
         self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
-        self._handing = (
-            0.0,
-            -inf,
-        )  # seconds in which a stream is told nothing as it is handed over: mean, and since when
+        # seconds in which a stream is told nothing as it is handed over: mean, and since when
+        self._handing = (0.0, -inf)
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
@@ -550,7 +548,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
-        if isinstance(control, EVERYWHERE):
+        if isinstance(control, (*EVERYWHERE, ListNamespaces)):
             found = list(self._from_all(control).values())
             if isinstance(control, AddAdapter):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
@@ -561,8 +559,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if isinstance(control, ReadStats):
             together: Any = self._together({one.name: stats for one, stats in self._from_all(control).items()})
             return together
-        if isinstance(control, ListNamespaces):
-            return _merged(list(self._from_all(control).values()))
         if isinstance(control, SHOWN):
             return self._from_one(control)
         return super().ask(control, source)

@@ -81,10 +81,6 @@ Send = Callable[[list[KvEvent]], None]
 Change = Callable[[], None]
 
 
-def without_tokens(event: KvEvent) -> KvEvent:
-    return msgspec.structs.replace(event, tokens=None) if isinstance(event, BlockStored) else event
-
-
 class Mirror:
     """What was published. Makes events of changes; `send` is called with those of one batch."""
 
@@ -368,7 +364,8 @@ class KvEvents:
 
     def _publish(self, events: list[KvEvent]) -> None:
         if self._listeners:
-            plain = [without_tokens(event) for event in events]
+            replace = msgspec.structs.replace
+            plain = [replace(one, tokens=None) if isinstance(one, BlockStored) else one for one in events]
             for send in list(self._listeners):
                 send(plain)
         if self._pub is None:

@@ -109,6 +109,9 @@ class FaultyReplica(Replica):
         self.down = True
         self.die()
 
+    def _failed(self) -> None:
+        self.die_for_good()
+
     def says_that_it_leaves(self) -> None:
         for front in self._fronts:
             front.outbox.put(Leaving())

@@ -196,7 +196,6 @@ def test_answers_are_those_of_one_engine_when_a_replica_loses_its_device(
 ) -> None:
     """It ends before any request is told of the error."""
     with closing(FaultyReplica(model, SETTINGS)) as losing, gateway(named(losing, pair[0])) as (engine, client):
-        monkeypatch.setattr(losing, "_failed", losing.die_for_good)
         errors = loses_device(losing._client.built, monkeypatch, after)
         all_asked(engine, expected)
         assert (len(errors), losing.deaths) == (1, 1)

@@ -236,11 +236,11 @@ class Request(Generic[E]):
 
 @dataclass(eq=False, slots=True)
 class _Call(Generic[E]):
-    """An ask without a reply, for which a caller waits."""
+    """An ask without a reply."""
 
     request: Request[E] | None  # that it submits
     engine: E | None
-    resumed: bool = False  # the request goes on: no caller waits
+    resumed: bool = False  # the request goes on, and no caller waits for the reply
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 

@@ -74,7 +74,7 @@ class Ruled(ClusterClient):
         if request is None:
             return super()._choose(request)
         with self._live.lock:
-            at = self._rule.choose(cast("Any", _Ask(self._hashes.get(request.submission.number, ()))))
+            at = self._rule.choose(cast("Any", _Ask(request.blocks)))
         return next(one for one in self._engines if one.name == f"replica-{at}")
 
 

@@ -23,6 +23,7 @@ from benchmarks.replay import TRACES, Writer
 from benchmarks.row import Given, Lines
 from kvcellar.cluster.routing import Load, Router
 from kvcellar.memory.prefix.blocks import START, blocks_of
+from kvcellar.memory.prefix.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from kvcellar.memory.prefix.node import key_of
 
 STREAM_SECONDS = 0.07  # of a step beside streams, and the part of decoding that prompts have at least (`Chunks`)
@@ -101,7 +102,7 @@ class Engine:
         costs: Costs,
         world: World,
         store: set[int] | None,
-        tell: Callable[[list[list[object]]], None],
+        tell: Callable[[list[KvEvent]], None],
         first: Callable[[Ask], None],
         ended: Callable[[Ask], None],
     ) -> None:
@@ -158,7 +159,7 @@ class Engine:
         events = self._evict(len(found))
         if len(self._used) + len(self._idle) + self._reserved + len(found) <= self._most:
             self._idle.update(dict.fromkeys(reversed(found)))
-            events.append(["BlockStored", found, None, None, self.costs.block, None, "GPU"])
+            events.append(BlockStored(found, None, None, self.costs.block, None, "GPU"))
         self._tell(events)
         self._queue(ask)
 
@@ -191,8 +192,8 @@ class Engine:
         most = (ask.turn.prompt - 1) // self.costs.block
         return next((at for at, one in enumerate(ask.prompt[:most]) if not self._has(one)), min(most, len(ask.prompt)))
 
-    def _admit(self) -> list[list[object]]:
-        events: list[list[object]] = []
+    def _admit(self) -> list[KvEvent]:
+        events: list[KvEvent] = []
         for ask in [*self._waiting]:
             have = self._have(ask)
             if have < len(ask.prompt) and ask.prompt[have] in self._computing:
@@ -219,10 +220,10 @@ class Engine:
             self._idle.pop(one, None)
             self._used[one] = self._used.get(one, 0) + 1
 
-    def _evict(self, blocks: int) -> list[list[object]]:
+    def _evict(self, blocks: int) -> list[KvEvent]:
         over = len(self._used) + len(self._idle) + self._reserved + blocks - self._most
         gone = [self._idle.popitem(last=False)[0] for _ in range(min(over, len(self._idle)))]
-        return [["BlockRemoved", gone, "GPU"]] if gone else []
+        return [BlockRemoved(gone, "GPU")] if gone else []
 
     def _begin(self) -> None:
         """A step, or many of decoding alone."""
@@ -266,7 +267,7 @@ class Engine:
             return  # it ended earlier
         _, each, steps = self._step
         self.busy += each * steps
-        events: list[list[object]] = []
+        events: list[KvEvent] = []
         for ask in self._decode:
             ask.produced += steps
         for ask, tokens in chunks:
@@ -295,18 +296,18 @@ class Engine:
                 del self._used[one]
                 self._idle[one] = None
 
-    def _keep(self, blocks: list[int]) -> list[list[object]]:
+    def _keep(self, blocks: list[int]) -> list[KvEvent]:
         """Blocks that a running request has computed."""
         new = [one for one in blocks if not self._has(one)]
         self._reserved -= len(blocks)
         self._computing.difference_update(blocks)
         self._use(blocks)
-        events: list[list[object]] = []
+        events: list[KvEvent] = []
         if new:
-            events.append(["BlockStored", new, None, None, self.costs.block, None, "GPU"])
+            events.append(BlockStored(new, None, None, self.costs.block, None, "GPU"))
         if self._store is not None and (late := [one for one in blocks if one not in self._store]):
             self._store.update(late)
-            events.append(["BlockStored", late, None, None, self.costs.block, None, "REMOTE"])
+            events.append(BlockStored(late, None, None, self.costs.block, None, "REMOTE"))
         return events
 
 
@@ -322,7 +323,7 @@ class Rule:
     def choose(self, ask: Ask) -> int:
         raise NotImplementedError
 
-    def events(self, replica: int, events: list[list[object]]) -> None: ...
+    def events(self, replica: int, events: list[KvEvent]) -> None: ...
     def load(self, replica: int, load: Load) -> None: ...
     def first(self, ask: Ask) -> None: ...
     def ended(self, ask: Ask) -> None: ...
@@ -389,7 +390,7 @@ class Ours(Rule):
         self.router = Router(fleet.costs.block, most_blocks=2_000_000, clock=lambda: fleet.world.now, seed=gateway)
         for at in range(len(fleet.engines)):
             self.router.join(str(at))
-            self.router.events(str(at), [["AllBlocksCleared"]])
+            self.router.events(str(at), [AllBlocksCleared()])
 
     def choose(self, ask: Ask) -> int:
         began = perf_counter()
@@ -398,7 +399,7 @@ class Ours(Rule):
         self.router.sent(ranking[0].replica, ask.number, ask.prompt, ask.turn.prompt)
         return int(ranking[0].replica)
 
-    def events(self, replica: int, events: list[list[object]]) -> None:
+    def events(self, replica: int, events: list[KvEvent]) -> None:
         self.router.events(str(replica), events)
 
     def load(self, replica: int, load: Load) -> None:
@@ -505,7 +506,7 @@ class Fleet:
         self.world.after(WIRE, lambda: self.rules[ask.gateway].ended(ask))
         self._next(ask.session)
 
-    def _tell(self, at: int, events: list[list[object]]) -> None:
+    def _tell(self, at: int, events: list[KvEvent]) -> None:
         if events and self._observed:
             self._publish(LATE, events, lambda rule: rule.events(at, events))
 

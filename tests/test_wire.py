@@ -22,6 +22,7 @@ from kvcellar.constraint import Constraint
 from kvcellar.engine.messages import (
     VERSION,
     Ask,
+    Blocks,
     Cancel,
     Drawn,
     EngineEvent,
@@ -37,6 +38,7 @@ from kvcellar.engine.messages import (
     ToEngine,
 )
 from kvcellar.events import Done, Failed, Timings, TokenLogprob, Usage
+from kvcellar.memory.prefix.kv_events import AllBlocksCleared
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.sampling_params import SamplingParams
@@ -174,6 +176,8 @@ def values(kind: Any) -> st.SearchStrategy[Any]:
         return PLAIN[kind]
     if origin is tuple and args[-1] is Ellipsis:
         return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is list:
+        return st.lists(values(args[0]), max_size=3)
     if origin is tuple:
         return st.tuples(*map(values, args))
     if origin is Literal:
@@ -368,7 +372,7 @@ SUBMITTED = {"number": 1, "prompt": [1], "params": {}}
         ["Submission", 1, [1], {"sequence_bias": {(): 1.0}}],
         ["Submission", 1, [1], {"constraint": {"kind": "regex", "source": ""}}],
         ["Submission", 1, [1], {}, "", [], {"ttl": -1.0}],
-        ["Submission", 1, [1], {}, "", [], {}, None, None, "max"],
+        ["Submission", 1, [1], {}, "", [], {}, None, "max"],
         ["Cancel", "1"],
         ["Cancel"],
         "Cancel",
@@ -379,6 +383,27 @@ SUBMITTED = {"number": 1, "prompt": [1], "params": {}}
 def test_what_is_no_message_to_an_engine_is_refused(body: Any) -> None:
     with pytest.raises(ValueError, match="what arrived is not a message that was expected"):
         read(encode(body), TO_ENGINE)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ["BlockStored", [2.5], None, None, 16, None, "GPU"],
+        ["BlockStored", ["7"], None, None, 16, None, "GPU"],
+        ["BlockStored", [True], None, None, 16, None, "GPU"],
+        ["BlockStored", [7], None, None, 16, None, 3],
+        ["BlockStored", [7]],
+        ["BlockRemoved", 7, "GPU"],
+        ["BlockMoved", [7], "GPU"],
+        [],
+        "AllBlocksCleared",
+        None,
+    ],
+)
+def test_what_is_no_kv_event_is_refused(event: Any) -> None:
+    assert read(encode(["Blocks", [["AllBlocksCleared"]]]), FROM_ENGINE) == Blocks((AllBlocksCleared(),))
+    with pytest.raises(ValueError, match="what arrived is not a message that was expected"):
+        read(encode(["Blocks", [event]]), FROM_ENGINE)
 
 
 @pytest.mark.parametrize("kind", [b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"])

@@ -196,6 +196,7 @@ class Done(Tagged, frozen=True):
     recall: Recall | None = None
     speculation: Speculation | None = None
     placements: tuple[Placement, ...] = ()
+    pinned: bool = False  # its prompt was, when it ended
 
 
 class Failed(Tagged, frozen=True):

@@ -164,16 +164,8 @@ class Worker:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command, environment = own_python("-m", self._module, str(theirs.fileno()))
-            try:
-                self._popen = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=environment | {"OPENBLAS_NUM_THREADS": "1"},
-                    start_new_session=True,  # a terminal signals its owner only; and a group of processes to end
-                )
+            try:  # a terminal signals its owner only; and a group of processes to end
+                self._popen = spawned(self._module, theirs.fileno(), session=True, OPENBLAS_NUM_THREADS="1")
             except OSError as error:
                 ours.close()
                 raise _no_process(error) from None
@@ -219,6 +211,18 @@ def own_python(*arguments: str) -> tuple[list[str], dict[str, str]]:
     package = str(Path(__file__).parents[1])
     paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     return [sys.executable, "-P", *arguments], os.environ | {"PYTHONPATH": paths}
+
+
+def spawned(
+    module: str, link: int, *, folder: str | None = None, session: bool = False, **environment: str
+) -> "subprocess.Popen[bytes]":
+    """A process that runs a module, with this end of a link. Its standard output is empty: that of this process may be
+    a pipe with data."""
+    command, inherited = own_python("-m", module, str(link))
+    none, env = subprocess.DEVNULL, inherited | environment
+    return subprocess.Popen(
+        command, stdin=none, stdout=none, pass_fds=(link,), cwd=folder, env=env, start_new_session=session
+    )
 
 
 def lower(thread: threading.Thread) -> None:

@@ -62,7 +62,8 @@ def test_a_store_is_listed_verified_and_cleared_without_a_server(store) -> None:
     at = ("--store", store)
     assert re.search(r"\(no namespace\) of model \w{16}: 1 entries, 101 tokens", run("ls", *at).out)
     assert f"101 tokens [0,101), 1 uses, 105 kB: {PROMPT[:16]}" in run("tree", *at).out
-    assert json.loads(run("hot", *at, "--json").out)["entries"][0]["tokens"] == PROMPT[:16]
+    hot = json.loads(run("hot", *at, "--json").out)
+    assert (hot["entries"][0]["tokens"], hot["more"]) == (PROMPT[:16], False)
     assert "1 entries of 105 kB are as they were written" in run("verify", *at).out
     assert "removed 0 entries" in run("gc", *at).out
     assert "removed 0 tokens from memory and 0 entries" in run("rm", *at, "--prefix-ids", "9,9").out
@@ -78,6 +79,8 @@ def test_a_store_of_several_models_is_cleared_only_if_all_are_named(store) -> No
     assert "the store has entries of 2 models" in refused
     assert "--all-models" in refused
     assert "2 entries" in run("verify", "--store", store).out
+    hot = json.loads(run("hot", "--store", store, "--limit", 1, "--json").out)
+    assert (len(hot["entries"]), hot["more"]) == (1, True)
     assert "and 2 entries from the store, of all models" in run("clear", "--store", store, "--all-models").out
 
 

@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from kvcellar.cluster.routing import Router
 from kvcellar.engine.messages import VERSION, Admitted, CheckInvariants, EngineEvent, Leaving, ReadStats, Submission
 from kvcellar.frontend.front_end import FrontEnd
 from kvcellar.frontend.thread_client import ThreadClient
+from kvcellar.memory.prefix.kv_events import KvEvent
 from tests.engine.places import eventually
 
 PREFILL = "prefill"  # name of a replica for prompts
@@ -135,7 +136,7 @@ class FaultyReplica(Replica):
         front.client = cast("ThreadClient", _Watched(self, self._client))
         super()._use(front)
 
-    def _told(self, front: FrontEnd, events: list[Any]) -> None:
+    def _told(self, front: FrontEnd, events: Sequence[KvEvent]) -> None:
         if not self.deaf:
             super()._told(front, events)
 
@@ -161,7 +162,7 @@ def gateway(replicas: Mapping[str, Replica], **how: Any) -> Iterator[tuple[Engin
             eventually(lambda: not client._running, "all requests end")
             client.check()
             with client._changed:
-                assert not client._hashes
+                assert not client._held
                 assert not any(client._counts.values())
                 assert client._router is not None
                 client._router.check()

@@ -39,7 +39,6 @@ from kvcellar.engine.messages import (
     Ended,
     EngineEvent,
     ListAdapters,
-    ListMostValuable,
     ListNamespaces,
     ReadStats,
     Reply,
@@ -50,7 +49,8 @@ from kvcellar.engine.stats import EngineStats, GroupStats, samples
 from kvcellar.errors import ModelRefused
 from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend import remote_client as remote_module
-from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, Request, dropped
+from kvcellar.frontend.control_clients import CacheClient
+from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, RemoteEngine, Request, dropped
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
@@ -361,17 +361,17 @@ def test_what_is_told_while_no_replica_is_there_is_told_to_the_next_one(pair: Pa
 
 
 def test_a_request_that_has_lost_its_replica_is_refused_when_none_has_come_for_long(pair: Pair, monkeypatch) -> None:
-    """A prompt that is pinned waits on."""
+    """A prompt that is pinned waits on, for the replica that has its blocks."""
     monkeypatch.setattr(client_module, "WAIT_SECONDS", 0.1)
     with gateway(named(pair[0])) as (engine, client):
-        engine.pin([5, 6, 7])
+        engine.pin(PREFIX)
         _, ear = sent(client, (5, 6), **LONG)
         runs(ear)
         pair[0].die_for_good()
         assert isinstance(error := failed(ear), Overloaded)
         assert "no engine runs now" in str(error)
         client.check()
-        assert [one.deliver for one in client._running.values()] == [dropped]
+        assert [(one.deliver, len(one.blocks)) for one in client._running.values()] == [(dropped, 4)]
         pair[0].down = False
         eventually(lambda: not client._running, "it is pinned again")
         engine.clear_cache()
@@ -527,7 +527,7 @@ def test_what_handing_over_took_counts_for_a_time(monkeypatch: pytest.MonkeyPatc
         client._router, request = client._make_router(16), Request[ReplicaLink](submission((5, 6)), Ear())
 
         def handed(seconds: float) -> float:
-            client._handed[0] = now[0] - seconds
+            request.handed = now[0] - seconds
             client._heard(request, Drawn(0, (7,)))
             return client.handing
 
@@ -804,7 +804,7 @@ def test_a_secret_that_comes_too_slowly_is_given_up(pair: Pair, monkeypatch) -> 
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\xff" * 64, b"\x03\0\0\0abc", bytes(frame_of(Start(None, {}, (), 0))), bytes(frame_of(["?"]))],
+    [b"\xff" * 64, b"\x03\0\0\0abc", bytes(frame_of(Start(None, {}, 0))), bytes(frame_of(["?"]))],
     ids=["long", "no message", "a model", "unknown"],
 )
 def test_a_gateway_that_sends_garbage_is_closed_and_others_go_on(pair: Pair, expected, garbage: bytes) -> None:
@@ -1031,23 +1031,6 @@ def test_the_requests_of_a_gateway_that_dies_end_at_replicas_and_those_of_others
         assert all(isinstance(failed(one), EngineClosed) for one in lost)
 
 
-def test_a_session_that_ends_ends_no_request_of_another_gateway(pair: Pair) -> None:
-    """Sessions of both have the same numbers."""
-    with gateway(named(pair[0])) as (_, one), gateway(named(pair[0])) as (_, other):
-        ears: list[Ear] = []
-        for client in (one, other):
-            asked = replace_fields(submission((5, 6), number=client.number(), **LONG), session=1)
-            client.submit(asked, ear := Ear())
-            ears.append(ear)
-        runs(*ears)
-        one.end_session(1)
-        ears[0].wait()
-        told = ears[1].tokens(0)
-        eventually(lambda: ears[1].tokens(0) > told + 5, "the other one goes on")
-        other.end_session(1)
-        ears[1].wait()
-
-
 def test_a_request_whose_grammar_is_compiled_when_its_gateway_dies_ends(pair: Pair) -> None:
     pair[0].gate.clear()
     with closing(client_of()) as client, ThreadPoolExecutor(1) as pool:
@@ -1157,17 +1140,18 @@ def test_what_is_asked_of_all_is_answered_while_one_dies(pair: Pair) -> None:
 def test_a_namespace_of_several_replicas_is_listed_once() -> None:
     one = NamespaceContents("tenant", 1, 2, 3, 4, 5)
     for found in ([[one], [], [one]], [[], [one], [one]], [[one, one]], [[]]):
-        merged = client_module._merged(ListNamespaces(), found)
+        merged = client_module._merged(found)
         count = sum(map(len, found))
         assert [(it.namespace, it.entries, it.tokens) for it in merged] == [("tenant", count, 2 * count)][:count]
 
 
-def test_the_most_valuable_entries_of_several_replicas_are_listed_as_those_of_one() -> None:
-    """What is stored may be at a place that all have."""
+def test_what_replicas_store_at_a_place_of_all_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [[{"name": f"{value}", "value": value} for value in values] for values in ((9, 4, 1), (), (7, 4, 3))]
-    for tier, values in (("device", [9, 7, 4, 4]), ("disk", [9, 7, 4, 3])):
-        merged = client_module._merged(ListMostValuable(tier, 4), found)
-        assert [one["value"] for one in merged] == values
+    with closing(client_of()) as client:
+        monkeypatch.setattr(client, "_holders", lambda control: found)
+        monkeypatch.setattr(client, "_parts_of", lambda control, part: iter([part]))
+        for tier, values in (("device", [9, 7, 4, 4]), ("disk", [9, 7, 4, 3])):
+            assert [one["value"] for one in CacheClient(client).hot(tier, 4)] == values
 
 
 def shaken(value: Any, draw: Random) -> Any:
@@ -1218,7 +1202,7 @@ def more(stats: EngineStats) -> list[GroupStats]:
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-class Told:
+class Told(RemoteEngine):
     """An engine that another thread is about to tell something of the request that it is sent."""
 
     def __init__(self) -> None:
@@ -1236,9 +1220,6 @@ class Told:
 
 class OneEngine(RemoteClient[Told]):
     """A client of any engines."""
-
-    def _choose(self, request: Request[Told] | None) -> Told | None:
-        return self._engines[0] if self._engines else None
 
     @property
     def last_stats(self) -> EngineStats:
@@ -1264,6 +1245,29 @@ def test_a_cancel_does_not_come_before_the_request_that_it_ends() -> None:
     eventually(lambda: len(second.sent) == 3, "it goes on")
     for one in (first, second):
         assert [type(message) for message in one.sent[:2]] == [Ask, Cancel]
+
+
+def test_a_request_that_has_gone_on_meanwhile_is_not_refused() -> None:
+    client, engine = OneEngine(), Told()
+    client._running[0] = Request[Told](submission((5, 6), number=0), Ear())
+    client._to_go_on.append(0)
+    client._joined(engine)
+    client.check()
+    client._refuse(0, Overloaded("none has come"))
+    assert client._running[0].engine is engine
+    client.check()
+
+
+def test_a_prompt_that_an_engine_has_not_pinned_is_pinned_at_no_other() -> None:
+    client, engine = OneEngine(), Told()
+    client._joined(engine)
+    for number, pinned in enumerate((False, True)):
+        request = client._running[number] = Request[Told](submission((5, 6 + number), number=number), Ear())
+        *_, done = request.end()
+        request.engine = engine
+        assert isinstance(done, Done)
+        client._tell(engine, number, replace_fields(done, pinned=pinned))
+        assert len(client._pins) == number
 
 
 def test_statistics_are_those_of_all_replicas_together(pair: Pair) -> None:

@@ -489,5 +489,4 @@ def test_at_the_end_requests_that_are_not_done_fail_and_later_calls_are_refused(
         next(parts)
     client.cancel(ears[0][0])
     client.stop(ears[0][0], 0, 1)
-    client.end_session(1)
     assert refused.events == []

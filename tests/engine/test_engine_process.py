@@ -309,6 +309,7 @@ def test_adapters_are_as_they_were_before_the_engine_died(server, model, expecte
         engine.adapters.add("short", model / "other")
         for name in ("gone", "short"):
             engine.adapters.remove(name)
+        assert sorted(client_of(engine)._adapters) == ["gone", "other"], "a new engine has no other names"
         os.kill(pid := client_of(engine).pid, signal.SIGKILL)
         replaced(engine, pid)
         assert [one.name for one in engine.adapters.list()] == ["adapter", "other"]

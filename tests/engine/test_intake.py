@@ -227,13 +227,6 @@ def test_an_option_of_a_request_that_there_is_not_is_refused_by_name(recurrent) 
     assert refused.value.param == "break_points"
 
 
-def test_a_session_is_named_by_a_number(recurrent) -> None:
-    for bad in ([1], "1", 1.0, True):
-        with pytest.raises(BadRequest) as refused:
-            recurrent.submit([5], SamplingParams(**HOW), deliver=Ear(), session=bad)
-        assert refused.value.param == "session"
-
-
 @pytest.mark.parametrize(
     ("posted", "taken_in"), [(False, False), (True, False), (True, True)], ids=["not posted", "posted", "taken in"]
 )

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -98,6 +99,20 @@ def test_a_pin_holds_a_share_of_the_cache_at_most_and_a_request_pins_nothing_bey
         assert (engine.stats().pinned, engine.stats().pins_refused) == (30, 3)
     with small_engine("llama", pin_share=0) as engine, pytest.raises(BadRequest, match="cannot be pinned"):
         engine.pin([5, 6, 7])
+
+
+def test_a_prompt_that_was_pinned_may_be_removed_before_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine("llama") as engine:
+        result = engine._requests.result
+
+        def then_cleared(*args: Any) -> Any:
+            found = result(*args)
+            engine.clear_cache()
+            return found
+
+        monkeypatch.setattr(engine._requests, "result", then_cleared)
+        assert engine.pin([5, 6, 7]).prompt_tokens == 3
+        assert engine.stats().pinned == 0
 
 
 def test_a_request_that_waits_pins_nothing_yet() -> None:

@@ -12,8 +12,7 @@ from kvcellar import BadRequest, Engine, EngineFailed, PromptTooLong
 from kvcellar.errors import EngineClosed
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.memory.prefix.tree import LEAST
-from kvcellar.sampling_params import SamplingParams
-from tests.engine.mixes import Ear, assert_at_rest, assert_greedy, bytes_for, small_engine, tokens
+from tests.engine.mixes import assert_at_rest, assert_greedy, bytes_for, small_engine, tokens
 from tests.engine.spoken import Spoken
 
 ASK = {"max_tokens": 6, "temperature": 0.0}
@@ -341,17 +340,6 @@ def test_a_session_outlives_its_engine_only_to_be_closed():
     with pytest.raises(EngineClosed):
         session.send([6], **ASK)
     session.close()
-
-
-def test_requests_that_claim_a_session_at_once_leave_nothing_behind(engine):
-    number = engine.session()._number
-    ears = [Ear() for _ in range(4)]
-    for index, ear in enumerate(ears):
-        params = SamplingParams(max_tokens=3 + index, temperature=0.0, n=1 + index % 2, ignore_eos=True)
-        engine.submit([5, 6, index + 7], params, deliver=ear, session=number)
-    for ear in ears:
-        ear.wait()
-    assert_at_rest(engine)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Answers and other values as JSON, whole and in chunks."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,12 @@ class Fields(Answer):
     constant: object
     texts: object
     maybe: object = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    text: str
+    value: object
 
 
 @given(constant=VALUES, texts=st.lists(TEXTS, max_size=4), more=st.dictionaries(TEXTS, VALUES, max_size=3))
@@ -66,6 +73,7 @@ def test_halves_of_surrogate_pairs_are_written_wherever_they_are(name, value):
         {"constant": name, "texts": {name: [name, {"in": [name, value]}]}, "maybe": json.loads(to_json(plain))}
     ]
     assert to_json(plain).isascii()
+    assert json.loads(to_json([Record(name, value)])) == [{"text": name, "value": json.loads(to_json(value))}]
 
 
 def test_items_with_long_lists_are_made_a_few_at_a_time():

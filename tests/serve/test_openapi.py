@@ -54,6 +54,8 @@ def test_every_schema_has_the_name_of_its_type_and_fields_their_comments():
     assert chat["temperature"]["description"] == "0: always the most likely token", "of a sampling parameter"
     assert chat["tools"]["description"].endswith("see tool calls"), "without a link to a file"
     assert schemas["OutputFormat"]["properties"].keys() == {"type", "schema"}, "by the names that clients send"
+    counts = schemas["NamespaceContents"]
+    assert counts["required"] == list(counts["properties"]), "fields with a default are always there, too"
     assert schemas["RecallFields"]["properties"]["asked"]["description"].startswith("tokens of the prompt")
     assert {"type": "number", "exclusiveMinimum": 0.0, "maximum": 1.0} in chat["top_p"]["anyOf"]
     assert {"type": "number", "minimum": 0.01, "maximum": 100.0} in options["repeat_penalty"]["anyOf"]

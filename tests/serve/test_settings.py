@@ -43,6 +43,9 @@ def test_other_addresses_accept_any_host_name_unless_some_are_set():
     [
         ("port", -1),
         ("port", 65536),
+        ("port", "80"),
+        ("max_headers", 1.5),
+        ("drain_seconds", True),
         ("max_body_bytes", 0),
         ("max_connections", 0),
         ("max_backlog_events", 0),

@@ -129,12 +129,16 @@ def tree(tier: str | None, limit: int, namespace: str | None, as_json: bool, **t
 
     def of_store(disk: DiskTier) -> Json:
         found = [one for one in map(upkeep.fields, upkeep.entries(disk)) if namespace in (None, one["namespace"])]
-        return {"entries": found[:limit], "more": len(found) > limit}
+        return _first(found, limit)
 
     only = "" if namespace is None else f"&namespace={quote(namespace, safe='')}"
     path = f"/admin/cache/tree?tier={tier or TIERS[0]}&limit={limit}{only}"
     found = Target(**target).ask("GET", path, of_store)
     _print(found, as_json, _tree(found))
+
+
+def _first(found: list[Json], limit: int) -> Json:
+    return {"entries": found[:limit], "more": len(found) > limit}
 
 
 def _tree(found: Json) -> Iterator[str]:
@@ -174,7 +178,7 @@ def hot(tier: str | None, limit: int, as_json: bool, **target: Any) -> None:
 
     def of_store(disk: DiskTier) -> Json:
         stored = map(upkeep.fields, upkeep.entries(disk))
-        return {"entries": nlargest(limit, stored, key=lambda one: float(str(one["value"])))}
+        return _first(nlargest(limit + 1, stored, key=lambda one: float(str(one["value"]))), limit)
 
     found = Target(**target).ask("GET", f"/admin/cache/hot?tier={tier or TIERS[0]}&limit={limit}", of_store)
     _print(found, as_json, (f"{_namespace(one)}: {_entry(one)}" for one in found["entries"]))

@@ -7,7 +7,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import Command, engine_options, given, json_option, quiet_option
+from kvcellar.cli.options import MOST_TEXT, Command, engine_options, given, json_option, kv_quality_option, quiet_option
+from kvcellar.cli.printing import kv_quality_lines
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.load.capacity import sized
@@ -18,17 +19,11 @@ from kvcellar.frontend.engine import import_needed
 if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
     from kvcellar.verify.diagnosis import Diagnosis, DraftDiagnosis, GroupDiagnosis
 
-MOST_TEXT = 1 << 20  # characters that are read of a text: far more than are used
-
 
 @click.command("doctor", cls=Command, epilog="Example: kvcellar doctor ./my-model --cache-bytes 2G")
 @click.argument("model", required=False)
 @json_option
-@click.option(
-    "--kv-quality/--no-kv-quality",
-    default=None,
-    help="Measure how quantised K/V would change the predictions. Default: for small models.",
-)
+@kv_quality_option
 @click.option(
     "--text",
     type=click.File(encoding="utf-8"),
@@ -85,10 +80,7 @@ def _lines(found: "Diagnosis") -> Iterator[str]:
         yield f"  weights compared with dense ones: {harm_line(found.weights_harm)}"
     if found.draft is not None:
         yield from _draft(found.draft)
-    if found.kv_quality:
-        tokens = max(one.tokens for one in found.kv_quality)
-        yield f"  with quantised K/V (--kv-dtype), over {tokens} tokens sampled from it:"
-        yield from (f"    {one}" for one in found.kv_quality)
+    yield from kv_quality_lines(found.kv_quality)
 
 
 def _group(group: "GroupDiagnosis") -> Iterator[str]:

@@ -127,12 +127,12 @@ class Engines:
 
     def on_demand(self, name: str, cache: int, going_on: Callable[[], None]) -> Engine:
         settings = {key: value for key, value in self.options.items() if key not in (*OF_ONE_MODEL, *OF_ONE_ENGINE)}
-        own = given(**settings, cache_bytes=cache, **self._adapters(None))
-        return Engine(name, progress=lambda _: going_on(), thread=self._thread, process=self._starter or False, **own)
+        return self._made(name, settings | {"adapters": {}}, cache, lambda _: going_on())
 
-    def _adapters(self, paths: Mapping[str, Sequence[str]] | None) -> dict[str, Any]:
-        """Settings of an engine to which models add adapters. The cap of the host is that of their bytes, too."""
-        return {"adapters": paths or {}, "adapter_bytes": self._max_bytes}
+    def _made(self, model: str | None, settings: Mapping[str, Any], cache: int, heard: Listener) -> Engine:
+        """Models add adapters to it. The cap of the host is that of their bytes, too."""
+        own = given(**{**settings, "cache_bytes": cache, "adapter_bytes": self._max_bytes})
+        return Engine(model, progress=heard, thread=self._thread, process=self._starter or False, **own)
 
     def stays(self, model: str | None, cache: int) -> Engine:
         first = not self.of_command
@@ -144,8 +144,8 @@ class Engines:
                 if shown is not None:
                     shown(progress)
 
-            own = given(**settings | self._adapters(settings.get("adapters")), cache_bytes=cache)
-            engine = Engine(model, progress=heard, thread=self._thread, process=self._starter or False, **own)
+            adapters = {"adapters": settings.get("adapters") or {}}
+            engine = self._made(model, settings | adapters, cache, heard)
         self.of_command.append(engine)
         return engine
 

@@ -114,6 +114,14 @@ adapter_option = click.option(
 )
 
 
+MOST_TEXT = 1 << 20  # characters that are read of a text: far more than are used
+kv_quality_option = click.option(
+    "--kv-quality/--no-kv-quality",
+    default=None,
+    help="Measure how quantised K/V would change the predictions. Default: for small models.",
+)
+
+
 # For loading and running a model, named like the settings of the engine.
 model_options = together(
     click.option(

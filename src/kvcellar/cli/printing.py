@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvcellar.frontend.result import Result
+    from kvcellar.verify.kv_quality import KvQuality
 
 WIDTH = 48  # characters of a picture
 TURN_WIDTH = 12  # the same, of a turn
@@ -16,6 +17,13 @@ RESTORED, FOUND, COMPUTED = "█", "▒", "·"
 def date(seconds: float) -> str:
     """Local time, with its offset, as ISO 8601."""
     return datetime.fromtimestamp(seconds).astimezone().isoformat(timespec="seconds")
+
+
+def kv_quality_lines(found: "Sequence[KvQuality]") -> Iterator[str]:
+    if found:
+        tokens = max(one.tokens for one in found)
+        yield f"  with quantised K/V (--kv-dtype of serve and run), over {tokens} tokens sampled from it:"
+        yield from (f"    {one}" for one in found)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

@@ -76,17 +76,9 @@ def store_key(file: Path | None, environment: Mapping[str, str]) -> bytes | None
     """The key in a file, or in the environment, or None. Raises `BadRequest`, without any of the key."""
     if file is None:
         return _parsed(environment[STORE_KEY], f"${STORE_KEY}") if STORE_KEY in environment else None
-    try:
-        with file.open(encoding="ascii") as opened:
-            text = opened.read(4 * KEY_BYTES)
-    except UnicodeDecodeError:
-        text = ""
-    except OSError as error:
-        raise BadRequest(f"{file} cannot be read: {error.strerror}", "store_key_file") from error
-    from kvcellar.serve.http.keys import (
-        permission_warning,  # imports the server, which takes time that `run` does not have
-    )
+    from kvcellar.serve.http.keys import permission_warning, text_of  # imports the server, which takes time
 
+    text = text_of(file, 1024, "store_key_file")
     if (warning := permission_warning(file)) is not None:
         log.warning("%s", warning)
     return _parsed(text, str(file))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcellar import progress
-from kvcellar.cli.options import Command, given, json_option, model_options, quiet_option
-from kvcellar.cli.printing import table
+from kvcellar.cli.options import Command, given, json_option, kv_quality_option, model_options, quiet_option
+from kvcellar.cli.printing import kv_quality_lines, table
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.engine.load.settings import Settings
@@ -25,16 +25,11 @@ if TYPE_CHECKING:  # torch is imported when it is needed, so that --help is fast
 @json_option
 @click.option("--tokens", type=int, default=512, show_default=True, help="Most tokens of a text.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the texts.")
-@click.option(
-    "--kv-quality/--no-kv-quality",
-    "quality",
-    default=None,
-    help="Measure how quantised K/V would change the predictions. Default: for small models.",
-)
+@kv_quality_option
 @model_options
 @pull_option
 @quiet_option
-def command(model: str | None, as_json: bool, pull: bool, quiet: bool, **options: Any) -> None:
+def command(model: str | None, as_json: bool, kv_quality: bool | None, pull: bool, quiet: bool, **options: Any) -> None:
     """Load MODEL and use its cache as serving does: shared prefixes, forks, prompts in chunks, mixed batches, rejected
     drafts, abandoned steps, removed spans. All logits are compared with those of the model's own forward, which uses no
     cache. Exit code 0 if they are equal in every check that applies.
@@ -46,14 +41,14 @@ def command(model: str | None, as_json: bool, pull: bool, quiet: bool, **options
     The bits of logits are compared, too: of rows that were decoded alone, read in chunks, batched or drafted. Where
     they differ, the first module that makes the difference is printed; this does not change the exit code.
     """
-    asked = {name: options.pop(name) for name in ("tokens", "seed", "quality")}
+    asked = {name: options.pop(name) for name in ("tokens", "seed")}
     settings = Settings(**given(**options))
     download_missing(model, None, pull=pull, quiet=quiet)
     with show_progress(quiet=quiet):
         import_needed()
         from kvcellar.verify.run import verify
 
-        report = verify(model, settings, **asked, watch=_reporter())
+        report = verify(model, settings, **asked, quality=kv_quality, watch=_reporter())
     click.echo(json.dumps(report.as_dict()) if as_json else "\n".join(_lines(report)))
     if not report.holds:
         click.get_current_context().exit(1)
@@ -75,10 +70,7 @@ def _lines(report: "Report") -> Iterator[str]:
     for check in report.checks:
         if check.outcome != "does not hold" and check.note:
             yield f"  {check.name}: {check.note}"
-    if report.kv_quality:
-        tokens = max(one.tokens for one in report.kv_quality)
-        yield f"  with quantised K/V (--kv-dtype of serve and run), over {tokens} tokens sampled from it:"
-        yield from (f"    {one}" for one in report.kv_quality)
+    yield from kv_quality_lines(report.kv_quality)
     yield f"  bits of a row's logits: the same in {sum(one.holds for one in report.bits)} of {len(report.bits)} ways"
     yield from (f"    {one}" for one in report.bits if not one.holds)
     yield from (f"  {check}" for check in report.broken)

@@ -34,12 +34,9 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace as with_fields
-from heapq import nlargest
 from math import exp, inf
 from random import Random
 from typing import Any, TypeVar, get_args
-
-from msgspec import Raw
 
 from kvcellar.cluster.address import Address, keep_alive
 from kvcellar.cluster.observed import Told
@@ -51,15 +48,11 @@ from kvcellar.engine.messages import (
     VERSION,
     AddAdapter,
     Admitted,
-    Ask,
-    Beat,
     Blocks,
     Cancel,
     CheckInvariants,
-    CheckPinned,
     ClearCache,
     ClearCacheAndStore,
-    Control,
     ControlInParts,
     ControlWithReply,
     EngineEvent,
@@ -69,13 +62,10 @@ from kvcellar.engine.messages import (
     Leaving,
     ListAdapters,
     ListEntries,
-    ListMostValuable,
     ListNamespaces,
     ReadStats,
-    Refusal,
     RemoveAdapter,
     RemoveEntries,
-    Reply,
     ShowEntry,
     ShowWay,
     StepEvents,
@@ -86,12 +76,13 @@ from kvcellar.engine.messages import (
 from kvcellar.engine.stats import ClusterStats, EngineStats, ReplicaState, ReplicaStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineDied, KvcellarError, ModelRefused, Overloaded
 from kvcellar.events import Done, Failed, Score
-from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, Request, dropped
+from kvcellar.frontend.remote_client import WAIT_SECONDS, RemoteClient, RemoteEngine, Request, dropped
 from kvcellar.memory.prefix.blocks import START, blocks_of
+from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
 from kvcellar.memory.tiers.upkeep import Readable
-from kvcellar.wire import Link, Outbox, decode, packed
+from kvcellar.wire import decode
 
 log = logging.getLogger("kvcellar.cluster")
 
@@ -109,12 +100,10 @@ HANDED = 0.9  # weight of the mean seconds of handing over, when one more was me
 FADES = 30.0  # seconds in which that weight, and the mean, fall to 1 / e: where one took long, another one is tried
 EVERYWHERE = (ClearCache, ClearCacheAndStore, RemoveEntries, AddAdapter, RemoveAdapter, CheckInvariants)
 SHOWN = (TakePicture, ShowEntry, ShowWay)  # of the replica that they name
-SOMEWHERE = (*SHOWN, CheckPinned)  # one replica has it
 DEVICE = "device"  # the tier that each replica has for itself
-MERGED = (ListNamespaces, ListMostValuable)
 
 
-class ReplicaLink:
+class ReplicaLink(RemoteEngine):
     """A replica that is connected. `leaving`: it gets no more requests. `early`: KV events that came before it has got
     one."""
 
@@ -129,16 +118,10 @@ class ReplicaLink:
         except BaseException:
             end.close()
             raise
-        self.link: Link[FromEngine] = Link(end, FromEngine)
-        self.outbox = Outbox(self.link, unsent)
-        self.beat, self.beaten = Beat(0.0), time.monotonic()
-        self.stats: Raw | None = None
+        super().__init__(end, unsent)
         self.told = Told()
         self.leaving = False
-        self.early: list[list[Any]] = []
-
-    def send(self, message: object) -> None:
-        self.outbox.put(message)
+        self.early: list[Sequence[KvEvent]] = []
 
     def close(self) -> None:
         """What was not sent yet is dropped: the end of the connection is that of all that was asked for."""
@@ -166,19 +149,14 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._weights = ""  # of the replica that joined last
         self._used: set[str] = set()  # those that have a thread: they are connected, or being connected
         self._links: dict[str, ReplicaLink] = {}  # connected
-        self._hashes: dict[int, list[int]] = {}  # of the blocks of requests that are not done
         self._digests: dict[str | None, str] = {}  # of adapters, by name
         self._counts: dict[str, int] = {}  # requests by replica
         self.unranked = 0  # requests of which the router had no opinion
         self.moved = 0  # requests that went on at another replica
         self._began = time.time()
         self._past: dict[str, EngineStats] = {}  # what those had counted that have gone; "": that are not listed now
-        self._ending: dict[int, ReplicaLink] = {}  # of those that are held, which replica ends them still
-        self._handed: dict[int, float] = {}  # those that were handed over and have told nothing since, since when
-        self._handing = (
-            0.0,
-            -inf,
-        )  # seconds in which a stream is told nothing as it is handed over: mean, and since when
+        # seconds in which a stream is told nothing as it is handed over: mean, and since when
+        self._handing = (0.0, -inf)
         self._first, self._end = threading.Event(), threading.Event()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
@@ -282,7 +260,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 self._readers.add(threading.current_thread())
             self._greet(link)
             while True:
-                self._take(link, link.link.receive())
+                self._take(link, link.receive())
         except ModelRefused as error:
             self._refuse_replica(address.replica, str(error))
         except (EOFError, OSError) as error:
@@ -326,15 +304,15 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._past[""] = summed([self._past.pop(one) for one in ("", *gone) if one in self._past])
 
     def _greet(self, link: ReplicaLink) -> None:
-        while not isinstance(message := link.link.receive(), Hello):
+        while not isinstance(message := link.receive(), Hello):
             self._take(link, message)
         card: EngineCard = decode(message.card, EngineCard)
-        self._agree(link, ())
+        self._know(self._agree(link, ()))
         told: dict[str, AddAdapter | RemoveAdapter] = {}
         while not self._joins(link, card, told):
             with self._changed:
                 news = {name: one for name, one in self._adapters.items() if told.get(name) != one}
-            self._agree(link, list(news.values()))
+            self._know(self._agree(link, news.values()))
             told |= news
 
     def _joins(self, link: ReplicaLink, card: EngineCard, told: Mapping[str, AddAdapter | RemoveAdapter]) -> bool:
@@ -363,22 +341,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._joined(link)
         self._first.set()
         return True
-
-    def _agree(self, link: ReplicaLink, adapters: Sequence[AddAdapter | RemoveAdapter]) -> None:
-        """Let a replica have the adapters that others were told of, and find out which it has."""
-        asks = {next(self._asks): control for control in (*adapters, ListAdapters())}
-        for number, control in asks.items():
-            link.send(Ask(number, packed(control)))
-        while asks:
-            message = link.link.receive()
-            if not isinstance(message, Reply | Refusal):
-                self._take(link, message)
-                continue
-            control = asks.pop(message.number)
-            if isinstance(message, Refusal) and not isinstance(control, RemoveAdapter):  # which it may never have had
-                log.error("replica %s: %s", link.name, message.error)
-            elif isinstance(control, ListAdapters) and isinstance(message, Reply):
-                self._know(decode(message.value, list[AdapterInfo]))
 
     def _know(self, adapters: Sequence[AdapterInfo]) -> None:
         with self._changed:
@@ -424,15 +386,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self._check_owner()
         if submission.adapter not in self._digests and self._engines:  # it may have been added through another gateway
             self._know(self.ask(ListAdapters()))
-        hashes = self._blocks(submission)
-        with self._changed:
-            self._hashes[submission.number] = hashes
-        try:
-            super().submit(submission, deliver)
-        except BaseException:
-            with self._changed:
-                self._hashes.pop(submission.number, None)
-            raise
+        super().submit(submission, deliver)
+
+    def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[ReplicaLink]:
+        return Request[ReplicaLink](submission, deliver, blocks=self._blocks(submission))
 
     def _blocks(self, submission: Submission) -> list[int]:
         if self._router is None:
@@ -473,8 +430,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
     ) -> tuple[ReplicaLink, Ranking]:
         by_name = {one.name: one for one in among}
-        hashes = self._hashes.get(request.submission.number, ())
-        considered = self._rank(hashes, request.submission, frozenset(one.name for one in others))
+        considered = self._rank(request.blocks, request.submission, frozenset(one.name for one in others))
         for at, score in enumerate(considered):
             if (link := by_name.get(score.replica)) is not None:
                 return link, considered[at:]
@@ -483,27 +439,23 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _sent(self, request: Request[ReplicaLink], engine: ReplicaLink) -> None:
         assert self._router is not None
-        number = request.submission.number
         self._counts[engine.name] += 1
         request.placed(engine.name)
-        self._router.sent(engine.name, number, self._hashes.get(number, ()), request.length)
+        self._router.sent(engine.name, request.submission.number, request.blocks, request.length)
 
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
         assert self._router is not None, "it is told by a replica"
         if not isinstance(event, Admitted) and not request.proven:
-            self._router.first(number := request.submission.number)
-            if (since := self._handed.pop(number, None)) is not None:
+            self._router.first(request.submission.number)
+            if request.handed is not None:
                 now, weight = time.monotonic(), HANDED * self._fading
-                self._handing = weight * self._handing[0] + (1 - weight) * (now - since), now
+                self._handing = weight * self._handing[0] + (1 - weight) * (now - request.handed), now
+                request.handed = None
 
     def _ended(self, request: Request[ReplicaLink]) -> None:
-        number = request.submission.number
-        self._hashes.pop(number, None)
-        self._held.pop(number, None)
-        self._handed.pop(number, None)
-        self._ending.pop(number, None)
+        self._held.discard(request.submission.number)
         if self._router is not None:
-            self._router.ended(number)
+            self._router.ended(request.submission.number)
         if request.engine is not None and request.engine.name in self._counts:
             self._counts[request.engine.name] -= 1
 
@@ -512,7 +464,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _take(self, engine: ReplicaLink, message: FromEngine) -> None:
         match message:
             case Blocks(events):
-                self._cached(engine, decode(events, list[Any]))
+                self._cached(engine, events)
             case Leaving():
                 self._leaves(engine)
             case _:
@@ -529,38 +481,37 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             others = not all(one.address.prefill for one in self._engines)
             for number, event in step.events:
-                if isinstance(event, Done | Failed) and self._ending.get(number) is engine:
-                    del self._ending[number]
-                request = self._running.get(number)
-                if others and request is not None and request.engine is engine and _leaves_prefill(request):
+                if (request := self._running.get(number)) is None:
+                    continue
+                if isinstance(event, Done | Failed) and request.ending is engine:
+                    request.ending = None
+                if others and request.engine is engine and _leaves_prefill(request):
                     assert self._router is not None, "it has joined"
                     engine.send(Cancel(number))
                     self._router.ended(number, decoded=False)
                     self._counts[engine.name] -= 1
                     request.leave("has computed its prompt")
-                    self._ending[number] = engine
-                    self._held[number] = self._handed[number] = time.monotonic()
+                    request.ending, request.handed = engine, time.monotonic()
+                    self._held.add(number)
         self._release()
 
     def _release(self) -> None:
         """Let requests go on that wait for the store, and have ended where they were, where they may go again."""
         with self._changed:
-            held = [number for number, since in self._held.items() if self._has_waited(number, since)]
-            for number in held:
-                del self._held[number]
+            held = [number for number in self._held if self._has_waited(self._running[number])]
+            self._held.difference_update(held)
             self._to_go_on.extend(held)
         if held:
             self._go_on()
 
-    def _has_waited(self, number: int, since: float) -> bool:
-        assert self._router is not None, "a replica had it"
-        request, engine = self._running[number], self._ending.get(number)
-        if engine is not None and self._links.get(engine.name) is engine:
+    def _has_waited(self, request: Request[ReplicaLink]) -> bool:
+        assert self._router is not None and request.handed is not None, "a replica had it"
+        if request.ending is not None and self._links.get(request.ending.name) is request.ending:
             return False
-        late = request.cancelled or request.failed is not None or time.monotonic() - since > HELD
-        return late or self._router.stored(self._hashes.get(number, ()))
+        late = request.cancelled or request.failed is not None or time.monotonic() - request.handed > HELD
+        return late or self._router.stored(request.blocks)
 
-    def _cached(self, engine: ReplicaLink, events: list[Any]) -> None:
+    def _cached(self, engine: ReplicaLink, events: Sequence[KvEvent]) -> None:
         with self._changed:
             if self._router is not None and engine in self._engines:
                 self._router.events(engine.name, events)
@@ -597,20 +548,18 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
-        if isinstance(control, EVERYWHERE):
+        if isinstance(control, (*EVERYWHERE, ListNamespaces)):
             found = list(self._from_all(control).values())
             if isinstance(control, AddAdapter):
                 self._know([one for one in found if isinstance(one, AdapterInfo)])
             elif isinstance(control, RemoveAdapter):
                 with self._changed:
                     self._digests.pop(control.name, None)
-            return _merged(control, found)
+            return _merged(found)
         if isinstance(control, ReadStats):
             together: Any = self._together({one.name: stats for one, stats in self._from_all(control).items()})
             return together
-        if isinstance(control, MERGED):
-            return _merged(control, list(self._from_all(control).values()))
-        if type(control) in SOMEWHERE:
+        if isinstance(control, SHOWN):
             return self._from_one(control)
         return super().ask(control, source)
 
@@ -648,9 +597,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             with suppress(KvcellarError):
                 self._asked(before, engine=one)
 
-    def _from_one(self, control: ControlWithReply[R]) -> R:
+    def _from_one(self, control: TakePicture | ShowEntry | ShowWay) -> Any:
         """The reply of the replica that it names, or of the first one that does not refuse."""
-        name = control.replica if isinstance(control, SHOWN) else ""
+        name = control.replica
         self._ready_engine()
         with self._changed:
             engines = [one for one in self._engines if name in ("", one.name)]
@@ -748,17 +697,13 @@ def load_of(stats: EngineStats) -> Load:
     )
 
 
-def _merged(control: Control, found: Sequence[Any]) -> Any:
+def _merged(found: Sequence[Any]) -> Any:
     """The replies of all replicas as one."""
     first = found[0]
     if isinstance(first, Removed):
         return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
     if isinstance(first, list):
         every = [one for some in found for one in some]
-        if isinstance(control, ListMostValuable):
-            if control.tier != DEVICE:
-                every = [*{one["name"]: one for one in every}.values()]
-            return nlargest(control.most, every, key=lambda one: one["value"])
         return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every
     return first
 

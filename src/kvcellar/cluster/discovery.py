@@ -3,16 +3,9 @@
 Ray pickles this module by value, with all that it defines: so it defines nothing else.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-
-
-class Listening(Protocol):
-    def seen(self, replicas: Sequence[RunningReplica]) -> None:
-        """These are all replicas."""
-        ...
 
 
 class ReplicaRouter(RequestRouter):
@@ -20,7 +13,7 @@ class ReplicaRouter(RequestRouter):
     changed. Calls go to any of them."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        self._listener: Listening | None = None
+        self._listener: Any = None  # a `gateway.Listener`
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from kvcellar.engine.messages import VERSION, Beat, Blocks, EngineSnapshot, Hell
 from kvcellar.engine.stats import EngineStats
 from kvcellar.frontend.front_end import FrontEnd, Pools
 from kvcellar.frontend.thread_client import ThreadClient
+from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.wire import Link, packed
 
 log = logging.getLogger("kvcellar.cluster")
@@ -57,8 +58,9 @@ class Replica:
             built = build(model, settings_of(dict(settings)), opened, torch_of=os.getpid(), watched=True)
             self._client = ThreadClient(built)
             opened.callback(self._client.close)
-            self._events = built.loop.manager.events
-            assert self._events is not None, "it is watched"
+            events = built.loop.manager.events
+            assert events is not None, "it is watched"
+            self._events = events
             self.meter = Meter(time.monotonic() - began)
             self._client.start(turned=self._turned, counted=self._counted, failed=self._failed)
             self._listener = opened.enter_context(socket.create_server((host, 0), backlog=GREETED))
@@ -75,7 +77,6 @@ class Replica:
     @property
     def block(self) -> int:
         """Tokens of a block of its KV events."""
-        assert self._events is not None
         return self._events.size
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
@@ -158,8 +159,7 @@ class Replica:
             if self._leaving:
                 front.outbox.put(Leaving())
         told = partial(self._told, front)
-        if self._events is not None:
-            self._events.listen(told)
+        self._events.listen(told)
         try:
             front.read()
         except EOFError:
@@ -167,11 +167,10 @@ class Replica:
         except Exception:
             log.exception("what a gateway has sent cannot be done; its connection is closed")
         finally:
-            if self._events is not None:
-                self._events.leave(told)
+            self._events.leave(told)
 
-    def _told(self, front: FrontEnd, events: list[Any]) -> None:
-        front.outbox.put(Blocks(packed(events)))
+    def _told(self, front: FrontEnd, events: Sequence[KvEvent]) -> None:
+        front.outbox.put(Blocks(tuple(events)))
 
     def _forget(self, front: FrontEnd) -> None:
         with self._lock:

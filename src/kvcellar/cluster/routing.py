@@ -39,23 +39,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from random import Random
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
-from msgspec import Meta, Struct
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from kvcellar.errors import BadRequest
 from kvcellar.events import Score
-from kvcellar.wire import prepared
+from kvcellar.memory.prefix.kv_events import AllBlocksCleared, BlockStored, KvEvent
 
 DEVICE, REMOTE = 0, 3
 MEDIA = ("GPU", "CPU", "DISK", "REMOTE")  # those between device and remote are read by their own replica only
 MOST = 8  # replicas of a ranking
 FADING = 0.99  # of the seconds of a request: about the last hundred count
-_COUNT = Annotated[int, Meta(ge=0)]
-_RATE = Annotated[float, Meta(gt=0)]
 _Floats: TypeAlias = NDArray[np.float64]
 _Counts: TypeAlias = NDArray[np.int64]
 
@@ -63,41 +60,17 @@ _Counts: TypeAlias = NDArray[np.int64]
 class Load(Struct, frozen=True):
     """How a replica is doing. Speeds are None before anything was measured."""
 
-    waiting_tokens: _COUNT  # of prompts that it has taken in: not computed, and not in its memory
-    running: _COUNT  # completions in decode
-    prefill_speed: _RATE | None  # prompt tokens per second, of all time in which some wait
-    read_speed: _RATE | None  # tokens per second that are restored from the shared store
-    cells_free: _COUNT  # that no running sequence uses
-    cells: _COUNT
-    waiting: _COUNT  # completions that are not in decode yet
-    sequences: _COUNT  # the most completions that run at once
+    waiting_tokens: int  # of prompts that it has taken in: not computed, and not in its memory
+    running: int  # completions in decode
+    prefill_speed: float | None  # prompt tokens per second, of all time in which some wait
+    read_speed: float | None  # tokens per second that are restored from the shared store
+    cells_free: int  # that no running sequence uses
+    cells: int
+    waiting: int  # completions that are not in decode yet
+    sequences: int  # the most completions that run at once
 
 
 Ranking: TypeAlias = tuple[Score, ...]
-
-
-class _Stored(Struct, frozen=True, array_like=True, tag="BlockStored"):
-    hashes: list[_COUNT]
-    parent: _COUNT | None
-    tokens: Any
-    size: int
-    lora: Any
-    medium: str
-    adapter: Any = None
-    extra: Any = None
-
-
-class _Removed(Struct, frozen=True, array_like=True, tag="BlockRemoved"):
-    hashes: list[_COUNT]
-    medium: str
-
-
-class _Cleared(Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    pass
-
-
-_Event: TypeAlias = _Stored | _Removed | _Cleared
-_EVENTS = prepared(list[_Event])
 
 
 class _Request(Struct):
@@ -203,12 +176,12 @@ def _prefixes(owners: Iterable[int], places: int) -> _Counts:
     for bits in owners:
         if (left := alive & bits) != alive:
             if count:
-                _set(counts, alive ^ left, count)
+                counts[list(_places(alive ^ left))] = count
             if not left:
                 return counts
             alive = left
         count += 1
-    _set(counts, alive, count)
+    counts[list(_places(alive))] = count
     return counts
 
 
@@ -217,16 +190,6 @@ def _places(bits: int) -> Iterator[int]:
         low = bits & -bits
         yield low.bit_length() - 1
         bits ^= low
-
-
-def _set(counts: _Counts, bits: int, value: int) -> None:
-    """At the places of these bits."""
-    if bits.bit_count() < 16:
-        for at in _places(bits):
-            counts[at] = value
-    else:
-        packed = np.frombuffer(bits.to_bytes((len(counts) + 7) // 8, "little"), np.uint8)
-        counts[np.unpackbits(packed, count=len(counts), bitorder="little").view(bool)] = value
 
 
 _COLUMNS = {  # of each place
@@ -289,32 +252,23 @@ class Router:
         """That it is known to have."""
         return self._blocks.count(self._place[replica])
 
-    def events(self, replica: str, events: Sequence[Any]) -> None:
-        """Raises `BadRequest`, and changes nothing, where one of them is malformed."""
-        at, read = self._place[replica], self._read(events)
+    def events(self, replica: str, events: Sequence[KvEvent]) -> None:
+        """Raises `BadRequest`, and changes nothing, where one has blocks of another size."""
+        at = self._place[replica]
+        for event in events:
+            if isinstance(event, BlockStored) and event.size != self._size:
+                raise BadRequest(f"a KV event has blocks of {event.size} tokens, not {self._size}")
         self._seats["heard"][at] = True
-        for event in read:
-            if isinstance(event, _Cleared):
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
                 self._blocks.clear(at)
             elif event.medium in MEDIA:
-                change = self._blocks.add if isinstance(event, _Stored) else self._blocks.remove
+                change = self._blocks.add if isinstance(event, BlockStored) else self._blocks.remove
                 medium = MEDIA.index(event.medium)
                 for block in event.hashes:
                     change(at, medium, block)
                     if medium == DEVICE:
                         self._coming.pop((at, block), None)
-
-    def _read(self, events: Sequence[Any]) -> list[_Event]:
-        try:
-            read = msgspec.convert(list(events), _EVENTS)
-        except (msgspec.ValidationError, TypeError) as error:
-            raise BadRequest(f"not KV events: {error}") from error
-        for event in read:
-            if isinstance(event, _Stored) and event.size != self._size:
-                raise BadRequest(f"a KV event has blocks of {event.size} tokens, not {self._size}")
-            if not isinstance(event, _Cleared) and any(block >> 64 for block in event.hashes):
-                raise BadRequest("a KV event has the hash of a block that is above 64 bits")
-        return read
 
     def load(self, replica: str, load: Load) -> None:
         at, now = self._place[replica], self._clock()

@@ -22,19 +22,15 @@ def summed(every: Sequence[EngineStats]) -> EngineStats:
     return EngineStats(**found)
 
 
-def counted(stats: EngineStats) -> EngineStats:
-    """What an engine had counted that has gone: its other numbers are 0."""
-    return _counts(stats)
-
-
-def _counts(record: Any) -> Any:
+def counted(record: Any) -> Any:
+    """What an engine had counted that has gone: its other numbers are 0. Also of a part of the statistics."""
     found: dict[str, Any] = {}
     for one in fields(record):
         value, metric = getattr(record, one.name), one.metadata.get("metric")
         if is_dataclass(value):
-            found[one.name] = _counts(value)
+            found[one.name] = counted(value)
         elif isinstance(value, tuple) and any(map(is_dataclass, parts := list[Any](value))):
-            found[one.name] = tuple(map(_counts, parts))
+            found[one.name] = tuple(map(counted, parts))
         elif isinstance(value, int | float) and (metric is None or metric.kind != "counter"):
             found[one.name] = type(value)()
     return replace(record, **found)

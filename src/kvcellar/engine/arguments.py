@@ -38,14 +38,6 @@ def receiver(deliver: Callable[[Event], None]) -> Callable[[Event], None]:
     return deliver
 
 
-def session_number(session: Any) -> int | None:
-    if session is None:
-        return None
-    if isinstance(session, bool):
-        raise BadRequest(f"a session is named by its number, not by {session}", "session")
-    return whole(session, "a session", "session")
-
-
 def namespace_name(namespace: Any) -> str:
     if isinstance(namespace, str) and namespace.startswith(ADAPTED):
         raise BadRequest(f"a namespace cannot begin with {ADAPTED!r}: such names are for what adapters compute")

@@ -4,7 +4,7 @@ in `events`. `engine/control_replies.py` has records that it replies to a `Contr
 Always true:
   * requests are named by numbers, so that a sender needs no object of the engine to stop one;
   * every message can be sent to another process of the same installation (`wire`), and what arrives is equal to it:
-    a field is a number, a text, bytes, a tuple or mapping of these, such a record, a `Path` or an exception.
+    a field is a number, a text, bytes, a tuple, list or mapping of these, such a record, a `Path` or an exception.
 """
 
 from typing import Any, Generic, TypeVar, Union, get_args
@@ -33,8 +33,10 @@ from kvcellar.events import (
     Tagged,
     TokenLogprob,
 )
+from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.tiers.upkeep import Imported, Verified
+from kvcellar.progress import Progress
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.version import __version__
 
@@ -67,7 +69,6 @@ class Submission(Tagged, frozen=True, kw_only=True):
     checkpoint_positions: tuple[int, ...] = ()  # of the prompt, ascending, from which later requests may resume
     retention: RetentionOptions = NO_OPTIONS  # how what it uses and computes is kept
     adapter: str | None = None  # the name of the adapter that it is computed with; "": none; None: the engine's default
-    session: int | None = None  # the number of its session
     pooling: PoolingMode | None = None  # it ends with its prompt, and gives its hidden states, pooled that way
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
@@ -125,13 +126,6 @@ class ListEntries(ControlInParts[list[dict[str, Any]]], frozen=True):
 
     tier: str  # device or disk
     namespace: str | None  # None: of all
-
-
-class ListMostValuable(ControlWithReply[list[dict[str, Any]]], frozen=True):
-    """The entries of a tier that are kept longest, the most valuable first."""
-
-    tier: str  # device or disk
-    most: int
 
 
 class ListStoredTotals(ControlWithReply[list[dict[str, Any]]], frozen=True):
@@ -232,14 +226,6 @@ class ClearCache(ControlWithReply[None], frozen=True):
     """Evict all that no running request uses from memory, and forget the texts that drafts are made of."""
 
 
-class CheckPinned(ControlWithReply[None], frozen=True):
-    """Check that a prompt which was just computed is pinned."""
-
-    namespace: str
-    adapter: str | None  # as in `Submission`
-    prompt: tuple[int, ...]
-
-
 class CheckInvariants(ControlWithReply[None], frozen=True):
     """Assert every invariant of the scheduler, of memory and of adapters."""
 
@@ -256,8 +242,6 @@ class Start(Tagged, frozen=True):
 
     model: str | None  # a directory, a name, or None for the embedded model
     settings: dict[str, Any]  # fields of `Settings`, plain
-    # what an engine which this one replaces was told last of each name
-    adapters: tuple[AddAdapter | RemoveAdapter, ...]
     log_level: int  # of what is told as `Logged`
 
 
@@ -331,12 +315,9 @@ class Hello(Tagged, frozen=True):
 
 
 class Loading(Tagged, frozen=True):
-    """How far the load of the model is: see `Progress`."""
+    """How far the load of the model is."""
 
-    stage: str
-    done: int
-    total: int
-    unit: str
+    progress: Progress
 
 
 class StepEvents(Tagged, frozen=True):
@@ -391,7 +372,7 @@ class EngineSnapshot(Tagged, frozen=True):
 class Blocks(Tagged, frozen=True):
     """What has changed of which blocks memory and tiers have, to a front end that chooses among replicas."""
 
-    events: Raw  # KV events without tokens, as `wire.packed` returns them
+    events: tuple[KvEvent, ...]  # without tokens
 
 
 class Leaving(Tagged, frozen=True):

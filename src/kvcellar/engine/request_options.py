@@ -4,7 +4,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from typing import TypedDict
 
 from kvcellar.constraint import Constraint
 from kvcellar.engine.messages import PoolingMode
@@ -35,7 +35,7 @@ class HowOptions(TypedDict, total=False):
 
 class SubmitOptions(HowOptions, total=False):
     """What `Engine.submit` says of each. `pooling`: the request ends with its prompt, and gives its hidden states,
-    pooled that way."""
+    pooled that way. `session` has no effect; earlier versions read it."""
 
     namespace: str
     session: int | None
@@ -46,18 +46,6 @@ class SubmitOptions(HowOptions, total=False):
 
 class RequestOptions(SamplingOptions, HowOptions, total=False):
     """The fields of `SamplingParams` and of `HowOptions`."""
-
-
-def sampling_of(options: RequestOptions) -> SamplingOptions:
-    """Those of `SamplingParams`."""
-    own = HowOptions.__annotations__
-    return cast(SamplingOptions, {name: value for name, value in options.items() if name not in own})
-
-
-def how_of(options: RequestOptions) -> HowOptions:
-    """Those of `HowOptions`."""
-    own = HowOptions.__annotations__
-    return cast(HowOptions, {name: value for name, value in options.items() if name in own})
 
 
 def timings_of(submitted: float, admitted: float | None, first: float | None, last: float | None) -> Timings:

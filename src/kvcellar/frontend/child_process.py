@@ -10,20 +10,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from msgspec import Raw
-
 from kvcellar.engine.card import EngineCard
-from kvcellar.engine.messages import Beat, EngineSnapshot, FromEngine, Hello, Loading, Logged, Refusal, Start
+from kvcellar.engine.messages import EngineSnapshot, FromEngine, Hello, Loading, Logged, Refusal, Start
 from kvcellar.errors import EngineFailed
 from kvcellar.frontend.fork_server import AGAIN, Starter, in_words
-from kvcellar.frontend.remote_client import logged
-from kvcellar.wire import Link, Outbox, decode
+from kvcellar.frontend.remote_client import RemoteEngine, logged
+from kvcellar.progress import Listener, Progress
+from kvcellar.wire import decode
 
 LAST_WORDS = 5.0  # seconds in which a process that is to end reads what it was sent
-STARTING = Loading("starting the process of the engine", 0, 0, "")
+STARTING = Progress("starting the process of the engine")
 
 
-class ChildProcess:
+class ChildProcess(RemoteEngine):
     """One process, from its start to its end."""
 
     def __init__(
@@ -35,11 +34,8 @@ class ChildProcess:
         unsent: Callable[[object, ValueError], None],
     ) -> None:
         """`folder`: in which relative paths of `start` are. `waits` as `Starter` has it, `unsent` as `Outbox`."""
-        link, self._process = starter.start(folder, waits)
-        self.link: Link[FromEngine] = Link(link, FromEngine)
-        self._outbox = Outbox(self.link, unsent)
-        self.beat, self.beaten = Beat(0.0), time.monotonic()
-        self.stats: Raw | None = None  # as it has told them last; it does before it says hello
+        end, self._process = starter.start(folder, waits)
+        super().__init__(end, unsent)
         self.began = self.beaten  # when its model was loaded
         self.killed = ""  # why this side has killed it
         self.from_outside = False  # at its end: another process has killed it, and not because memory lacked
@@ -54,31 +50,27 @@ class ChildProcess:
     def exited(self) -> bool:
         return self._process.poll() is not None
 
-    def send(self, message: object) -> None:
-        """Returns at once. One that has died is not told: what it has to know is in `ProcessClient._running`."""
-        self._outbox.put(message)
-
     def end_sending(self) -> None:
         """Let the process end when it has read what was sent."""
-        self._outbox.close(LAST_WORDS)
+        self.outbox.close(LAST_WORDS)
         self.link.end_sending()
 
-    def hello(self, heard: Callable[[Loading], None]) -> EngineCard:
+    def hello(self, heard: Listener) -> EngineCard:
         """Wait until the model is loaded. `heard` is called with what is being done, again every `AGAIN` seconds: what
         it raises ends the wait. Raises what the load raises, and `EngineFailed` if the process ends or is of another
         version."""
         self.send(self._start)
-        loading = STARTING
+        progress = STARTING
         while True:
             while not self.link.arrives(AGAIN):
-                heard(loading)
-            message, self.beaten = self._received(), time.monotonic()
+                heard(progress)
+            message, self.beaten = self.receive(), time.monotonic()
             match message:
                 case Hello(_, card):
                     self.began = time.monotonic()
                     return decode(card, EngineCard)
-                case Loading():
-                    heard(loading := message)
+                case Loading(progress):
+                    heard(progress)
                 case Refusal(_, error):
                     raise error
                 case Logged() as line:
@@ -88,9 +80,9 @@ class ChildProcess:
                 case _:
                     pass
 
-    def _received(self) -> FromEngine:
+    def receive(self) -> FromEngine:
         try:
-            return self.link.receive()
+            return super().receive()
         except EOFError as error:
             raise EngineFailed(f"the process of the engine {self.end(2.0)} while it loaded the model") from error
         except ValueError as error:
@@ -108,7 +100,7 @@ class ChildProcess:
 
     def end(self, seconds: float) -> str:
         """Close the link, wait until the process has ended, and kill it if it does not. How it has ended, in words."""
-        self._outbox.close(0.0)
+        self.outbox.close(0.0)
         self.link.close()
         with self._process:
             try:

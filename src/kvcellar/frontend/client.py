@@ -59,10 +59,6 @@ class EngineClient(Protocol):
         """End a request with an error. No effect on one that is done."""
         ...
 
-    def end_session(self, session: int) -> None:
-        """Cancel the requests of a session."""
-        ...
-
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         """The reply. Blocks. `source` is what an import reads. Raises what the
         operation raises, and `EngineClosed`."""

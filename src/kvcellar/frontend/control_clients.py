@@ -6,6 +6,8 @@ raise beside what they say.
 """
 
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
+from itertools import chain
 from operator import index
 from typing import Any
 
@@ -44,7 +46,7 @@ class CacheClient:
 
     def hot(self, tier: str, most: int) -> list[dict[str, Any]]:
         """The entries of a tier that are kept longest, the most valuable first."""
-        return self._client.ask(messages.ListMostValuable(tier, most))
+        return nlargest(most, self.listed(tier), key=lambda one: one["value"])
 
     def namespaces(self) -> list[NamespaceContents]:
         """What each namespace has in memory, the largest first."""
@@ -72,7 +74,7 @@ class CacheClient:
         """An archive of the entries that this engine can read, in parts. Raises `BadRequest` without a store before
         anything is iterated."""
         parts = self._client.parts(messages.ExportStore())
-        return _begun(next(parts), parts)
+        return chain([next(parts)], parts)
 
     def import_from(self, source: Readable) -> Imported:
         """Store the entries of an archive; this engine uses them from now on. Raises `KvcellarError` for what is no
@@ -93,11 +95,6 @@ class CacheClient:
         """Remove all that no running request uses, from memory and from the store: what this model has stored; or, of
         a directory that several models use, all."""
         return self._client.ask(messages.ClearCacheAndStore(all_models))
-
-
-def _begun(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
 
 
 class AdaptersClient:

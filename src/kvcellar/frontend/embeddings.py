@@ -8,7 +8,6 @@ last token is pooled it begins with what the prefix cache has.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Unpack
 
 from kvcellar.engine.card import EngineCard
@@ -16,7 +15,6 @@ from kvcellar.engine.request_options import HowOptions, SubmitOptions
 from kvcellar.errors import BadRequest
 from kvcellar.events import Pooling, PoolingMode
 from kvcellar.frontend.request_builder import RequestBuilder
-from kvcellar.frontend.result import Collector, Ticket
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.sampling_params import SamplingParams
 
@@ -54,20 +52,11 @@ class Embeddings:
         options = SubmitOptions(pooling=self.mode, **how)
         if isinstance(inputs, str):
             raise BadRequest("embeddings are made of a list of texts, or of lists of token ids", "input")
-        collectors: list[Collector] = []
-
-        def start(ids: Sequence[int]) -> tuple[Collector, Ticket]:
-            started = self._requests.start(ids, PARAMS, options)
-            collectors.append(started[0])
-            return started
-
-        starts = [partial(start, self.tokens(one)) for one in inputs]
-        results = self._requests.results(starts)
-        found = zip((one.embedded for one in collectors), results, strict=True)
+        results = self._requests.results([self.tokens(one) for one in inputs], PARAMS, options)
         return [
-            Embedding(self.vector(event.vector, dimensions), one.usage.prompt_tokens, one.usage.cached_tokens)
-            for event, one in found
-            if event is not None
+            Embedding(self.vector(one.embedded.vector, dimensions), one.usage.prompt_tokens, one.usage.cached_tokens)
+            for one in results
+            if one.embedded is not None
         ]
 
     def check(self, dimensions: int | None = None) -> None:

@@ -12,17 +12,15 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from importlib import import_module
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
 from kvcellar.engine.card import ModelCard
 from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
-from kvcellar.engine.messages import CheckInvariants, CheckPinned, ClearCache, DescribeCapacity, ReadStats
-from kvcellar.engine.request_options import RequestOptions, SubmitOptions, how_of, sampling_of
+from kvcellar.engine.messages import CheckInvariants, ClearCache, DescribeCapacity, ReadStats
+from kvcellar.engine.request_options import RequestOptions, SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
@@ -114,7 +112,7 @@ class Engine:
             with listening(progress):
                 if process:
                     starter = None if process is True else process
-                    client: EngineClient = ProcessClient(*plain_settings(model, settings), starter)
+                    client: EngineClient = ProcessClient(*plain_settings(model, settings, checked), starter)
                     opened.callback(client.close)
                 else:
                     client = _on_a_thread(model, checked, opened, thread)
@@ -133,7 +131,7 @@ class Engine:
         self.model = card.model
         self.documents = documents_of(settings)  # where conversations, responses and replies are kept
         tokenizer = _tokenizer(self.documents, self.model.path)
-        self._codec, self._sessions = TextCodec(card.text, open_replies(self.documents, tokenizer)), count(1)
+        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer))
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
@@ -254,18 +252,17 @@ class Engine:
         sampling at temperature 1.0, unless its files say otherwise (`params` returns them); and those of `HowOptions`.
         Raises `BadRequest`, `PromptTooLong`, `Overloaded`, `EngineClosed`, `EngineFailed`.
         """
-        params, how = self.params(**sampling_of(options)), how_of(options)
+        params, how = self._requests.divided(options)
         if not _is_batch(prompt):
-            return self._requests.result(self._ids(prompt), params, SubmitOptions(**how))
+            return self._requests.result(self._ids(prompt), params, how)
         every = [self._ids(one) for one in prompt]
         for ids in every:
             self._requests.prompt(ids, params)
-        start = self._requests.start
-        return self._requests.results([partial(start, ids, params, SubmitOptions(**how)) for ids in every])
+        return self._requests.results(every, params, how)
 
     def stream(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Stream:
         """The completion as it is generated, with `for` or `async for`. Leaving the iteration cancels the request."""
-        params, how = self.params(**sampling_of(options)), how_of(options)
+        params, how = self._requests.divided(options)
 
         def submit(deliver: Callable[[Event], None]) -> Ticket:
             self._client.check_caller()
@@ -276,7 +273,7 @@ class Engine:
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[RequestOptions]) -> Result:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
-        params, how = self.params(**sampling_of(options)), SubmitOptions(**how_of(options))
+        params, how = self._requests.divided(options)
         return self._requests.result(self.render(messages, limit=self.model.context), params, how)
 
     def pin(
@@ -299,9 +296,14 @@ class Engine:
         namespace, retention = EVERYONE if namespace is None else namespace, RetentionOptions(pinned=True, ttl=ttl)
         how = SubmitOptions(namespace=namespace, retention=retention, adapter=adapter)
         params = self.params(max_tokens=1, temperature=0.0)
-        usage = self._requests.result(ids, params, how).usage
-        self._client.ask(CheckPinned(namespace, adapter, tuple(ids)))
-        return usage
+        found = self._requests.result(ids, params, how)
+        if not found.pinned:
+            raise BadRequest(
+                f"a prompt of {len(ids)} tokens cannot be pinned beside {self.stats().pinned} tokens that are; "
+                f"shorten it, pin fewer, or raise pin_share or cache_bytes",
+                "prompt",
+            )
+        return found.usage
 
     def session(
         self, *, chat: bool = True, retention: RetentionOptions | None = None, adapter: str | None = None
@@ -371,8 +373,7 @@ class Engine:
         return self._built.loop
 
     def _session(self, transcript: Transcript, retention: RetentionOptions | None) -> Session:
-        checked = arguments.retention_options(retention)
-        return Session(self._requests, self.conversations, self._sessions, transcript, checked)
+        return Session(self._requests, self.conversations, transcript, arguments.retention_options(retention))
 
     def _ids(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

@@ -24,24 +24,21 @@ from kvcellar.engine.load.build import build
 from kvcellar.engine.load.settings import settings_of
 from kvcellar.engine.messages import (
     VERSION,
-    AddAdapter,
     Beat,
     EngineSnapshot,
     Hello,
-    ListAdapters,
     Loading,
     Logged,
     Refusal,
-    RemoveAdapter,
     Start,
     ToEngine,
 )
 from kvcellar.engine.stats import EngineStats
-from kvcellar.errors import EngineFailed, KvcellarError
+from kvcellar.errors import EngineFailed
 from kvcellar.frontend.fork_server import ENDING_SIGNALS
 from kvcellar.frontend.front_end import LAST_WORDS, FrontEnd, Pools
 from kvcellar.frontend.thread_client import ThreadClient
-from kvcellar.progress import Progress, listening
+from kvcellar.progress import listening
 from kvcellar.wire import Link, Outbox, packed
 
 log = logging.getLogger("kvcellar.engine")
@@ -101,25 +98,12 @@ class EngineProcess:
         os._exit(0)
 
     def _loaded(self, start: Start) -> ThreadClient:
-        def heard(progress: Progress) -> None:
-            self._outbox.put(Loading(progress.stage, progress.done, progress.total, progress.unit))
-
-        with listening(heard), ExitStack() as opened:
+        with listening(lambda progress: self._outbox.put(Loading(progress))), ExitStack() as opened:
             client = ThreadClient(build(start.model, settings_of(start.settings), opened, torch_of=os.getpid()))
             opened.callback(client.close)
             client.start(turned=self._front.turned, counted=self._counted, failed=self._failed)
-            for control in start.adapters:
-                self._restore_adapter(client, control)
             opened.pop_all()
         return client
-
-    def _restore_adapter(self, client: ThreadClient, control: AddAdapter | RemoveAdapter) -> None:
-        """Requests that name an adapter which cannot be loaded any more are refused; others go on."""
-        try:
-            if isinstance(control, AddAdapter) or control.name in {one.name for one in client.ask(ListAdapters())}:
-                client.ask(control)
-        except KvcellarError as error:
-            log.error("the adapter %s cannot be loaded again: %s", control.name, error)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 

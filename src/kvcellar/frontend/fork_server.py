@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 from kvcellar.errors import EngineFailed
-from kvcellar.worker import own_python
+from kvcellar.worker import spawned
 
 log = logging.getLogger("kvcellar.engine")
 
@@ -72,24 +72,6 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-class Starter(Protocol):
-    """Starts processes of engines, from any thread."""
-
-    def start(self, folder: str, waits: Callable[[], None]) -> "tuple[socket.socket, Fork | subprocess.Popen[bytes]]":
-        """This end of its link, and the process, in which relative paths are of `folder`. `waits` is called every
-        `AGAIN` seconds until it is there: what it raises ends the wait. Raises `EngineFailed`."""
-        ...
-
-    def close(self) -> None:
-        """When all of its processes have ended."""
-        ...
-
-
-def starter_for(platform: str) -> Starter:
-    """`platform`: `sys.platform`."""
-    return ForkServer() if platform == "linux" else Spawner()
-
-
 @dataclass(slots=True)
 class _Running:
     """The process that engines are forked from."""
@@ -100,8 +82,8 @@ class _Running:
 
 
 class ForkServer:
-    """Starts engines as forks. The process that they are forked from is started with the first one, and again if it has
-    died: engines end with it."""
+    """Starts engines as forks, from any thread. The process that they are forked from is started with the first one,
+    and again if it has died: engines end with it."""
 
     module = "kvcellar.frontend.fork_process"
 
@@ -115,6 +97,8 @@ class ForkServer:
         return os.fsencode(folder)
 
     def start(self, folder: str, waits: Callable[[], None]) -> tuple[socket.socket, Fork]:
+        """This end of its link, and the process, in which relative paths are of `folder`. `waits` is called every
+        `AGAIN` seconds until it is there: what it raises ends the wait. Raises `EngineFailed`."""
         with ExitStack() as opened:
             ours, theirs = map(opened.enter_context, socket.socketpair())
             told, tells = map(opened.enter_context, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -169,12 +153,13 @@ class ForkServer:
         self._running = None
 
     def close(self) -> None:
+        """When all of its processes have ended."""
         with self._lock:
             self._end()
 
 
 class Spawner:
-    """Starts engines as programs."""
+    """Starts engines as programs, with the methods of `ForkServer`."""
 
     def start(self, folder: str, waits: Callable[[], None]) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         ours, theirs = socket.socketpair()
@@ -188,6 +173,14 @@ class Spawner:
         pass
 
 
+Starter = ForkServer | Spawner
+
+
+def starter_for(platform: str) -> Starter:
+    """`platform`: `sys.platform`."""
+    return ForkServer() if platform == "linux" else Spawner()
+
+
 def _arrives(number: int, seconds: float | None) -> bool:
     """Whether something arrives at a socket, or its end. None: wait for ever."""
     waiting = select.poll()
@@ -198,17 +191,9 @@ def _arrives(number: int, seconds: float | None) -> bool:
 def _spawned(module: str, link: int, folder: str) -> "subprocess.Popen[bytes]":
     """A process that runs a module, with this end of a link. Signals that end a process are blocked in it until it
     ignores them, which it does once its modules are imported."""
-    command, environment = own_python("-m", module, str(link))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # that of this process may be a pipe with data
-            pass_fds=(link,),
-            cwd=folder,
-            env=environment,
-        )
+        return spawned(module, link, folder=folder)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -15,20 +15,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
-from kvcellar.engine.messages import Loading, Start
+from kvcellar.engine.load.settings import Settings
+from kvcellar.engine.messages import Control, RemoveAdapter, Start
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, EngineClosed, EngineFailed
 from kvcellar.frontend.child_process import STARTING, ChildProcess
 from kvcellar.frontend.fork_server import Starter, starter_for
-from kvcellar.frontend.remote_client import RemoteClient, Request
-from kvcellar.progress import report
+from kvcellar.frontend.remote_client import RemoteClient
+from kvcellar.progress import Listener, report
 from kvcellar.wire import decode
 
 log = logging.getLogger("kvcellar.engine")
@@ -43,22 +42,16 @@ TICK = 0.5  # seconds between two looks at the process
 PAUSE = 1.0  # seconds before a start that follows one that has failed, and twice as many before each further one
 
 
-def plain_settings(model: object, given: Mapping[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """A model and the settings of its engine, as another process can have them. Raises `BadRequest` for objects of this
-    one."""
+def plain_settings(model: object, given: Iterable[str], settings: Settings) -> tuple[str | None, dict[str, Any]]:
+    """A model and the settings of its engine that were given, as another process can have them. Raises `BadRequest` for
+    objects of this one."""
     if not isinstance(model, str | Path | None):
         raise BadRequest("an engine in a process of its own loads a directory or a name, not a network", "model")
-    draft = given.get("draft")
-    if not isinstance(draft, str | Path | None):
+    if not isinstance(draft := settings.draft, str | Path | None):
         raise BadRequest("an engine in a process of its own makes its drafter by name, not by a function", "draft")
-    plain = dict(given)
+    plain = {name: getattr(settings, name) for name in given}
     if draft is not None:
         plain["draft"] = str(draft)
-    if (adapters := given.get("adapters")) is not None:
-        plain["adapters"] = {
-            name: [str(path)] if isinstance(path, str | Path) else [str(one) for one in path]
-            for name, path in adapters.items()
-        }
     return None if model is None else str(model), plain
 
 
@@ -69,14 +62,15 @@ class ProcessClient(RemoteClient[ChildProcess]):
         """Blocks until the model is loaded, and reports that. Raises what the load raises. `starter`: that of several
         engines; None: one of its own, which it closes."""
         super().__init__()
-        self._start = Start(model, dict(settings), (), logging.getLogger("kvcellar").getEffectiveLevel())
+        self._start = Start(model, dict(settings), logging.getLogger("kvcellar").getEffectiveLevel())
         self._folder = os.getcwd()
+        self._own: frozenset[str] | None = None  # the adapters that each engine has at first
         self._fruitless = 0  # engines in a row that have died before they told anything
         with ExitStack() as opened:
             if starter is None:
                 starter = opened.enter_context(closing(starter_for(sys.platform)))
             self._starter = starter
-            self._process = self._started(lambda loading: report(loading.stage, loading.done, loading.total))
+            self._process = self._started(lambda progress: report(progress.stage, progress.done, progress.total))
             self._at_end = opened.pop_all()  # closed by the thread that reads
         self._watching = threading.Event()  # set at the end
         self._reader = threading.Thread(target=self._read, name="kvcellar-engine", daemon=True)
@@ -85,20 +79,21 @@ class ProcessClient(RemoteClient[ChildProcess]):
         self._reader.start()
         threading.Thread(target=self._watch, name="kvcellar-watch", daemon=True).start()
 
-    def _started(self, heard: Callable[[Loading], None]) -> ChildProcess:
+    def _started(self, heard: Listener) -> ChildProcess:
         def waits() -> None:
             if self._closing:
                 raise EngineClosed("the engine is closed; open a new one")
             heard(STARTING)
 
-        start = replace(self._start, adapters=tuple(self._adapters.values()))
-        process = ChildProcess(self._starter, start, self._folder, waits, self._unsent)
+        process = ChildProcess(self._starter, self._start, self._folder, waits, self._unsent)
         try:
             with self._changed:
                 if self._closing:
                     raise EngineClosed("the engine is closed; open a new one")
                 self._process = process
             self.card = process.hello(heard)
+            there = self._agree(process, tuple(self._adapters.values()))
+            self._own = frozenset(one.name for one in there) if self._own is None else self._own
             assert process.stats is not None, "it tells its statistics first"
             self._stats = process.stats
         except BaseException:
@@ -132,8 +127,11 @@ class ProcessClient(RemoteClient[ChildProcess]):
                 self._reader.join()
         return True
 
-    def _choose(self, request: Request[ChildProcess] | None) -> ChildProcess | None:
-        return self._engines[0] if self._engines else None
+    def _noted(self, control: Control) -> None:
+        super()._noted(control)
+        with self._changed:
+            if isinstance(control, RemoveAdapter) and self._own is not None and control.name not in self._own:
+                del self._adapters[control.name]  # another engine will not have it
 
     def _proved(self, number: int) -> bool:
         self._fruitless = 0
@@ -190,7 +188,7 @@ class ProcessClient(RemoteClient[ChildProcess]):
                 break
             began = time.monotonic()
             try:
-                process = self._started(lambda loading: None)
+                process = self._started(lambda progress: None)
             except Exception as error:  # noqa: BLE001 - what a load raises
                 if not self._closing:
                     log.error("the engine could not be started again: %s", error)

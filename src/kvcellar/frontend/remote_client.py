@@ -19,24 +19,26 @@ Always true:
 
 import logging
 import os
+import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from functools import partial
 from itertools import count
 from math import inf
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from msgspec import Raw
 from msgspec.structs import replace
 
 from kvcellar.engine.card import EngineCard
+from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.messages import (
     AddAdapter,
     Admitted,
@@ -56,6 +58,7 @@ from kvcellar.engine.messages import (
     Fail,
     FromEngine,
     Given,
+    ListAdapters,
     Logged,
     NextPart,
     Produced,
@@ -75,7 +78,7 @@ from kvcellar.errors import BadRequest, EngineClosed, EngineDied, EngineFailed, 
 from kvcellar.events import Done, Embedded, Failed, Placement, PromptScored, Score, Timings, Usage
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.memory.tiers.upkeep import Readable
-from kvcellar.wire import decode, packed
+from kvcellar.wire import Link, Outbox, decode, packed
 
 R = TypeVar("R")
 log = logging.getLogger("kvcellar.engine")
@@ -88,16 +91,24 @@ PLACEMENTS = 4  # of a request that are told: one can go on at any number of rep
 PINS = 256  # prompts, the last ones, that are pinned again at another engine
 
 
-class RemoteEngine(Protocol):
+class RemoteEngine:
     """An engine that runs in another process. `beaten`: when it was heard of last; `stats` are packed."""
 
-    beat: Beat
-    beaten: float
-    stats: Raw | None
+    def __init__(self, end: socket.socket, unsent: Callable[[object, ValueError], None]) -> None:
+        """`unsent` as `Outbox` has it."""
+        self.link: Link[FromEngine] = Link(end, FromEngine)
+        self.outbox = Outbox(self.link, unsent)
+        self.beat, self.beaten = Beat(0.0), time.monotonic()
+        self.stats: Raw | None = None
 
     def send(self, message: object) -> None:
-        """Returns at once. What is sent to an engine that has died is dropped."""
-        ...
+        """Returns at once. What is sent to an engine that has died is dropped: what another one has to know is in
+        `RemoteClient`."""
+        self.outbox.put(message)
+
+    def receive(self) -> FromEngine:
+        """What it tells before it is used."""
+        return self.link.receive()
 
 
 E = TypeVar("E", bound=RemoteEngine)
@@ -133,7 +144,10 @@ class Request(Generic[E]):
     placements: list[Placement] = field(default_factory=list[Placement])  # the last `PLACEMENTS` of replicas
     cancelled: bool = False
     failed: Exception | None = None  # its text
-    ask: int | None = None  # by which it is submitted, while the caller of `submit` waits for the reply
+    ask: int | None = None  # by which engines get it, while there is no reply
+    blocks: Sequence[int] = ()  # hashes of those of its prompt, of replicas
+    handed: float | None = None  # since when it is handed over, while nothing was told since
+    ending: E | None = None  # which replica ends it still, as it is handed over
 
     def tell(self, event: EngineEvent) -> None:
         """Raises what the receiver raises."""
@@ -222,10 +236,11 @@ class Request(Generic[E]):
 
 @dataclass(eq=False, slots=True)
 class _Call(Generic[E]):
-    """A caller that waits for the reply of an engine to an ask."""
+    """An ask without a reply."""
 
     request: Request[E] | None  # that it submits
     engine: E | None
+    resumed: bool = False  # the request goes on, and no caller waits for the reply
     answers: SimpleQueue[Reply | Refusal | Wanted] = field(default_factory=SimpleQueue[Reply | Refusal | Wanted])
 
 
@@ -252,18 +267,20 @@ class RemoteClient(ABC, Generic[E]):
         self._engines: list[E] = []  # that can be told everything
         self._running: dict[int, Request[E]] = {}
         self._waiting: dict[int, _Call[E]] = {}  # by the number of the ask
-        self._resumed: dict[int, tuple[int, E]] = {}  # requests, by the number of the ask by which they go on
         self._to_go_on: deque[int] = deque()  # requests that are at no engine
-        self._held: dict[int, float] = {}  # requests that are at none, and do not go on yet, since when
+        self._held: set[int] = set()  # requests that are at none, and do not go on yet
         self._unproven: tuple[int, E, float] | None = None  # the last one that goes on alone, and since when
         self._adapters: dict[str, AddAdapter | RemoveAdapter] = {}  # what engines were told last of each name
-        self._pins: dict[tuple[str, str | None, bytes], tuple[Submission, float, E]] = {}  # pinned, when and where
+        self._pins: dict[tuple[str, str | None, bytes], tuple[Request[E], float, E]] = {}  # pinned, when and where
         self._closing, self._given_up = False, ""
 
-    @abstractmethod
     def _choose(self, request: Request[E] | None) -> E | None:
         """Of `_engines`, the one for a request, or for what is asked of one; None: there is none. While `_changed` is
         held."""
+        return self._engines[0] if self._engines else None
+
+    def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[E]:
+        return Request[E](submission, deliver)
 
     def _sent(self, request: Request[E], engine: E) -> None:
         """An engine gets a request. While `_changed` is held."""
@@ -296,7 +313,7 @@ class RemoteClient(ABC, Generic[E]):
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
         self.check_caller()
-        number, request = submission.number, Request[E](submission, deliver)
+        number, request = submission.number, self._request(submission, deliver)
         try:
             self._asked(submission, request=request)
         except BaseException as error:
@@ -319,14 +336,6 @@ class RemoteClient(ABC, Generic[E]):
 
     def fail(self, number: int, error: Exception) -> None:
         self._tell_engine(number, Fail(number, error), lambda request: setattr(request, "failed", error))
-
-    def end_session(self, session: int) -> None:
-        if self._owner != os.getpid():
-            return
-        with self._changed:
-            every = [number for number, one in self._running.items() if one.submission.session == session]
-        for number in every:
-            self.cancel(number)
 
     def ask(self, control: ControlWithReply[R], source: Readable | None = None) -> R:
         self.check_caller()
@@ -376,10 +385,9 @@ class RemoteClient(ABC, Generic[E]):
         if not isinstance(message, Ask | NextPart):
             return
         with self._changed:
-            call, resumed = self._waiting.get(message.number), self._resumed.get(message.number)
-            engine = call.engine if call is not None else resumed[1] if resumed is not None else None
-        if engine is not None:
-            self._answered(engine, Refusal(message.number, BadRequest(str(error))))
+            call = self._waiting.get(message.number)
+        if call is not None and call.engine is not None:
+            self._answered(call.engine, Refusal(message.number, BadRequest(str(error))))
 
     def _check_owner(self) -> None:
         """Before a lock is acquired, which may be held for ever in a fork."""
@@ -451,7 +459,7 @@ class RemoteClient(ABC, Generic[E]):
         finally:
             with self._changed:
                 self._waiting.pop(number, None)
-                if request is not None:
+                if request is not None and request.ask == number:
                     request.ask = None
 
     def _called(self, number: int, message: Ask | NextPart, request: Request[E] | None, engine: E | None) -> _Call[E]:
@@ -508,8 +516,8 @@ class RemoteClient(ABC, Generic[E]):
                 self._reply(Reply(request.ask, packed(None)))
             if isinstance(event, Done | Failed):
                 self._remove(number)
-            if isinstance(event, Done) and engine is not None and request.submission.retention.pinned:
-                self._pinned(request.submission, engine)
+            if isinstance(event, Done) and engine is not None and event.pinned:
+                self._pinned(request, engine)
             news = isinstance(event, Failed) if engine is None else not isinstance(event, Admitted)
             proven = news and self._proved(number)
             if engine is not None:
@@ -546,14 +554,14 @@ class RemoteClient(ABC, Generic[E]):
         self._unproven = None
         return True
 
-    def _pinned(self, submission: Submission, engine: E) -> None:
-        self._pins[submission.namespace, submission.adapter, submission.prompt] = submission, time.monotonic(), engine
+    def _pinned(self, request: Request[E], engine: E) -> None:
+        one, again = request.submission, Request[E](request.submission, dropped, blocks=request.blocks)
+        self._pins[one.namespace, one.adapter, one.prompt] = again, time.monotonic(), engine
         while len(self._pins) > PINS:
             del self._pins[next(iter(self._pins))]
 
     def _answered(self, engine: E, message: Reply | Refusal | Wanted) -> None:
         """An engine that a request has left is not heard any more."""
-        refused: int | None = None
         with self._changed:
             call = self._waiting.get(message.number)
             if isinstance(message, Wanted):
@@ -562,13 +570,11 @@ class RemoteClient(ABC, Generic[E]):
                 else:
                     engine.send(Given(message.number, b""))  # its caller has gone
                 return
-            if (resumed := self._resumed.get(message.number)) is not None and resumed[1] is engine:
-                del self._resumed[message.number]
-                refused = resumed[0] if isinstance(message, Refusal) else None
-            if call is not None and call.engine is engine:
-                self._reply(message)
-        if refused is not None and isinstance(message, Refusal):
-            self._tell(engine, refused, Failed(message.error))
+            if call is None or call.engine is not engine:
+                return
+            self._reply(message)
+        if call.resumed and call.request is not None and isinstance(message, Refusal):
+            self._tell(engine, call.request.submission.number, Failed(message.error))
 
     def _reply(self, answer: Reply | Refusal) -> None:
         """To the caller, if there is one. While `_changed` is held."""
@@ -576,11 +582,30 @@ class RemoteClient(ABC, Generic[E]):
             return
         if call.request is not None:
             call.request.ask = None
-            if isinstance(answer, Refusal):
+            if isinstance(answer, Refusal) and not call.resumed:
                 self._remove(call.request.submission.number)
         call.answers.put(answer)
 
     # -- engines that come and go -------------------------------------------------------------------------------
+
+    def _agree(self, engine: E, adapters: Iterable[AddAdapter | RemoveAdapter]) -> list[AdapterInfo]:
+        """Let an engine that comes have the adapters that others were told of, on the thread that reads what it sends.
+        Returns which it has. Requests that name one which cannot be loaded there are refused."""
+        asks = {next(self._asks): control for control in (*adapters, ListAdapters())}
+        for number, control in asks.items():
+            engine.send(Ask(number, packed(control)))
+        found: list[AdapterInfo] = []
+        while asks:
+            message = engine.receive()
+            if not isinstance(message, Reply | Refusal):
+                self._take(engine, message)
+                continue
+            control = asks.pop(message.number)
+            if isinstance(message, Reply) and isinstance(control, ListAdapters):
+                found = decode(message.value, list[AdapterInfo])
+            elif isinstance(message, Refusal) and isinstance(control, AddAdapter):
+                log.error("the adapter %s cannot be loaded again: %s", control.name, message.error)
+        return found
 
     def _joined(self, engine: E) -> None:
         """An engine is there: let it go on with what waits for one."""
@@ -598,19 +623,18 @@ class RemoteClient(ABC, Generic[E]):
             if engine in self._engines:
                 self._engines.remove(engine)
             mine = {number: one for number, one in self._running.items() if one.engine is engine}
-            begun = {number for number, at in self._resumed.values() if at is engine}
-            self._resumed = {ask: resumed for ask, resumed in self._resumed.items() if resumed[1] is not engine}
+            begun = {number for number, one in mine.items() if one.here or one.ask is not None}
             if self._unproven is not None and self._unproven[1] is engine:
                 begun.add(self._unproven[0])
                 self._unproven = None
-            for number in [n for n, call in self._waiting.items() if call.request is None and call.engine is engine]:
+            calls = [(number, call) for number, call in self._waiting.items() if call.engine is engine]
+            for number in [number for number, call in calls if call.request is None or call.resumed]:
                 self._reply(Refusal(number, died))
             # Where it has told of none that it began with it, it may have died in the first step of any.
             unknown = not any(one.here for one in mine.values())
             guilty: list[int] = []
             for number, one in mine.items():
-                had_begun = one.here or one.ask is not None or number in begun or unknown
-                if blame is not None and had_begun and not one.proven:
+                if blame is not None and (number in begun or unknown) and not one.proven:
                     one.deaths += blame(one)
                 one.leave(how)
                 one.alone = one.alone or blame is not None
@@ -630,7 +654,8 @@ class RemoteClient(ABC, Generic[E]):
     def _refuse(self, number: int, error: Exception) -> None:
         """Fail a request that is at no engine."""
         with self._changed:
-            if (request := self._running.get(number)) is not None and request.ask is not None:
+            request = self._running.get(number)
+            if request is not None and request.engine is None and request.ask is not None:
                 self._reply(Refusal(request.ask, error))
                 return
         self._tell(None, number, Failed(error))
@@ -639,14 +664,12 @@ class RemoteClient(ABC, Generic[E]):
         """Let engines go on with requests that wait for one: those first that are the least likely to end it, and that
         are told something soon. One that goes on alone is the last one for now."""
         with self._changed:
-            order = sorted(self._to_go_on, key=self._order)
-            self._to_go_on = deque(number for number in order if number in self._running)
+            self._to_go_on = deque(sorted((one for one in self._to_go_on if one in self._running), key=self._order))
         while self._next():
             pass
 
     def _order(self, number: int) -> tuple[bool, bool, bool, int]:
-        if (request := self._running.get(number)) is None:
-            return False, False, False, 0
+        request = self._running[number]
         return request.alone, request.deliver is dropped, request.ask is not None, request.length
 
     def _next(self) -> bool:
@@ -663,11 +686,9 @@ class RemoteClient(ABC, Generic[E]):
                 return False
             number = self._to_go_on.popleft()
             if (ask := request.ask) is None:
-                ask = next(self._asks)
-                self._resumed[ask] = number, engine
-            else:
-                self._waiting[ask].engine = engine
-            request.engine = engine
+                ask = request.ask = next(self._asks)
+                self._waiting[ask] = _Call(request, engine, resumed=True)
+            self._waiting[ask].engine = request.engine = engine
             if request.alone:
                 self._unproven = number, engine, time.monotonic()
             self._sent(request, engine)
@@ -682,15 +703,11 @@ class RemoteClient(ABC, Generic[E]):
         """What was pinned at engines that are lost, or, None, at any."""
         with self._changed:
             now, gone = time.monotonic(), None if lost is None else list(lost)
-            pins = [
-                one
-                for one, at, where in self._pins.values()
-                if now - at < (one.retention.ttl or inf) and (gone is None or where in gone)
-            ]
-            for one in pins:
-                again = replace(one, number=self.number(), goes_on=True)
-                self._running[again.number] = Request[E](again, dropped, alone=True)
-                self._to_go_on.append(again.number)
+            for one, at, where in self._pins.values():
+                if now - at < (one.submission.retention.ttl or inf) and (gone is None or where in gone):
+                    again = replace(one.submission, number=self.number(), goes_on=True)
+                    self._running[again.number] = Request[E](again, dropped, alone=True, blocks=one.blocks)
+                    self._to_go_on.append(again.number)
 
     def _over(self, error: Exception) -> None:
         """There will be no other engine: fail all requests."""
@@ -731,6 +748,7 @@ class RemoteClient(ABC, Generic[E]):
         with self._changed:
             for ask, call in self._waiting.items():
                 assert call.request is None or call.request.ask == ask
+                assert not call.resumed or call.engine is not None
             for number, request in self._running.items():
                 assert number == request.submission.number
                 assert request.ask is None or self._waiting[request.ask].request is request

@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from kvcellar.engine import arguments
 from kvcellar.engine.messages import Submission
-from kvcellar.engine.request_options import SubmitOptions, fresh_seed
+from kvcellar.engine.request_options import HowOptions, RequestOptions, SubmitOptions, fresh_seed
 from kvcellar.errors import BadRequest, Overloaded, PromptTooLong, shown
 from kvcellar.events import Event
 from kvcellar.frontend.client import EngineClient
@@ -43,6 +43,11 @@ class RequestBuilder:
             raise BadRequest(f"there is no sampling parameter {shown(unknown[0])}; there are {names}", unknown[0])
         given = {name: value for name, value in sampling.items() if value is not None or name in _OPTIONAL}
         return merged(self.client.card.model.default_sampling, given)
+
+    def divided(self, options: RequestOptions) -> tuple[SamplingParams, SubmitOptions]:
+        how = {name: value for name, value in options.items() if name in HowOptions.__annotations__}
+        sampling = {name: value for name, value in options.items() if name not in how}
+        return self.params(cast(SamplingOptions, sampling)), cast(SubmitOptions, how)
 
     def submit(
         self, prompt_ids: Sequence[int], params: SamplingParams, deliver: Callable[[Event], None], how: SubmitOptions
@@ -78,14 +83,14 @@ class RequestBuilder:
         finally:
             ticket.cancel()  # after an interrupted wait
 
-    def results(self, starts: Sequence[Callable[[], Started]]) -> list[Result]:
+    def results(self, every: Sequence[Sequence[int]], params: SamplingParams, how: SubmitOptions) -> list[Result]:
         """The results of a batch, which does not fill the queue. Blocks; an error of one request cancels the others."""
-        results, waiting, running = list[Result](), deque(starts), deque[Started]()
+        results, waiting, running = list[Result](), deque(every), deque[Started]()
         try:
             while waiting or running:
                 if waiting and len(running) <= self.client.card.max_waiting // 2:
                     try:
-                        running.append(waiting[0]())
+                        running.append(self.start(waiting[0], params, how))
                         waiting.popleft()
                         continue
                     except Overloaded:
@@ -117,7 +122,6 @@ class RequestBuilder:
         """With what is known of the chat whose prompt this is. Raises what `Engine.submit` raises for its arguments."""
         if unknown := sorted(how.keys() - set(_OPTIONS)):
             raise BadRequest(f"there is no option {shown(unknown[0])} of a request; there are {_OPTIONS}", unknown[0])
-        session = arguments.session_number(how.get("session"))
         namespace = arguments.namespace_name(how.get("namespace", ""))
         prompt = self.prompt(prompt_ids, params)
         replays = self.codec.replays
@@ -136,7 +140,6 @@ class RequestBuilder:
             namespace=namespace,
             checkpoint_positions=positions,
             adapter=how.get("adapter"),
-            session=session,
             pooling=how.get("pooling"),
             rewrite=chat.rewrite if chat is not None else None,
         )

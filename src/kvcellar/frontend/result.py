@@ -55,6 +55,8 @@ class Result:
     recall: Recall | None = None  # what of the prompt came from memory, and why it was not more
     speculation: Speculation | None = None  # what drafts did; None: without drafts, or it ended before a round
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # of its tokens, the first None; on request
+    embedded: Embedded | None = None  # on request
+    pinned: bool = False  # its prompt was, when it ended
 
     @property
     def text(self) -> str:
@@ -95,7 +97,7 @@ class Collector:
         self._finished: dict[int, Finished] = {}
         self._done: Done | None = None
         self._scored: PromptScored | None = None
-        self.embedded: Embedded | None = None
+        self._embedded: Embedded | None = None
         self._process = os.getpid()
         self.deliver = self._events.put
 
@@ -129,7 +131,7 @@ class Collector:
             case PromptScored():
                 self._scored = event
             case Embedded():
-                self.embedded = event
+                self._embedded = event
             case Finished():
                 self._finished[event.choice] = event
             case Failed(error=error):
@@ -149,9 +151,9 @@ class Collector:
         if self._done is None:
             raise WrongStage("the request is not done")
         choices = tuple(self._answer(index) for index in sorted(self._finished))
-        done = self._done
-        scored = self._scored.logprobs if self._scored is not None else None
-        return Result(choices, done.usage, done.timings, done.recall, done.speculation, scored)
+        done, scored = self._done, self._scored.logprobs if self._scored is not None else None
+        read = scored, self._embedded
+        return Result(choices, done.usage, done.timings, done.recall, done.speculation, *read, pinned=done.pinned)
 
     def _answer(self, index: int) -> Answer:
         deltas, end = self._deltas[index], self._finished[index]

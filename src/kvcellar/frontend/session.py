@@ -12,7 +12,7 @@ computed again after an eviction. A shift drops half of the context, so this cos
 """
 
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, Unpack
 
@@ -22,7 +22,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.events import Delta
 from kvcellar.frontend.conversations import Conversations
 from kvcellar.frontend.request_builder import RequestBuilder
-from kvcellar.frontend.result import Collector, Result
+from kvcellar.frontend.result import Collector, Result, Ticket
 from kvcellar.frontend.transcript import Prompt, Transcript
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.sampling_params import SamplingOptions, SamplingParams
@@ -35,15 +35,13 @@ class Session:
         self,
         requests: RequestBuilder,
         conversations: Conversations,
-        numbers: Iterator[int],
         transcript: Transcript,
         retention: RetentionOptions,
     ) -> None:
-        """`numbers`: session numbers; takes the next one. The session changes `transcript`. `retention`: of turns."""
+        """The session changes `transcript`. `retention`: of turns."""
         self._requests, self._client, self._codec = requests, requests.client, requests.codec
-        self._conversations, self._numbers = conversations, numbers
-        self._transcript, self._retention = transcript, retention
-        self._number = next(numbers)
+        self._conversations, self._transcript, self._retention = conversations, transcript, retention
+        self._ticket: Ticket | None = None  # of the running turn
         self._busy = threading.Lock()
         self._closed = False
         self.last: Result | None = None  # of the last complete turn
@@ -94,8 +92,7 @@ class Session:
         """A second session that continues from here, with the same retention. What both have in common is in memory
         once."""
         with self._alone():
-            parts = self._requests, self._conversations, self._numbers
-            return Session(*parts, self._transcript.copy(), self._retention)
+            return Session(self._requests, self._conversations, self._transcript.copy(), self._retention)
 
     def rewind(self, turns: int = 1) -> None:
         """Discard the last `turns` turns."""
@@ -113,7 +110,8 @@ class Session:
     def close(self) -> None:
         """End the session. A running turn is cancelled. Idempotent."""
         self._closed = True
-        self._client.end_session(self._number)
+        if (ticket := self._ticket) is not None:
+            ticket.cancel()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -125,14 +123,16 @@ class Session:
                 raise BadRequest(f"n is {params.n}; a turn of a session has one answer. Fork the session instead.", "n")
             prompt = self._prompt(text, params)
             positions = self._transcript.checkpoint_positions(prompt.ids)
-            how = SubmitOptions(retention=self._retention, adapter=self._transcript.adapter, session=self._number)
+            how = SubmitOptions(retention=self._retention, adapter=self._transcript.adapter)
             how["checkpoint_positions"] = positions
             collector, ticket = self._requests.start(prompt.ids, prompt.params, how)
+            self._ticket = ticket
             try:
                 yield collector
                 yield from collector.deltas()
             finally:
                 ticket.cancel()
+                self._ticket = None
             answer = collector.collected()
             message = {"role": "assistant", "content": answer.text}
             self._transcript.conclude(prompt, self._text_tokens(answer), message)

@@ -26,7 +26,6 @@ class ThreadClient:
         self.card = card_of(built)
         self.number, self.check_caller = self._loop.number, self._loop.check_caller
         self.cancel, self.stop, self.fail = self._loop.cancel, self._loop.stop, self._loop.fail
-        self.end_session = self._loop.end_session
         self.last_stats, self._looked = stats(built), time.monotonic()
 
     def start(

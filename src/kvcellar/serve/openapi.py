@@ -116,7 +116,8 @@ def _generator(comments: Comments) -> type[GenerateJsonSchema]:
             return _described(super().model_schema(schema), schema["cls"], comments)
 
         def dataclass_schema(self, schema: Any) -> Json:
-            return _described(super().dataclass_schema(schema), schema["cls"], comments)
+            made = _described(super().dataclass_schema(schema), schema["cls"], comments)
+            return made | {"required": [*made["properties"]]}  # answers have all, those with a default, too
 
         def typed_dict_schema(self, schema: Any) -> Json:
             return _described(super().typed_dict_schema(schema), schema["cls"], comments)

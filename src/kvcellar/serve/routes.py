@@ -11,6 +11,8 @@ from typing import Any
 
 from starlette.routing import Route
 
+from kvcellar.engine.control_replies import Removed
+from kvcellar.memory.tiers.upkeep import Imported, Verified
 from kvcellar.serve.admin.cache import (
     ARCHIVE,
     LISTED,
@@ -21,11 +23,8 @@ from kvcellar.serve.admin.cache import (
     CacheHandler,
     ClearBody,
     CollectedEntries,
-    ImportedEntries,
     NoFields,
     RemoveBody,
-    RemovedEntries,
-    VerifiedEntries,
 )
 from kvcellar.serve.admin.conversations import (
     ConversationFields,
@@ -431,25 +430,25 @@ OPERATOR = {
         answer=CacheEntries,
     ),
     ("POST", "/admin/cache/remove"): of_cache(
-        "Remove entries.", lambda at: at.cache.remove, body=RemoveBody, answer=RemovedEntries
+        "Remove entries.", lambda at: at.cache.remove, body=RemoveBody, answer=Removed
     ),
     ("POST", "/admin/cache/clear"): of_cache(
         "Remove all entries of the model, or of all models.",
         lambda at: at.cache.clear,
         body=ClearBody,
-        answer=RemovedEntries,
+        answer=Removed,
     ),
     ("POST", "/admin/cache/collect"): of_cache(
         "Delete files of no use.", lambda at: at.cache.collect, body=NoFields, answer=CollectedEntries
     ),
     ("POST", "/admin/cache/verify"): of_cache(
-        "Check what is stored.", lambda at: at.cache.verify, body=NoFields, answer=VerifiedEntries
+        "Check what is stored.", lambda at: at.cache.verify, body=NoFields, answer=Verified
     ),
     ("POST", "/admin/cache/export"): of_cache(
         "All that is stored, as an archive.", lambda at: at.cache.export, body=NoFields, media=(ARCHIVE,)
     ),
     ("POST", "/admin/cache/import"): of_cache(
-        "Store an archive.", lambda at: at.cache.import_from, binary=ARCHIVE, answer=ImportedEntries
+        "Store an archive.", lambda at: at.cache.import_from, binary=ARCHIVE, answer=Imported
     ),
     ("POST", "/admin/keys/reload"): of_operator(
         "Read the key files again.", lambda at: at.keys.reload, answer=ReloadedKeys, errors=(409,)

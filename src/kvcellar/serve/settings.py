@@ -3,14 +3,24 @@
 import hashlib
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvcellar.errors import BadRequest
+from kvcellar.values import UNBOUNDED, Kind, Real, Whole
 
 MetricsCompat = Literal["vllm"]
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9]([a-z0-9.-]*[a-z0-9])?)(:[0-9]{1,5})?")  # as browsers send it
-MAX_DRAIN = 86400.0  # seconds
+MAX_DRAIN, MAX_SECONDS = 86400.0, 1e9
+_NUMBERS: Mapping[str, Kind] = {
+    **dict.fromkeys(("max_body_bytes", "max_upload_bytes", "max_header_bytes", "max_headers"), Whole(1, UNBOUNDED)),
+    **dict.fromkeys(("max_connections", "max_backlog_events", "responses_bytes"), Whole(1, UNBOUNDED)),
+    **dict.fromkeys(("header_seconds", "body_seconds", "write_seconds"), Real(0.0, MAX_SECONDS, above=True)),
+    **dict.fromkeys(("ping_seconds", "idle_seconds", "responses_seconds"), Real(0.0, MAX_SECONDS, above=True)),
+    "port": Whole(0, 65535),
+    "drain_seconds": Real(0.0, MAX_DRAIN),
+}
 
 
 def key_digest(key: str) -> bytes:
@@ -99,27 +109,11 @@ class ServeSettings:
             )
 
     def _check_numbers(self) -> None:
-        numbers = "max_body_bytes", "max_upload_bytes", "max_header_bytes", "max_headers", "max_connections"
-        for name in (*numbers, "max_backlog_events", "responses_bytes"):
-            self._require(getattr(self, name) >= 1, name, "at least 1")
-        for name in (
-            "header_seconds",
-            "body_seconds",
-            "write_seconds",
-            "ping_seconds",
-            "idle_seconds",
-            "responses_seconds",
-        ):
-            self._require(getattr(self, name) > 0, name, "more than 0")
-        self._require(0 <= self.port <= 65535, "port", "from 0 to 65535")
-        self._require(0 <= self.drain_seconds <= MAX_DRAIN, "drain_seconds", f"from 0 to {MAX_DRAIN:g}")
+        for name, kind in _NUMBERS.items():
+            kind.check(name, getattr(self, name))
         if self.bodies_bytes < self.max_body_bytes:
             least = f"at least max_body_bytes, {self.max_body_bytes}, not {self.bodies_bytes}"
             raise BadRequest(f"max_bodies_bytes must be {least}", "max_bodies_bytes")
-
-    def _require(self, valid: bool, name: str, what: str) -> None:
-        if not valid:
-            raise BadRequest(f"{name} must be {what}, not {getattr(self, name)}", name)
 
     @property
     def bodies_bytes(self) -> int:

@@ -6,7 +6,6 @@ thread.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import nlargest
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.arguments import tokens
@@ -43,9 +42,6 @@ class Contents:
             for one in upkeep.entries(self._needed()):
                 if namespace is None or (one.snapshot is not None and requested(one.snapshot.namespace) == namespace):
                     yield upkeep.fields(one)
-
-    def hot(self, tier: str, most: int) -> list[dict[str, Any]]:
-        return nlargest(most, self.listed(tier), key=lambda one: one["value"])
 
     @property
     def _tree(self) -> Tree:

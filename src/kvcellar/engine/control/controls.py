@@ -4,7 +4,7 @@ That is any thread but the engine's. What needs the engine's thread is done in s
 waits for more than one slice.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,11 +16,7 @@ from kvcellar.engine.control.count_stats import stats
 from kvcellar.engine.control.survey import Survey
 from kvcellar.engine.control_replies import StoreDisk, VariantText
 from kvcellar.engine.load.open_model import as_created
-from kvcellar.errors import BadRequest
-from kvcellar.memory.prefix.node import key_of
-from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.prefixes import SLICE
-from kvcellar.memory.snapshot import with_adapter
 from kvcellar.memory.tiers.upkeep import Readable
 
 if TYPE_CHECKING:
@@ -38,7 +34,6 @@ class Controls:
         contents, survey, adapters, call = self._contents, Survey(built), built.adapters, built.loop.call
         self._handlers: dict[type[messages.ControlWithReply[Any]], Callable[..., Any]] = {  # called with the fields
             messages.ListNamespaces: contents.namespaces,
-            messages.ListMostValuable: contents.hot,
             messages.ListStoredTotals: contents.stored_totals,
             messages.DescribeDisk: self._describe_disk,
             messages.RemoveEntries: contents.remove,
@@ -56,7 +51,6 @@ class Controls:
             messages.ReadStats: lambda: call(lambda: stats(built)),
             messages.DescribeCapacity: lambda: str(built.capacity) + adapters.sized,
             messages.ClearCache: self._clear_cache,
-            messages.CheckPinned: self._check_pinned,
             messages.CheckInvariants: self._check,
         }
 
@@ -92,10 +86,6 @@ class Controls:
         while loop.call(loop.manager.clear_some, changes=changes):
             pass  # between two steps, each time
 
-    def _check_pinned(self, namespace: str, adapter: str | None, prompt: Sequence[int]) -> None:
-        loop, space = self._built.loop, with_adapter(namespace, self._built.adapters.digest(adapter))
-        loop.call(lambda: _check_pinned(loop.manager.prefixes.tree, space, prompt))
-
     def _check(self) -> None:
         self._built.loop.call(self._built.loop.check)
         self._built.loop.call(self._built.adapters.check)
@@ -104,13 +94,3 @@ class Controls:
 def _in_parts(entries: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     while some := list(islice(entries, SLICE)):
         yield some
-
-
-def _check_pinned(tree: Tree, namespace: str, ids: Sequence[int]) -> None:
-    """Raise `BadRequest` if a prompt that was just computed is not pinned. To be called on the engine's thread."""
-    if not any(node.retention.pinned for node in tree.match(tree.peek(namespace), key_of(ids), len(ids)).path):
-        raise BadRequest(
-            f"a prompt of {len(ids)} tokens cannot be pinned beside {tree.pins.tokens} tokens that are; "
-            f"shorten it, pin fewer, or raise pin_share or cache_bytes",
-            "prompt",
-        )

@@ -221,17 +221,6 @@ class Loop:
         with suppress(EngineClosed):
             self.post(end)
 
-    def end_session(self, session: int) -> None:
-        """Cancel the requests of a session."""
-
-        def end() -> None:
-            for completion in [*self.scheduler.running, *self.scheduler.waiting]:
-                if completion.request.submission.session == session:
-                    self._cancel(completion.request)
-
-        with suppress(EngineClosed):
-            self.post(end)
-
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
     def turn(self) -> float | None:

@@ -74,6 +74,7 @@ class Request:
     cached: int = 0  # tokens of the prompt that were taken from memory at admission
     recall: Recall | None = None
     speculation: Speculation | None = None  # of the completions that have ended
+    pinned: bool = False  # its prompt is, since a completion has left memory
     done: bool = False
     outcome: str = ""  # once it is done: the reason why its last completion ended here, or the name of an error's class
     on_done: "Callable[[Request], None] | None" = None  # called once
@@ -146,7 +147,7 @@ class Request:
 
     def conclude(self) -> None:
         """Emit `Done`, as the last event."""
-        self.emit(Done(self.usage(), self.timings(), self.recall, self.speculation))
+        self.emit(Done(self.usage(), self.timings(), self.recall, self.speculation, pinned=self.pinned))
         self._end()
 
     def _end(self) -> None:

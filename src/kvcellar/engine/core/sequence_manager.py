@@ -104,7 +104,8 @@ class SequenceManager:
         """Pin the prompt of a completion, as far as it is in memory."""
         request = completion.request
         namespace, key, tree = request.space, request.key, self.prefixes.tree
-        if not tree.pin(tree.peek(namespace), key) and self.prefixes.restorable(namespace, key):
+        request.pinned = bool(tree.pin(tree.peek(namespace), key))
+        if not request.pinned and self.prefixes.restorable(namespace, key):
             self.pins_refused += 1
             log.warning("a prompt of %d tokens was not pinned: too much is pinned already", len(request.prompt))
 

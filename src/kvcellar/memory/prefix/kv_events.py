@@ -32,7 +32,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import groupby
 from typing import Any
@@ -54,25 +54,31 @@ QUEUED = 10_000  # messages for one subscriber that does not read; more are lost
 WAITING, WAITING_BYTES = 100_000, 256 << 20  # changes that were not published yet, and the bytes of their tokens
 CLOSING = 1.0  # seconds for what was not sent at the end
 END = (2**64 - 1).to_bytes(8, "big")  # -1
-Event = list[Any]
-Send = Callable[[list[Event]], None]
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    hashes: list[int]
+    parent: int | None  # of the block before
+    tokens: list[int] | None
+    size: int
+    lora_id: None
+    medium: str
+    adapter: str | None = None  # the digest of its weights
+    extra: list[list[str] | None] | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    hashes: list[int]
+    medium: str
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
+Send = Callable[[list[KvEvent]], None]
 Change = Callable[[], None]
-
-
-def stored_event(
-    hashes: Sequence[int],
-    parent: int | None,
-    tokens: Sequence[int] | None,
-    size: int,
-    medium: str,
-    adapter: str | None = None,
-    extra: Sequence[list[str] | None] | None = None,
-) -> Event:
-    return ["BlockStored", hashes, parent, tokens, size, None, medium, adapter, extra]
-
-
-def without_tokens(event: Event) -> Event:
-    return [*event[:3], None, *event[4:]] if event[0] == "BlockStored" else event
 
 
 class Mirror:
@@ -82,15 +88,13 @@ class Mirror:
         self._size, self._send = size, send
         self._there: dict[str, Counter[int]] = {medium: Counter() for medium in MEDIA.values()}
         self._snapshots: dict[str, dict[bytes, tuple[Place, list[int]]]] = {medium: {} for medium in MEDIA.values()}
-        self._events: list[Event] = []
+        self._events: list[KvEvent] = []
 
-    def all(self) -> list[Event]:
+    def all(self) -> list[KvEvent]:
         """Events of all that is there, without tokens."""
         found = ((medium, list(there)) for medium, there in self._there.items() if there)
-        return [
-            ["AllBlocksCleared"],
-            *(stored_event(hashes, None, None, self._size, medium) for medium, hashes in found),
-        ]
+        stored = (BlockStored(hashes, None, None, self._size, None, medium) for medium, hashes in found)
+        return [AllBlocksCleared(), *stored]
 
     def flush(self) -> None:
         """Send what has changed since the last call."""
@@ -103,7 +107,7 @@ class Mirror:
         for medium in MEDIA.values():
             self._there[medium].clear()
             self._snapshots[medium].clear()
-        self._events = [["AllBlocksCleared"]]
+        self._events = [AllBlocksCleared()]
 
     def gained(self, namespace: str, blocks: Blocks) -> None:
         """The device has these blocks, and those before them."""
@@ -147,14 +151,14 @@ class Mirror:
                 self._events.append(self._stored(blocks, at, until, medium, namespace))
             at = until
 
-    def _stored(self, blocks: Blocks, start: int, end: int, medium: str, namespace: str) -> Event:
+    def _stored(self, blocks: Blocks, start: int, end: int, medium: str, namespace: str) -> BlockStored:
         """The event of the blocks number `start` to `end`."""
         hashes, step, extra = blocks.hashes[start:end], self._size * TOKEN, None
         parent = blocks.hashes[start - 1] if start else blocks.parent
         tokens = memoryview(blocks.key)[start * step : end * step].cast("q").tolist()
         if requests := requested(namespace):
             extra = [[requests] if parent is None and not at else None for at in range(len(hashes))]
-        return stored_event(hashes, parent, tokens, self._size, medium, adapter_of(namespace) or None, extra)
+        return BlockStored(hashes, parent, tokens, self._size, None, medium, adapter_of(namespace) or None, extra)
 
     def _remove(self, medium: str, hashes: Iterable[int]) -> None:
         there, gone = self._there[medium], list[int]()
@@ -166,7 +170,7 @@ class Mirror:
                 del there[one]
                 gone.append(one)
         if gone:
-            self._events.append(["BlockRemoved", gone, medium])
+            self._events.append(BlockRemoved(gone, medium))
 
 
 def _zmq() -> Any:
@@ -358,9 +362,10 @@ class KvEvents:
             change()
         return None
 
-    def _publish(self, events: list[Event]) -> None:
+    def _publish(self, events: list[KvEvent]) -> None:
         if self._listeners:
-            plain = [without_tokens(event) for event in events]
+            replace = msgspec.structs.replace
+            plain = [replace(one, tokens=None) if isinstance(one, BlockStored) else one for one in events]
             for send in list(self._listeners):
                 send(plain)
         if self._pub is None:

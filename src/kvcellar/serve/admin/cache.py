@@ -5,7 +5,7 @@ read.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import CancelledError, Future
 from functools import partial
 from threading import Lock
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvcellar.engine.control_replies import NamespaceContents, Removed
 from kvcellar.frontend.engine import Engine
 from kvcellar.memory.tiers.upkeep import check_named
 from kvcellar.serve.answers import Answer
@@ -46,17 +47,8 @@ class RemoveBody(StrictModel):
     prefix: str | list[int] | None = None  # a text, or token ids
 
 
-class DeviceNamespace(Answer):
-    namespace: str
-    entries: int
-    tokens: int
-    checkpoints: int
-    bytes: int
-    in_use: int  # tokens that running requests use
-
-
 class DeviceContents(Answer):
-    namespaces: list[DeviceNamespace]
+    namespaces: list[NamespaceContents]
 
 
 class StoredNamespace(Answer):
@@ -124,25 +116,8 @@ class CacheEntries(Answer):
     more: bool
 
 
-class RemovedEntries(Answer):
-    tokens: int  # in memory, as far as no running request uses them
-    stored: int  # entries of the store
-
-
 class CollectedEntries(Answer):
     removed: int
-
-
-class VerifiedEntries(Answer):
-    read: int
-    bytes: int
-    damaged: int
-    unreadable: int  # sealed with another key, or gone
-
-
-class ImportedEntries(Answer):
-    stored: int
-    refused: dict[str, int]  # entries that were not stored, by reason
 
 
 class CacheHandler:
@@ -157,7 +132,7 @@ class CacheHandler:
 
     def _totals(self, engine: Engine) -> CacheContents:
         cache = engine.cache
-        device = DeviceContents(list(map(DeviceNamespace.of, cache.namespaces())))
+        device = DeviceContents(cache.namespaces())
         if (disk := cache.disk) is None:
             return CacheContents(device, None)
         stored = [StoredNamespace(**one) for one in cache.stored_totals()]
@@ -170,24 +145,22 @@ class CacheHandler:
 
     async def hot(self, request: Request) -> Response:
         most, name = whole(request, "limit", LISTED, MOST_LISTED), tier(request)
-        return await self._answer(request, lambda engine: _listed(engine, iter(engine.cache.hot(name, most)), most))
+        return await self._answer(request, lambda engine: _listed(engine, engine.cache.hot(name, most + 1), most))
 
     async def remove(self, request: Request) -> Response:
         body = await read_body(self._server, request, RemoveBody)
 
-        def remove(engine: Engine) -> Answer:
+        def remove(engine: Engine) -> Removed:
             prefix = body.prefix
             check_named(body.namespace, body.entry, prefix)  # the text: a tokenizer may put a token in front of ""
             ids = engine.encode(prefix) if isinstance(prefix, str) else prefix
-            return RemovedEntries.of(engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids))
+            return engine.cache.remove(namespace=body.namespace, entry=body.entry, prefix=ids)
 
         return await self._answer(request, remove)
 
     async def clear(self, request: Request) -> Response:
         body = await read_body(self._server, request, ClearBody)
-        return await self._answer(
-            request, lambda engine: RemovedEntries.of(engine.cache.clear(all_models=body.all_models))
-        )
+        return await self._answer(request, lambda engine: engine.cache.clear(all_models=body.all_models))
 
     async def collect(self, request: Request) -> Response:
         await read_body(self._server, request, NoFields)
@@ -195,7 +168,7 @@ class CacheHandler:
 
     async def verify(self, request: Request) -> Response:
         await read_body(self._server, request, NoFields)
-        return await self._answer(request, lambda engine: VerifiedEntries.of(engine.cache.verify()))
+        return await self._answer(request, lambda engine: engine.cache.verify())
 
     async def export(self, request: Request) -> Response:
         await read_body(self._server, request, NoFields)
@@ -217,13 +190,13 @@ class CacheHandler:
             raise ApiError(415, f"the body must be an archive; send it with Content-Type: {ARCHIVE}")
         arriving = Arriving(request, self._server.settings.body_seconds)
         try:
-            return await self._answer(request, lambda engine: ImportedEntries.of(engine.cache.import_from(arriving)))
+            return await self._answer(request, lambda engine: engine.cache.import_from(arriving))
         except ApiError as error:
             raise arriving.error or error from None
         finally:
             arriving.close()
 
-    async def _answer(self, request: Request, work: Callable[[Engine], Answer]) -> Response:
+    async def _answer(self, request: Request, work: Callable[[Engine], object]) -> Response:
         def answered(engine: Engine) -> bytes:
             return b"".join(json_chunks(work(engine)))
 
@@ -231,7 +204,7 @@ class CacheHandler:
         return Response(found, media_type="application/json")
 
 
-def _listed(engine: Engine, entries: Iterator[dict[str, Any]], most: int) -> CacheEntries:
+def _listed(engine: Engine, entries: Iterable[dict[str, Any]], most: int) -> CacheEntries:
     """With the texts of the entries; `more` if there are more than `most`."""
     found: list[DeviceEntry | StoredEntry] = []
     for one in entries:

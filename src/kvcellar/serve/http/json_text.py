@@ -3,6 +3,7 @@
 import codecs
 import json
 from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
 from json.encoder import encode_basestring_ascii as json_string
 
 from msgspec import UNSET, Raw, Struct
@@ -84,6 +85,8 @@ def _plain(value: object) -> object:
         return dict(_items(value))
     if isinstance(value, Raw):
         return json.loads(bytes(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     raise TypeError(f"{type(value).__name__} cannot be encoded again")
 
 

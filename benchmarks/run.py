@@ -48,6 +48,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "bookkeeping": bookkeeping.row,
         "cluster-cost": cluster_cost.row,
         "cluster-kills": cluster_kills.row,
+        "cluster-kills-ray": cluster_kills.ray_row,
         "cluster-replay": cluster_replay.row,
         "cluster-roles": cluster_roles.row,
         "cluster-sim": cluster_sim.row,

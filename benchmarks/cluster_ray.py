@@ -134,13 +134,15 @@ def _parent(pid: int) -> int:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # Ray prints what has died
     with closing(RayFleet(**json.loads(sys.stdin.readline()))) as fleet:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
-        print(fleet.address, flush=True)
+        print(fleet.address, file=answers)
         for line in sys.stdin:
             assert line == "node\n", line
             fleet.kill_node()
-            print("killed", flush=True)
+            print("killed", file=answers)
 
 
 if __name__ == "__main__":

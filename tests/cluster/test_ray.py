@@ -342,7 +342,7 @@ def test_what_one_gateway_has_sent_is_found_by_the_other_one_for_the_same_key_on
         assert usage["prompt_tokens"] > 100
         return usage["prompt_tokens_details"]["cached_tokens"]
 
-    assert cached(gateways[0]) == 0
+    assert cached(gateways[0]) < 20
     eventually(lambda: cached(gateways[1]) > 100, "it is found")
     for one in gateways:
         one.headers.update(bearer(BOB))

@@ -114,14 +114,15 @@ class Cluster:
         assert response.status_code == 200, response.text
         return response.json()["choices"][0]["text"]
 
-    def stream(self, prompt: str, client: httpx.Client | None = None, **sampling: Any) -> tuple[str, dict[str, Any]]:
+    def stream(self, prompt: str, **sampling: Any) -> tuple[str, dict[str, Any]]:
         """The text of a stream, and its usage. Its connection is new: HAProxy closes those that rest when it is told of
         other gateways, and clients that use one at that moment have to send again."""
         asked = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **sampling}
         text, usage = "", {}
-        with (client or self.client).stream(
-            "POST", "/v1/completions", json=asked, headers={"connection": "close"}
-        ) as response:
+        with (
+            httpx.Client(base_url=self.client.base_url, headers=self.client.headers, timeout=120.0) as client,
+            client.stream("POST", "/v1/completions", json=asked) as response,
+        ):
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     part = json.loads(line.removeprefix("data: "))
@@ -336,12 +337,12 @@ def test_responses_and_conversations_go_on_at_the_other_gateway(gateways: tuple[
 
 
 def test_what_one_gateway_has_sent_is_found_by_the_other_one_for_the_same_key_only(
-    cluster: Cluster, gateways: tuple[httpx.Client, httpx.Client]
+    gateways: tuple[httpx.Client, httpx.Client],
 ) -> None:
     prompt = "\n".join(f"def shared_{number}(): pass" for number in range(40))
 
     def cached(client: httpx.Client) -> int:
-        usage = cluster.stream(prompt, client, **GREEDY)[1]
+        usage = client.post("/v1/completions", json={"prompt": prompt, **GREEDY}).json()["usage"]
         assert usage["prompt_tokens"] > 100
         return usage["prompt_tokens_details"]["cached_tokens"]
 

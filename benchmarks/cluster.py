@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from random import Random
 from typing import Any, NamedTuple
 
 from kvcellar.cluster.address import Address
@@ -26,6 +27,7 @@ from kvcellar.frontend.fork_process import LOADS
 from kvcellar.serve import Server, ServeSettings
 
 PRELOADED = [*LOADS, "kvcellar.cluster.replica", "kvcellar.serve", "benchmarks.cluster"]
+OF_NODE = 2  # engines that are killed at once
 Settings = Mapping[str, Any]
 
 
@@ -127,7 +129,7 @@ class Fleet:
     def __init__(self, model: str | None, settings: Settings, documents: str, *, replicas: int, gateways: int) -> None:
         self._model, self._settings = model, settings
         self._documents = {"store_remote": f"file://{documents}"}
-        self._lock = threading.Lock()
+        self._lock, self._draw = threading.Lock(), Random(replicas)
         self._made = 0
         self._starting: list[threading.Thread] = []
         self.replicas: dict[str, tuple[Place, Address]] = {}
@@ -152,10 +154,20 @@ class Fleet:
         self._tell()
         return name
 
-    def kill(self, names: Sequence[str]) -> None:
-        """At once. Others are started in their place, and this returns before."""
+    def kill_engine(self) -> None:
+        """As soon as another one runs."""
+        self._kill(1)
+
+    def kill_node(self) -> None:
+        """Its engines at once, as soon as another one runs."""
+        self._kill(OF_NODE)
+
+    def _kill(self, number: int) -> None:
+        """Others are started in their place, and this returns before."""
+        while len(self.replicas) <= number:
+            time.sleep(0.05)
         with self._lock:
-            places = [self.replicas.pop(name)[0] for name in names]
+            places = [self.replicas.pop(name)[0] for name in self._draw.sample(sorted(self.replicas), number)]
         for place in places:
             assert place.process.pid is not None
             os.kill(place.process.pid, signal.SIGKILL)
@@ -165,7 +177,7 @@ class Fleet:
             self._starting[-1].start()
 
     def kill_gateway(self, at: int) -> None:
-        """Returns when another one has taken its place."""
+        """The one at this port. Returns when another one has taken its place."""
         self.gateways.pop(at).kill()
         self.gateways.append(self._gateway())
         self._tell()

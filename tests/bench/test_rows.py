@@ -250,6 +250,15 @@ def test_no_stream_fails_and_nothing_kept_is_lost_where_replicas_and_gateways_ar
 
 
 @pytest.mark.slow
+def test_what_one_engine_has_computed_is_restored_by_another_one(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
+    table, found = measured(capsys, "cluster-store")
+    assert len(table) == len(found) >= 4
+    for each in found.values():
+        assert all(0 <= one["written"] < one["restored"] for one in each)
+
+
+@pytest.mark.slow
 def test_what_a_gateway_costs_is_measured_beside_a_server(capsys: pytest.CaptureFixture[str]):
     _, found = measured(capsys, "cluster-cost")
     for place in ("single", "cluster"):

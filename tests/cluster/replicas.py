@@ -43,14 +43,26 @@ def states(client: ClusterClient) -> dict[str, str]:
 @contextmanager
 def of_replicas(model: Path | str | None, settings: Mapping[str, Any], count: int = 1) -> Iterator[Engine]:
     """It is closed before its replicas."""
-    plain = {name: value for name, value in settings.items() if name != "store"}
+    plain = without_store(settings)
     with ExitStack() as opened:
         path, began = None if model is None else str(model), time.monotonic()
         replicas = [opened.enter_context(closing(Replica(path, settings, "127.0.0.1", began))) for _ in range(count)]
-        client = client_of(settings)
-        client.found([address_of(f"replica-{number}", one) for number, one in enumerate(replicas)])
-        client.wait()
-        yield opened.enter_context(closing(Engine.of(client, **plain)))
+        addresses = [address_of(f"replica-{number}", one) for number, one in enumerate(replicas)]
+        yield opened.enter_context(of_addresses(addresses, plain))
+
+
+def without_store(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """For front ends: engines have it."""
+    return {name: value for name, value in settings.items() if name != "store"}
+
+
+@contextmanager
+def of_addresses(addresses: Sequence[Address], settings: Mapping[str, Any]) -> Iterator[Engine]:
+    client = client_of(settings)
+    client.found(addresses)
+    client.wait()
+    with closing(Engine.of(client, **settings)) as engine:
+        yield engine
 
 
 class _Watched:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from random import Random
@@ -51,9 +51,13 @@ from kvcellar.events import Done, Failed, Score
 from kvcellar.frontend import remote_client as remote_module
 from kvcellar.frontend.control_clients import CacheClient
 from kvcellar.frontend.remote_client import PLACEMENTS, RemoteClient, RemoteEngine, Request, dropped
+from kvcellar.memory import restore_plan
+from kvcellar.memory import store as store_module
 from kvcellar.memory.prefix.node import ids_of
+from kvcellar.memory.tiers.objects import DirectoryObjects
 from kvcellar.wire import encode, frame_of, packed
 from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
+from tests.engine.drafting import always_restored
 from tests.engine.embedding_models import saved
 from tests.engine.places import (
     ASKED,
@@ -205,7 +209,7 @@ def test_answers_are_those_of_one_engine_when_a_replica_loses_its_device(
 def test_answers_are_those_of_one_engine_when_a_replica_leaves(pair: Pair, model: Path, expected) -> None:
     """It ends when its requests are elsewhere, and does not wait for longer."""
     with closing(FaultyReplica(model, SETTINGS)) as leaving, gateway(named(leaving, pair[0])) as (engine, client):
-        leave = threading.Thread(target=leaving.leave, args=(600.0,))
+        leave = threading.Thread(target=leaving.leave, args=(600.0, 0.0))
         leaving.steps, leaving.at_step = 6, leave.start
         all_asked(engine, expected)
         eventually(lambda: leaving.at_step is None, "it leaves")
@@ -214,6 +218,64 @@ def test_answers_are_those_of_one_engine_when_a_replica_leaves(pair: Pair, model
         assert not leaving.alive
         assert client.moved > 0
         assert ASKED["greedy"](engine) == expected["greedy"]
+
+
+@contextmanager
+def gated_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Directories are written to once it is set."""
+    gate, write = threading.Event(), DirectoryObjects.write
+
+    def writes(*arguments: Any) -> None:
+        gate.wait(PATIENCE)
+        write(*arguments)
+
+    monkeypatch.setattr(DirectoryObjects, "write", writes)
+    monkeypatch.setattr(store_module, "WAIT", 0.0)  # what any engine waits for at its end
+    try:
+        yield gate
+    finally:
+        gate.set()
+
+
+def test_a_replica_that_leaves_writes_first_what_is_to_be_stored(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    always_restored(monkeypatch)
+    monkeypatch.setattr(restore_plan, "PATIENCE", PATIENCE)
+    settings, prompt = SETTINGS | {"store_remote": f"file://{tmp_path}"}, [*range(5, 205)]
+    with (
+        gated_store(monkeypatch) as gate,
+        closing(FaultyReplica(model, settings)) as leaving,
+        gateway(named(leaving)) as (engine, _),
+    ):
+        engine.generate(prompt, **GREEDY)
+        leave = threading.Thread(target=leaving.leave, args=(PATIENCE, PATIENCE))
+        leave.start()
+        eventually(lambda: leaving._leaving, "it leaves")
+        assert leaving.alive
+        gate.set()
+        leave.join(PATIENCE)
+        assert not leaving.alive
+    with closing(FaultyReplica(model, settings)) as new, gateway(named(new)) as (engine, _):
+        recall = engine.generate(prompt, **GREEDY).recall
+        assert recall is not None
+        assert dict(recall.sources)["remote"] >= 190
+
+
+def test_a_replica_leaves_though_what_it_writes_to_does_not_answer(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = SETTINGS | {"store_remote": f"file://{tmp_path}"}
+    with (
+        gated_store(monkeypatch) as gate,
+        closing(FaultyReplica(model, settings)) as leaving,
+        gateway(named(leaving)) as (engine, _),
+    ):
+        engine.generate([*range(5, 205)], **GREEDY)
+        assert leaving._unwritten()
+        leaving.leave(PATIENCE, 0.2)
+        assert not leaving.alive
+        assert not gate.is_set()
 
 
 def test_requests_wait_while_all_replicas_are_gone_and_go_on_at_a_new_one(pair: Pair, model: Path, expected) -> None:

@@ -1,4 +1,5 @@
-"""What holds of an engine wherever it is: on a thread of this process, in a process of its own, or in a replica."""
+"""What holds of an engine wherever it is: on a thread of this process, in a process of its own, or in a replica, here
+or in an actor of Ray."""
 
 import io
 import json
@@ -6,6 +7,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,8 @@ from kvcellar.engine.messages import (
 from kvcellar.events import Done, Failed, PromptScored
 from kvcellar.progress import Progress
 from kvcellar.sampling_params import SamplingParams
-from tests.cluster.replicas import of_replicas
+from tests.cluster.in_ray import actor_of
+from tests.cluster.replicas import of_addresses, of_replicas, without_store
 from tests.engine.mixes import Ear as TextEar
 from tests.engine.places import (
     ASKED,
@@ -54,7 +57,9 @@ from tests.engine.test_going_on import singly
 from tests.engine.tiered import acknowledged
 from tests.engine.world import Heard
 
-PLACES = ("thread", "process", "replica")
+RAY = find_spec("ray") is not None
+PLACES = ("thread", "process", "replica", *(("actor",) if RAY else ()))
+no_ray = pytest.mark.skipif(not RAY, reason="ray is not installed (pip install kvcellar[cluster])")
 MOST_WAITING = 8
 
 
@@ -79,13 +84,16 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, reports: Any)
             settings = shared | {"store": str(tmp_path_factory.mktemp("store"))}
             if place == "replica":
                 engine = left.enter_context(of_replicas(model, settings))
+            elif place == "actor":
+                address = left.enter_context(actor_of(model, settings))
+                engine = left.enter_context(of_addresses([address], without_store(settings)))
             else:
                 engine = Engine(model, process=place == "process", progress=reports[place].append, **settings)
             opened[place] = left.enter_context(closing(engine))
         yield opened
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=("thread", "process", "replica", pytest.param("actor", marks=no_ray)))
 def place(request: pytest.FixtureRequest) -> str:
     return request.param
 

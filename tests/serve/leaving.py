@@ -129,9 +129,12 @@ def _open_files() -> tuple[int, int]:
     return len(found) - links, links
 
 
+OF_ENGINES = ("kvcellar-tokenize", "kvcellar-compile", "kvcellar-look", "kvcellar-control", "kvcellar-replies")
+
+
 def threads() -> set[threading.Thread]:
-    """Those that run, but for those that an engine tokenizes in."""
-    return {thread for thread in threading.enumerate() if thread.name != "kvcellar-tokenize"}
+    """Those that run, but for those that engines and replicas have once something was asked of them."""
+    return {thread for thread in threading.enumerate() if not thread.name.startswith(OF_ENGINES)}
 
 
 class Crowd:

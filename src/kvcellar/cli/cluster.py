@@ -30,6 +30,7 @@ NAME = "kvcellar"  # of the application
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",  # HAProxy passes streams on; Serve's own proxy takes a millisecond for each part
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",  # for HAProxy to leave out a gateway that ends
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # of a busy machine; Serve kills HAProxy after 5 s, and fails
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
@@ -123,7 +124,7 @@ def serve(
         raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
     application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})
     own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
-    ray.init(address=address, log_to_driver=False, **own)
+    ray.init(address=address or "local", log_to_driver=False, **own)  # without one, Ray looks for a cluster here
     try:
         if address is not None:
             _check_authentication(address)

@@ -21,6 +21,7 @@ from kvcellar.engine.messages import VERSION
 log = logging.getLogger("kvcellar.cluster")
 
 LEAVE_SECONDS = 10.0  # for gateways to move requests to other replicas
+WRITE_SECONDS = 25.0  # for what is to be stored
 
 
 class EngineReplica:
@@ -56,4 +57,4 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve awaits it before it ends the process."""
         with suppress(AttributeError):  # the model could not be loaded
-            await asyncio.to_thread(self._replica.leave, LEAVE_SECONDS)
+            await asyncio.to_thread(self._replica.leave, LEAVE_SECONDS, WRITE_SECONDS)

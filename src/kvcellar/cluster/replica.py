@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -27,8 +27,9 @@ from kvcellar.cluster.scaling import Meter
 from kvcellar.engine.load.build import build, source_of
 from kvcellar.engine.load.open_store import identity_of
 from kvcellar.engine.load.settings import settings_of
-from kvcellar.engine.messages import VERSION, Beat, Blocks, EngineSnapshot, Hello, Leaving, ToEngine
+from kvcellar.engine.messages import VERSION, Beat, Blocks, EngineSnapshot, Hello, Leaving, ReadStats, ToEngine
 from kvcellar.engine.stats import EngineStats
+from kvcellar.errors import EngineClosed
 from kvcellar.frontend.front_end import FrontEnd, Pools
 from kvcellar.frontend.thread_client import ThreadClient
 from kvcellar.memory.prefix.kv_events import KvEvent
@@ -179,17 +180,21 @@ class Replica:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def leave(self, seconds: float) -> None:
-        """Let gateways move their requests to others, for at most so long; then write what is to be stored, and close
-        the engine. May be called again."""
-        until = time.monotonic() + seconds
+    def leave(self, moving: float, writing: float) -> None:
+        """Let gateways move their requests to others, for at most `moving` seconds; write what is to be stored, for at
+        most `writing` seconds; and close the engine. May be called again."""
         with self._lock:
             self._leaving = True
             for front in self._fronts:
                 front.outbox.put(Leaving())
-        while any(front.busy for front in self._fronts) and time.monotonic() < until:
-            time.sleep(0.05)
+        _wait_while(lambda: any(front.busy for front in self._fronts), moving)
+        with suppress(EngineClosed):
+            _wait_while(self._unwritten, writing)
         self.close()
+
+    def _unwritten(self) -> bool:
+        store = self._client.ask(ReadStats()).store
+        return store is not None and store.unwritten
 
     def close(self) -> None:
         """At once: requests are not done, and gateways let others go on with them."""
@@ -201,3 +206,10 @@ class Replica:
         for front in self._fronts:
             front.hang_up()
         self._client.close()
+
+
+def _wait_while(holds: Callable[[], bool], seconds: float) -> None:
+    """For at most so long."""
+    until = time.monotonic() + seconds
+    while holds() and time.monotonic() < until:
+        time.sleep(0.05)

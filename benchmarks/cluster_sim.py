@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import count
 from math import ceil, inf
-from time import perf_counter, process_time
+from time import process_time
 from typing import NamedTuple
 
 import msgspec
@@ -461,9 +461,9 @@ class Ours(Rule):
             self.router.events(str(at), [["AllBlocksCleared"]])
 
     def choose(self, ask: Ask) -> int:
-        began = perf_counter()
+        began = process_time()
         ranking = self.router.rank(ask.prompt, ask.turn.prompt)
-        self.fleet.ranked.append(perf_counter() - began)
+        self.fleet.ranked.append(process_time() - began)
         self.router.sent(ranking[0].replica, ask.number, ask.prompt, ask.turn.prompt)
         return int(ranking[0].replica)
 
@@ -506,7 +506,7 @@ class Found(NamedTuple):
     evicted: float  # tokens, over the cells that there are
     messages: float  # per second, to a gateway: events, reports and replies
     bytes: float  # of events and reports, without token ids, which events of engines have
-    ranks: float  # microseconds
+    ranks: float  # microseconds of CPU time
 
 
 class Fleet:

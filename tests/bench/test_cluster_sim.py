@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.cluster_sim import (
     GPU,
+    LARGE,
     MIXES,
     QUICK,
     RULES,
@@ -23,6 +24,7 @@ from benchmarks.cluster_sim import (
     PowerOfTwoOfHandles,
     PrefixAffinity,
     Rule,
+    Scene,
     Session,
     Turn,
     copies,
@@ -94,6 +96,20 @@ def test_a_fleet_computes_little_more_than_one_engine_with_all_memory_and_waits_
     assert ours.computed <= 1.10 * best.computed
     assert ours.computed < two.computed
     assert ours.first[1] <= two.first[1]
+
+
+def test_with_many_hot_prefixes_it_is_no_worse_than_rays_prefix_affinity_that_sees_all_queues() -> None:
+    scene = Scene("tool and agent", 16, 1, LARGE, warm=10, seconds=30)
+    sessions = scene.sessions()
+    ours, *others = (
+        Fleet(LARGE, 16, rule, gateways=8, store=False).serve(sessions, warm=10, end=40)
+        for rule in (Ours, RULES["affinity, 10"], RULES["affinity"])
+    )
+    assert ours.computed <= 1.10 * ideal(LARGE, 16, sessions, warm=10, end=40).computed
+    for one in others:
+        assert ours.first[0] <= 1.05 * one.first[0]
+        assert ours.first[1] <= 1.05 * one.first[1]
+        assert ours.whole <= 1.05 * one.whole
 
 
 def test_copies_of_a_trace_have_texts_of_their_own() -> None:

@@ -612,7 +612,12 @@ class Fleet:
         if self._warm <= self.world.now < self._end:
             self._messages += 1
             self._bytes += len(msgspec.msgpack.encode(message))
-        self.world.after(late, lambda: [*map(deliver, self.rules)])
+
+        def arrives() -> None:
+            for rule in self.rules:
+                deliver(rule)
+
+        self.world.after(late, arrives)
 
 
 def ideal(

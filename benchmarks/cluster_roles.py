@@ -9,20 +9,27 @@ rule of `cluster/client.py`, or all do.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from benchmarks.cluster_sim import CPU, FINE, GPU, LATE, WIRE, Ask, Costs, Fleet, Ours, Scene, Session
+from benchmarks.cluster_sim import CPU, GPU, LATE, WIRE, Ask, Costs, Fleet, Ours, Session, sessions_of
 from benchmarks.row import Given, Lines
 from kvcellar.cluster.client import handed_over
 
 HANDED = 0.9  # of the mean seconds of handing over, when one more was measured
 LOOK = 0.25  # seconds between two looks into the store at most: half of it on the mean
-BYTES = {GPU: 32_768, FINE: 32_768, CPU: 6_144}  # of a token
+BYTES = {GPU: 32_768, CPU: 6_144}  # of a token
 
 
 class Load(NamedTuple):
-    """Of a scene of `cluster_sim`."""
+    """`amount`: copies of a trace, or requests, for each replica; `rate`: requests a second, likewise."""
 
-    scene: Scene
+    name: str
+    costs: Costs
+    replicas: int
+    amount: int
+    rate: float
     links: tuple[float, ...] = (10e9, 1.25e9)  # bytes a second
+
+    def sessions(self) -> list[tuple[float, Session]]:
+        return sessions_of(self.name, self.replicas, self.amount, self.rate, self.costs.block)
 
 
 class Roles(Ours):
@@ -87,20 +94,20 @@ class Split(Fleet):
 
 
 LOADS = (
-    *(Load(Scene("conversation", 4, 150, rate)) for rate in (4, 7)),
-    Load(Scene("tool and agent", 4, 150, 15)),
-    *(Load(Scene(name, 4, 1, rate), (1.25e9, 0.1e9)) for name, rate in (("users", 0.5), ("edits", 0.3))),
+    *(Load("conversation", GPU, 4, 150, rate) for rate in (4, 7)),
+    Load("tool and agent", GPU, 4, 150, 15),
+    *(Load(name, CPU, 4, 1, rate, (1.25e9, 0.1e9)) for name, rate in (("users", 0.5), ("edits", 0.3))),
 )
 KINDS = ((0, False), (1, False), (2, False), (2, True))  # replicas for prompts, and whether all begin there
-QUICK = (Load(Scene("tool and agent", 3, 40, 10), (10e9,)),)
+QUICK = (Load("tool and agent", GPU, 3, 40, 10, (10e9,)),)
 
 
 def measured(
     load: Load, link: float, prefill: int, sessions: Sequence[tuple[float, Session]], *, every: bool
 ) -> dict[str, float]:
-    costs = load.scene.costs
+    costs = load.costs
     seconds = BYTES[costs] / link
-    fleet = Split(costs._replace(read=seconds), load.scene.replicas, prefill=prefill, write=seconds, every=every)
+    fleet = Split(costs._replace(read=seconds), load.replicas, prefill=prefill, write=seconds, every=every)
     found = fleet.serve(sessions)
     each = sorted(fleet.each)
     return {
@@ -121,16 +128,15 @@ def row(given: Given) -> Lines:
     names = ("computed", "handed", "gap s", "first", "p99 s", "token ms", "p99 ms", "mean s")
     found = dict[str, dict[str, float]]()
     for load in QUICK if given.quick else LOADS:
-        scene = load.scene
-        sessions = scene.sessions()
+        sessions = load.sessions()
         for link in load.links:
-            label = f"{scene.name}, {scene.replicas} x {scene.costs.name}, {scene.rate:g} requests a second each"
+            label = f"{load.name}, {load.replicas} x {load.costs.name}, {load.rate:g} requests a second each"
             label += f", {link / 1e9:g} GB/s"
             yield f"\n{label}"
             yield "{:14} {:>8} {:>7} {:>7} {:>7} {:>7} {:>8} {:>8} {:>7}".format("", *names)
             for prefill, every in KINDS:
                 one = measured(load, link, prefill, sessions, every=every)
-                kind = f"{prefill}:{scene.replicas - prefill}" if prefill else "without roles"
+                kind = f"{prefill}:{load.replicas - prefill}" if prefill else "without roles"
                 kind += ", every" if every else ""
                 found[f"{label}: {kind}"] = one
                 yield (

@@ -3,21 +3,25 @@
 The router is the real one, one in each gateway; time is virtual, and engines are models: a step takes `base + row *
 rows + each * prompt tokens` seconds, prompts share it with streams as the scheduler does, memory is blocks of a prefix
 tree, evicted by last use, and its events and reports come late. Costs are those that were measured of ours (`GPU`,
-`CPU`). Requests are the traces of `replay`, several copies at a time, and sessions with the published numbers of
-Mooncake's and Azure's. Everything but the microseconds of a rank is the same on every machine.
+`CPU`), or follow from them (`LARGE`). Requests are the traces of `replay`, several copies at a time, and sessions with
+the published numbers of Mooncake's and Azure's. They come for `Scene.warm` seconds which are not counted, and then for
+`Scene.seconds`. Everything but the microseconds of a rank is the same on every machine.
 """
 
+import gc
 import heapq
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import tracemalloc
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import count
-from math import ceil
-from time import perf_counter
+from math import ceil, inf
+from time import process_time
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from benchmarks.replay import TRACES, Writer
 from benchmarks.row import Given, Lines
@@ -32,6 +36,8 @@ WIRE = 0.001  # seconds of a message between gateway and replica,
 LATE = 0.005  # until an event is there,
 REPORT = 0.25  # and from one report of a replica to the next
 FADING = 0.9  # of measured speeds
+STALE = 10.0  # seconds until a handle of Ray Serve asks a replica for its queue again
+MOST_BLOCKS = 2_000_000  # of a router
 
 
 class Costs(NamedTuple):
@@ -49,7 +55,10 @@ class Costs(NamedTuple):
 
 
 # docs/howto/cuda.md: Llama 3.2 1B on an H200; cells and speed of the store (10 GB/s at 32 KiB a token) are assumed
-GPU = Costs("H200, 1B", 0.003, 0.000_125, 1 / 95_711, 32_768 / 10e9, 4096, 64, 8_000_000, 512)
+GPU = Costs("H200, 1B", 0.003, 0.000_125, 1 / 95_711, 32_768 / 10e9, 4096, 64, 3_500_000, 512)
+# assumed: 12 times the weights of the model above, so the seconds of a prompt token, and 196 608 bytes of a cell
+LARGE = Costs("H200, 14B", 0.012, 0.000_3, 12 / 95_711, 196_608 / 10e9, 4096, 64, 460_000, 512)
+SMALL = LARGE._replace(name="H200, 14B, little memory", cells=100_000)
 # docs/performance.md: 125M on one Zen 5 core: decode-512, ragged-32, prefill-512; 1 GB of cells, 1 GB/s of the store
 CPU = Costs("CPU, 125M", 0.0076, 0.001, 0.310 / 512, 6_144 / 1e9, 512, 32, 170_000, 64)
 
@@ -69,10 +78,12 @@ Session = list[Turn]
 class Ask:
     """A request on its way."""
 
-    def __init__(self, number: int, session: int, turn: Turn, block: int, sent: float, gateway: int) -> None:
+    def __init__(
+        self, number: int, session: int, turn: Turn, block: int, sent: float, gateway: int, *, counts: bool
+    ) -> None:
         self.number, self.session, self.turn, self.sent, self.gateway = number, session, turn, sent, gateway
-        self.prompt = turn.blocks[: turn.prompt // block]
-        self.left, self.produced, self.replica = turn.prompt, 0, 0  # tokens to compute, and drawn
+        self.prompt, self.counts = turn.blocks[: turn.prompt // block], counts
+        self.left, self.replica = turn.prompt, 0  # tokens to compute
 
 
 class World:
@@ -114,12 +125,13 @@ class Engine:
         self._reserved, self._most = 0, costs.cells // costs.block
         self._waiting: list[Ask] = []
         self._prefill: list[Ask] = []
-        self._decode: list[Ask] = []
+        self._decode: list[tuple[int, int, Ask]] = []  # a heap, by the number of the step that ends it
+        self._steps = 0  # that have ended
         self._restoring, self._reads = 0, 0.0  # tokens; when the last read ends
         self._step: tuple[float, float, int] | None = None  # began; seconds of one, how many
         self._epoch = 0
         self._speed = [0.0, 0.0]  # tokens of prompts and seconds of steps that had some
-        self.computed, self.busy = 0, 0.0
+        self.computed, self.evicted = 0, 0  # tokens; those of requests that do not count are not in it, and blocks
 
     def load(self) -> Load:
         tokens, seconds = self._speed
@@ -178,7 +190,8 @@ class Engine:
 
     def leave(self, ask: Ask) -> None:
         """Its prompt is computed, and it goes on elsewhere."""
-        self._decode.remove(ask)
+        self._decode = [one for one in self._decode if one[2] is not ask]
+        heapq.heapify(self._decode)
         self._reserved -= ceil((ask.turn.prompt + ask.turn.answer) / self.costs.block) - len(ask.prompt)
         self._free(ask.prompt)
         if self._step is not None:
@@ -195,14 +208,14 @@ class Engine:
     def _admit(self) -> list[KvEvent]:
         events: list[KvEvent] = []
         for ask in [*self._waiting]:
+            if len(self._prefill) + len(self._decode) >= self.costs.sequences:
+                break
             have = self._have(ask)
             if have < len(ask.prompt) and ask.prompt[have] in self._computing:
                 continue  # an older prompt computes it
             block = self.costs.block
             need = ceil((ask.turn.prompt + ask.turn.answer) / block) - have
             mine = sum(one in self._idle for one in ask.prompt[:have])
-            if len(self._prefill) + len(self._decode) >= self.costs.sequences:
-                break
             if need + mine + len(self._used) + self._reserved > self._most and self._used:
                 break
             self._waiting.remove(ask)
@@ -211,7 +224,7 @@ class Engine:
             self._reserved += need
             self._computing.update(ask.prompt[have:])
             ask.left = ask.turn.prompt - have * block
-            self.computed += ask.left
+            self.computed += ask.left if ask.counts else 0
             self._prefill.append(ask)
         return events
 
@@ -223,11 +236,12 @@ class Engine:
     def _evict(self, blocks: int) -> list[KvEvent]:
         over = len(self._used) + len(self._idle) + self._reserved + blocks - self._most
         gone = [self._idle.popitem(last=False)[0] for _ in range(min(over, len(self._idle)))]
+        self.evicted += len(gone)
         return [BlockRemoved(gone, "GPU")] if gone else []
 
-    def _begin(self) -> None:
-        """A step, or many of decoding alone."""
-        self._tell(self._admit())
+    def _begin(self, events: Sequence[KvEvent] = ()) -> None:
+        """A step, or many of decoding alone. `events`: of the one before."""
+        self._tell([*events, *self._admit()])
         rows = len(self._decode)
         chunks = self._chunks(rows)
         tokens = sum(tokens for _, tokens in chunks)
@@ -239,7 +253,7 @@ class Engine:
             self._speed = [FADING * self._speed[0] + tokens, FADING * self._speed[1] + seconds]
         steps = 1
         if not self._prefill and not self._waiting:
-            steps = min(one.turn.answer - one.produced for one in self._decode)
+            steps = self._decode[0][0] - self._steps
         self._run(self._world.now, seconds, steps, chunks)
 
     def _chunks(self, rows: int) -> list[tuple[Ask, int]]:
@@ -265,29 +279,24 @@ class Engine:
     def _end(self, epoch: int, chunks: list[tuple[Ask, int]]) -> None:
         if epoch != self._epoch or self._step is None:
             return  # it ended earlier
-        _, each, steps = self._step
-        self.busy += each * steps
+        self._steps += self._step[2]
         events: list[KvEvent] = []
-        for ask in self._decode:
-            ask.produced += steps
         for ask, tokens in chunks:
             size, done = self.costs.block, ask.turn.prompt - ask.left
             ask.left -= tokens
             events += self._keep(ask.turn.blocks[done // size : min((done + tokens) // size, len(ask.prompt))])
             if not ask.left:
                 self._prefill.remove(ask)
-                self._decode.append(ask)
-                ask.produced = 1
+                heapq.heappush(self._decode, (self._steps + ask.turn.answer - 1, ask.number, ask))
                 self._first(ask)
-        for ask in [one for one in self._decode if one.produced >= one.turn.answer]:
-            self._decode.remove(ask)
+        while self._decode and self._decode[0][0] <= self._steps:
+            _, _, ask = heapq.heappop(self._decode)
             blocks, size = ask.turn.blocks, self.costs.block
             events += self._keep(blocks[len(ask.prompt) :])
             self._reserved -= ceil((ask.turn.prompt + ask.turn.answer) / size) - len(blocks)
             self._free(blocks)
             self._ended(ask)
-        self._tell(events)
-        self._begin()
+        self._begin(events)
 
     def _free(self, blocks: Sequence[int]) -> None:
         for one in reversed(blocks):
@@ -315,18 +324,56 @@ class Engine:
 
 
 class Rule:
-    """Chooses in one gateway. `queues`: how many requests each replica has, which the rules of others know at once."""
+    """Chooses in one gateway. `calls`: what it had to ask for, and got a reply to."""
 
     def __init__(self, fleet: "Fleet", gateway: int) -> None:
-        self.fleet, self.random = fleet, random.Random(gateway)
+        self.fleet, self.random, self.calls = fleet, random.Random(gateway), 0
 
     def choose(self, ask: Ask) -> int:
         raise NotImplementedError
 
+    def lengths(self, among: Sequence[int]) -> Sequence[int]:
+        """Of the queues of these replicas: as they are now."""
+        queues = self.fleet.queues
+        return [queues[at] for at in among]
+
     def events(self, replica: int, events: list[KvEvent]) -> None: ...
     def load(self, replica: int, load: Load) -> None: ...
+    def taken(self, ask: Ask) -> None: ...
     def first(self, ask: Ask) -> None: ...
     def ended(self, ask: Ask) -> None: ...
+
+
+class AsHandles(Rule):
+    """Lengths of queues are those that a handle of Ray Serve has: what a replica said when it took a request of this
+    gateway, and what this gateway has sent and got back since; asked for where that is `STALE` seconds ago."""
+
+    def __init__(self, fleet: "Fleet", gateway: int) -> None:
+        super().__init__(fleet, gateway)
+        self._lengths = np.zeros(len(fleet.engines), np.int64)
+        self._known = np.full(len(fleet.engines), -inf)  # since when
+
+    def choose(self, ask: Ask) -> int:
+        at = super().choose(ask)
+        self._note(at, int(self._lengths[at]) + 1)
+        return at
+
+    def lengths(self, among: Sequence[int]) -> Sequence[int]:
+        every = np.asarray(among)
+        for at in every[self.fleet.world.now - self._known[every] > STALE].tolist():
+            self.calls += 1
+            self._note(at, self.fleet.queues[at])
+        return self._lengths[every].tolist()
+
+    def taken(self, ask: Ask) -> None:
+        self._note(ask.replica, self.fleet.queues[ask.replica])
+
+    def ended(self, ask: Ask) -> None:
+        if self.fleet.world.now - self._known[ask.replica] <= STALE:
+            self._note(ask.replica, max(0, int(self._lengths[ask.replica]) - 1))
+
+    def _note(self, at: int, length: int) -> None:
+        self._lengths[at], self._known[at] = length, self.fleet.world.now
 
 
 class RoundRobin(Rule):
@@ -341,8 +388,13 @@ class RoundRobin(Rule):
 
 class PowerOfTwo(Rule):
     def choose(self, ask: Ask) -> int:
-        queues = self.fleet.queues
-        return min(self.random.sample(range(len(queues)), min(2, len(queues))), key=lambda at: queues[at])
+        replicas = len(self.fleet.engines)
+        two = self.random.sample(range(replicas), min(2, replicas))
+        lengths = self.lengths(two)
+        return two[lengths.index(min(lengths))]
+
+
+class PowerOfTwoOfHandles(AsHandles, PowerOfTwo): ...
 
 
 class BySession(Rule):
@@ -354,48 +406,65 @@ class BySession(Rule):
 class PrefixAffinity(Rule):
     """As Ray's `PrefixCacheAffinityRouter`: one tree of what was sent where, without evictions; the replicas that have
     the longest match, if that is a tenth of the prompt, else those that were sent least; the shortest queue of these.
-    Beyond a difference of queues, two at random."""
+    Beyond a difference of queues, two at random. The tree is one actor, also of several gateways."""
 
-    imbalance = float("inf")
+    imbalance = inf
 
     def choose(self, ask: Ask) -> int:
-        queues, tree, sizes = self.fleet.queues, self.fleet.tree, self.fleet.sizes
-        matched, owners = 0, set(range(len(queues)))
-        for block in ask.prompt:
-            if not (found := tree.get(block)):
+        among = self.among(ask.prompt)
+        drawn = self.random.sample(among, len(among))
+        lengths = self.lengths(drawn)
+        chosen = drawn[lengths.index(min(lengths))]
+        self.insert(ask.prompt, chosen)
+        return chosen
+
+    def among(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Of which the shortest queue is taken."""
+        every = range(len(self.fleet.engines))
+        lengths = self.lengths(every)
+        if max(lengths) - min(lengths) > self.imbalance:
+            return self.random.sample(every, min(2, len(every)))
+        self.calls += 1
+        matched, owners = 0, set(every)
+        for block in prompt:
+            if not (found := self.fleet.tree.get(block)):
                 break
             matched, owners = matched + 1, found
-        if max(queues) - min(queues) > self.imbalance:
-            among = self.random.sample(range(len(queues)), min(2, len(queues)))
-        elif matched < 0.1 * len(ask.prompt) or not ask.prompt:
-            least = min(sizes)
-            among = [at for at, size in enumerate(sizes) if size == least]
-        else:
-            among = sorted(owners)
-        chosen = min(self.random.sample(among, len(among)), key=lambda at: queues[at])
-        for block in ask.prompt:
+        if prompt and matched / len(prompt) >= 0.1:
+            return sorted(owners)
+        self.calls += 1
+        sizes = self.fleet.sizes
+        least = min(sizes)
+        return [at for at, size in enumerate(sizes) if size == least]
+
+    def insert(self, prompt: Sequence[int], at: int) -> None:
+        self.calls += 1
+        tree, sizes = self.fleet.tree, self.fleet.sizes
+        for block in prompt:
             owners = tree.setdefault(block, set())
-            sizes[chosen] += chosen not in owners
-            owners.add(chosen)
-        return chosen
+            sizes[at] += at not in owners
+            owners.add(at)
 
 
 class PrefixAffinity10(PrefixAffinity):
     imbalance = 10
 
 
+class PrefixAffinity10OfHandles(AsHandles, PrefixAffinity10): ...
+
+
 class Ours(Rule):
     def __init__(self, fleet: "Fleet", gateway: int) -> None:
         super().__init__(fleet, gateway)
-        self.router = Router(fleet.costs.block, most_blocks=2_000_000, clock=lambda: fleet.world.now, seed=gateway)
+        self.router = Router(fleet.costs.block, most_blocks=MOST_BLOCKS, clock=lambda: fleet.world.now, seed=gateway)
         for at in range(len(fleet.engines)):
             self.router.join(str(at))
             self.router.events(str(at), [AllBlocksCleared()])
 
     def choose(self, ask: Ask) -> int:
-        began = perf_counter()
+        began = process_time()
         ranking = self.router.rank(ask.prompt, ask.turn.prompt)
-        self.fleet.ranked.append(perf_counter() - began)
+        self.fleet.ranked.append(process_time() - began)
         self.router.sent(ranking[0].replica, ask.number, ask.prompt, ask.turn.prompt)
         return int(ranking[0].replica)
 
@@ -415,9 +484,11 @@ class Ours(Rule):
 RULES: dict[str, type[Rule]] = {
     "round robin": RoundRobin,
     "power of two": PowerOfTwo,
+    "power of two, handles": PowerOfTwoOfHandles,
     "session": BySession,
-    "prefix affinity": PrefixAffinity,
-    "prefix affinity, 10": PrefixAffinity10,
+    "affinity": PrefixAffinity,
+    "affinity, 10": PrefixAffinity10,
+    "affinity, 10, handles": PrefixAffinity10OfHandles,
     "ours": Ours,
 }
 
@@ -426,16 +497,17 @@ RULES: dict[str, type[Rule]] = {
 
 
 class Found(NamedTuple):
-    """What a run has shown."""
+    """What a run has shown, of requests that count."""
 
     asked: int  # prompt tokens
     computed: int
     first: tuple[float, float]  # seconds until the first token: median and 99th of a hundred
     whole: float  # seconds of a request, on the mean
-    imbalance: float  # of the busiest replica over the mean
-    messages: float  # per second, to a gateway
-    bytes: float  # without token ids, which events of engines have
-    ranks: float  # microseconds
+    imbalance: float  # prompt tokens that were computed by the replica that has most, over the mean
+    evicted: float  # tokens, over the cells that there are
+    messages: float  # per second, to a gateway: events, reports and replies
+    bytes: float  # of events and reports, without token ids, which events of engines have
+    ranks: float  # microseconds of CPU time
 
 
 class Fleet:
@@ -456,52 +528,73 @@ class Fleet:
         self._waits: list[float] = []
         self._wholes: list[float] = []
         self._asked = self._messages = self._bytes = self._open = 0
-        self._until = 0.0
-        self._sessions: dict[int, Iterator[Turn]] = {}
+        self._warm, self._end = 0.0, inf
+        self._sessions: dict[int, deque[Turn]] = {}  # what is to come
         self._numbers, self._random = count(), random.Random(7)
 
-    def serve(self, sessions: Sequence[tuple[float, Session]]) -> Found:
-        self._open = sum(len(session) for _, session in sessions)
-        self._until = max(start for start, _ in sessions)
+    def serve(self, sessions: Sequence[tuple[float, Session]], *, warm: float = 0.0, end: float = inf) -> Found:
+        """Until all are answered. Turns that are sent before `warm` do not count, and those behind `end` are not
+        sent."""
+        self._open, self._warm, self._end = sum(len(session) for _, session in sessions), warm, end
         for number, (start, session) in enumerate(sessions):
-            self._sessions[number] = iter(session)
+            self._sessions[number] = deque(session)
             self.world.after(start, lambda number=number: self._next(number))
         if self._observed:
             for at in range(len(self.engines)):
                 self.world.after(REPORT * at / len(self.engines), lambda at=at: self._report(at))
+        self.world.after(warm, self._reset)
         self.world.run(lambda: not self._open)
-        busy = [engine.busy for engine in self.engines]
-        waits = sorted(self._waits)
+        seconds = min(self.world.now, end) - warm
+        waits, computed = sorted(self._waits), [engine.computed for engine in self.engines]
+        calls = sum(rule.calls for rule in self.rules) / len(self.rules)
+        evicted = sum(engine.evicted for engine in self.engines) * self.costs.block
         return Found(
             asked=self._asked,
-            computed=sum(engine.computed for engine in self.engines),
+            computed=sum(computed),
             first=(waits[len(waits) // 2], waits[int(0.99 * len(waits))]),
             whole=sum(self._wholes) / len(self._wholes),
-            imbalance=max(busy) * len(busy) / sum(busy),
-            messages=self._messages / self._until,
-            bytes=self._bytes / self._until,
+            imbalance=max(computed) * len(computed) / sum(computed),
+            evicted=evicted / self.costs.cells / len(self.engines),
+            messages=(self._messages + calls) / seconds,
+            bytes=self._bytes / seconds,
             ranks=1e6 * sum(self.ranked) / max(1, len(self.ranked)),
         )
 
+    def _reset(self) -> None:
+        for rule in self.rules:
+            rule.calls = 0
+        for engine in self.engines:
+            engine.evicted = 0
+
     def _next(self, session: int) -> None:
-        if (turn := next(self._sessions[session], None)) is not None:
+        if turns := self._sessions[session]:
+            turn = turns.popleft()
             self.world.after(turn.think, lambda: self._send(session, turn))
 
     def _send(self, session: int, turn: Turn) -> None:
-        gateway = self._random.randrange(len(self.rules))
-        ask = Ask(next(self._numbers), session, turn, self.costs.block, self.world.now, gateway)
-        self._asked += turn.prompt
+        if self.world.now >= self._end:
+            self._open -= 1 + len(self._sessions[session])
+            return
+        gateway, counts = self._random.randrange(len(self.rules)), self.world.now >= self._warm
+        ask = Ask(next(self._numbers), session, turn, self.costs.block, self.world.now, gateway, counts=counts)
+        self._asked += turn.prompt if counts else 0
         ask.replica = self.rules[gateway].choose(ask)
         self.queues[ask.replica] += 1
-        self.world.after(WIRE, lambda: self.engines[ask.replica].take(ask))
+        self.world.after(WIRE, lambda: self._take(ask))
+
+    def _take(self, ask: Ask) -> None:
+        self.engines[ask.replica].take(ask)
+        self.world.after(WIRE, lambda: self.rules[ask.gateway].taken(ask))
 
     def _first(self, ask: Ask) -> None:
-        self._waits.append(self.world.now - ask.sent)
+        if ask.counts:
+            self._waits.append(self.world.now - ask.sent)
         self.world.after(WIRE, lambda: self.rules[ask.gateway].first(ask))
 
     def _ended(self, ask: Ask) -> None:
         self._open -= 1
-        self._wholes.append(self.world.now - ask.sent)
+        if ask.counts:
+            self._wholes.append(self.world.now - ask.sent)
         self.queues[ask.replica] -= 1
         self.world.after(WIRE, lambda: self.rules[ask.gateway].ended(ask))
         self._next(ask.session)
@@ -516,15 +609,21 @@ class Fleet:
         self.world.after(REPORT, lambda: self._report(at))
 
     def _publish(self, late: float, message: object, deliver: Callable[[Rule], None]) -> None:
-        """To all gateways. It is counted while sessions begin."""
-        if self.world.now <= self._until:
+        """To all gateways."""
+        if self._warm <= self.world.now < self._end:
             self._messages += 1
             self._bytes += len(msgspec.msgpack.encode(message))
-        for rule in self.rules:
-            self.world.after(late, lambda rule=rule: deliver(rule))
+
+        def arrives() -> None:
+            for rule in self.rules:
+                deliver(rule)
+
+        self.world.after(late, arrives)
 
 
-def ideal(costs: Costs, replicas: int, sessions: Sequence[tuple[float, Session]]) -> Found:
+def ideal(
+    costs: Costs, replicas: int, sessions: Sequence[tuple[float, Session]], *, warm: float = 0.0, end: float = inf
+) -> Found:
     """One engine that has all memory, and computes prompts and decodes as fast as all."""
     whole = costs._replace(
         row=costs.row / replicas,
@@ -533,7 +632,23 @@ def ideal(costs: Costs, replicas: int, sessions: Sequence[tuple[float, Session]]
         sequences=costs.sequences * replicas,
         cells=costs.cells * replicas,
     )
-    return Fleet(whole, 1, RoundRobin, gateways=1, store=False).serve(sessions)
+    return Fleet(whole, 1, RoundRobin, gateways=1, store=False).serve(sessions, warm=warm, end=end)
+
+
+def memory(fleet: Fleet) -> int:
+    """Bytes of a router that knows what the engines of a fleet have, and of the integers that came with events."""
+    size = fleet.costs.block
+    told = [[BlockStored([*one.blocks()], None, None, size, None, "GPU")] for one in fleet.engines]
+    sent = [msgspec.msgpack.encode(one) for one in told]
+    gc.collect()
+    tracemalloc.start()
+    router = Router(size, most_blocks=MOST_BLOCKS, clock=lambda: 0.0)
+    for at, events in enumerate(sent):
+        router.join(str(at))
+        router.events(str(at), msgspec.msgpack.decode(events))
+    found, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return found
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -563,6 +678,8 @@ class Published(NamedTuple):
     longest: int = 100_000
 
 
+# Mooncake: https://github.com/kvcache-ai/Mooncake/tree/main/FAST25-release; Azure (of the paper Splitwise):
+# https://github.com/Azure/AzurePublicDataset, AzureLLMInferenceDataset2023
 MIXES = {
     # FAST'25, and counted in the trace itself: 12 035 tokens on the mean, median 6 909; answers of 343, median 350;
     # 39 % of requests go on from an earlier one, after 126 s (median), with 829 new tokens; 40 % of tokens seen before
@@ -611,78 +728,101 @@ def copies(name: str, number: int, block: int, draw: random.Random, scale: float
     """Copies of a trace of `replay`, each with texts of its own: turns of a conversation follow each other."""
     found: list[Session] = []
     for seed in range(number):
-        apart: dict[int, Session] = {}
+        apart, task = dict[int, Session](), 0
         for turn in TRACES[name](Writer(seed, scale)):
             text, tokens = [*turn.prompt, *turn.answer], len(turn.prompt)
             blocks, _ = blocks_of("", START, key_of(text), block)
-            key = turn.conversation if name in ("users", "chats") else 0
+            task = turn.conversation if turn.conversation >= 0 else task  # a branch of an agent is a part of its task
             pause = draw.expovariate(0.5)
-            apart.setdefault(key, []).append(Turn(blocks.hashes, tokens, len(turn.answer), pause))
+            apart.setdefault(task, []).append(Turn(blocks.hashes, tokens, len(turn.answer), pause))
         found += apart.values()
     draw.shuffle(found)
     return found
+
+
+def sessions_of(
+    name: str, replicas: int, amount: float, rate: float, block: int, scale: float = 1.0
+) -> list[tuple[float, Session]]:
+    """`amount`: copies of a trace, or requests, for each replica; `rate`: requests a second, likewise. `scale`: of the
+    lengths of a trace."""
+    draw = random.Random(5)
+    if name in TRACES:
+        made = copies(name, ceil(amount * replicas), block, draw, scale)
+    else:
+        made = published(MIXES[name], int(amount * replicas), block, draw)
+    return spread(draw, made, rate * replicas * len(made) / sum(map(len, made)))
 
 
 # -- the row -----------------------------------------------------------------------------------------------------------
 
 
 class Scene(NamedTuple):
-    """`amount`: copies of a trace, or requests, for each replica; `rate`: requests a second, likewise."""
+    """`rate`: requests a second and replica, for `seconds` behind `warm` ones."""
 
     name: str
     replicas: int
-    amount: int
     rate: float
+    costs: Costs = LARGE
+    warm: float = 20.0
+    seconds: float = 60.0
     store: bool = False
 
     @property
-    def costs(self) -> Costs:
-        return CPU if self.name in TRACES else FINE if self.name.startswith("Azure") else GPU
+    def end(self) -> float:
+        return self.warm + self.seconds
 
-    def sessions(self, *, scale: float = 1.0) -> list[tuple[float, Session]]:
-        draw = random.Random(5)
-        if self.name in TRACES:
-            made = copies(self.name, self.amount * self.replicas, self.costs.block, draw, scale)
-        else:
-            made = published(MIXES[self.name], int(self.amount * self.replicas * scale), self.costs.block, draw)
-        return spread(draw, made, self.rate * self.replicas * len(made) / sum(map(len, made)))
+    def sessions(self, scale: float = 1.0) -> list[tuple[float, Session]]:
+        amount = self.rate * self.end / (REQUESTS[self.name] if self.name in TRACES else 1)
+        return sessions_of(self.name, self.replicas, amount, self.rate, self.costs.block, scale)
 
     @property
     def gateways(self) -> int:
         return min(8, max(2, self.replicas // 2))
 
+    def __str__(self) -> str:
+        text = f"{self.name}, {self.replicas} x {self.costs.name}, {self.rate:g} requests a second each"
+        return text + (", a shared store" if self.store else "")
 
+
+REQUESTS = {"agent": 120, "users": 200, "edits": 40, "chats": 128}  # of a copy of a trace, about
+SIZES = (2, 8, 32, 128, 512, 1024)
 SCENES = (
-    *(Scene(name, replicas, 1, 0.7) for name in ("agent", "users") for replicas in (2, 4)),
-    *(Scene(name, replicas, 3, 0.6) for name in ("edits", "chats") for replicas in (2, 4)),
-    *(Scene("conversation", replicas, 600, rate) for replicas in (2, 4) for rate in (7, 11)),
-    Scene("conversation", 4, 600, 7, store=True),
-    *(Scene("tool and agent", replicas, 600, rate) for replicas in (2, 4) for rate in (15, 25)),
-    *(Scene(name, 4, 600, rate) for name, rate in (("Azure conversation", 40), ("Azure code", 80))),
-    *(Scene("tool and agent", at, amount, 15) for at, amount in ((16, 200), (64, 80), (256, 30), (1024, 10))),
-    Scene("conversation", 16, 200, 8),
-)
-QUICK = (Scene("chats", 2, 1, 1), Scene("tool and agent", 2, 40, 20, store=True))
+    *(Scene("tool and agent", replicas, 1) for replicas in SIZES),
+    *(Scene("tool and agent", replicas, 1, SMALL) for replicas in (8, 128)),
+    *(Scene("tool and agent", replicas, rate, GPU) for replicas, rate in ((2, 15), (8, 15), (8, 25), (32, 15))),
+    *(Scene("conversation", replicas, 0.6, warm=240, seconds=240) for replicas in (2, 8, 32)),
+    Scene("conversation", 8, 0.6, warm=240, seconds=240, store=True),
+    Scene("conversation", 16, 8, GPU, warm=60),
+    *(Scene(name, 4, rate, FINE) for name, rate in (("Azure conversation", 40), ("Azure code", 80))),
+    *(Scene(name, at, 0.7, CPU, 120, 120) for name in ("agent", "users") for at in (2, 4, 32, 128)),
+    *(Scene(name, at, 0.6, CPU, 120, 120) for name in ("edits", "chats") for at in (2, 4, 32)),
+)  # fmt: skip
+QUICK = (Scene("chats", 2, 20, CPU, 2, 4), Scene("tool and agent", 2, 20, FINE, 1, 2, store=True))
+COLUMNS = ("computed", "median s", "p99 s", "mean s", "busiest", "evicted", "msg/s", "kB/s", "µs")
 
 
 def row(given: Given) -> Lines:
     """Every rule on every scene. `computed`: prompt tokens, over those of one engine with all memory."""
-    names = ("computed", "first", "p99 s", "mean s", "busiest", "msg/s", "kB/s", "µs")
-    found = dict[str, dict[str, object]]()
+    found, began = dict[str, dict[str, object]](), process_time()
     for scene in QUICK if given.quick else SCENES:
-        costs, sessions = scene.costs, scene.sessions(scale=0.1 if given.quick and scene.name in TRACES else 1.0)
-        best = ideal(costs, scene.replicas, sessions)
-        label = f"{scene.name}, {scene.replicas} x {costs.name}, {scene.rate:g} requests a second each"
-        label += ", a shared store" if scene.store else ""
-        yield f"\n{label}: {best.asked} tokens, ideal {best.computed / best.asked:.3f}, {scene.gateways} gateways"
-        yield "{:20} {:>8} {:>7} {:>7} {:>7} {:>7} {:>7} {:>7} {:>5}".format("", *names)
-        found[label] = {"ideal": best._asdict()}
+        costs, end = scene.costs, scene.end
+        sessions = scene.sessions(0.1 if given.quick else 1.0)
+        best = ideal(costs, scene.replicas, sessions, warm=scene.warm, end=end)
+        yield f"\n{scene}: {best.asked} tokens in {scene.seconds:g} s, ideal {best.computed / best.asked:.3f}"
+        yield "{:22}".format("") + " ".join(f"{name:>8}" for name in COLUMNS)
+        found[str(scene)] = {"ideal": best._asdict()}
         for name, rule in RULES.items():
-            one = Fleet(costs, scene.replicas, rule, gateways=scene.gateways, store=scene.store).serve(sessions)
-            found[label][name] = one._asdict()
+            fleet = Fleet(costs, scene.replicas, rule, gateways=scene.gateways, store=scene.store)
+            one = fleet.serve(sessions, warm=scene.warm, end=end)
+            found[str(scene)][name] = one._asdict()
             yield (
-                f"{name:20} {one.computed / best.computed:8.3f} {one.first[0]:7.3f} {one.first[1]:7.2f} "
-                f"{one.whole:7.2f} "
-                f"{one.imbalance:7.2f} {one.messages:7.0f} {one.bytes / 1e3:7.1f} {one.ranks:5.0f}"
+                f"{name:22}{one.computed / best.computed:8.3f} {one.first[0]:8.3f} {one.first[1]:8.2f} "
+                f"{one.whole:8.2f} {one.imbalance:8.2f} {one.evicted:8.2f} {one.messages:8.0f} {one.bytes / 1e3:8.1f} "
+                f"{one.ranks:8.0f}"
             )
+            if name == "ours":
+                held, blocks = memory(fleet), sum(len(engine.blocks()) for engine in fleet.engines)
+                found[str(scene)]["router"] = {"bytes": held, "blocks": blocks}
+                yield f"each of {scene.gateways} routers: {held / 1e6:.1f} MB, {blocks} blocks of replicas"
+    yield f"\n{process_time() - began:.0f} s of CPU time"
     return found

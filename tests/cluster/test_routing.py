@@ -243,6 +243,27 @@ def test_gateways_that_know_the_same_send_one_prompt_to_one_replica_and_others_t
     assert len({next(iter(one)) for one in chosen.values()}) > 16
 
 
+def test_of_two_that_have_a_prompt_one_with_fewer_requests_gets_it() -> None:
+    router, clock = fleet("a", "b", "c")
+    text = blocks(1, 64)
+    router.sent("c", 1, [], 10)
+    router.first(1)
+    clock.now = 2.0
+    router.ended(1)  # a request decodes for 2 seconds
+    for replica, running, has in (("a", 8, 60), ("b", 2, 58), ("c", 2, 0)):
+        router.events(replica, [stored(text[:has])])
+        router.load(replica, load(running=running))
+    found = {one.replica: one for one in router.rank(text, 1024)}
+    assert [one.replica for one in router.rank(text, 1024)] == ["a", "b", "c"]
+    assert found["a"].others == pytest.approx(0.064 * (1 + 8 / 2 * 0.064))
+    assert found["b"].others == pytest.approx(0.096 * (1 + 4 / 2 * 0.096)), "as many come as to the mean replica"
+    for replica, running in (("a", 200), ("b", 1), ("c", 1)):
+        router.load(replica, load(running=running))
+    router.sent("a", 2, [], 20)
+    router.sent("b", 3, [], 20)
+    assert best(router.rank(text, 1024)) == "b"
+
+
 # -- beside a dumb router ----------------------------------------------------------------------------------------------
 
 
@@ -348,7 +369,7 @@ class DumbRouter:
         key, surprise = self.random.getrandbits(64), sum(one.surprise for one in self.replicas.values()) / count
         hold = self.decoding / max(1.0, self.decoded)
         running = sum(one.load.running for one in self.replicas.values()) / count
-        rate = running * self.decoded / self.decoding if each and self.decoding else 0.0
+        ends = self.decoded / self.decoding if each and self.decoding else 0.0
         scores: dict[str, float] = {}
         doubt: dict[str, tuple[int, float]] = {}
         seconds_of: dict[str, float] = {}
@@ -364,6 +385,7 @@ class DumbRouter:
                 wait = max(wait, hold * sequences, hold * max(0.0, cells - one.load.cells_free) / max(1, used))
             start = max(wait, restored * (read[name] if read else second))
             compute = (tokens - have - restored) * second
+            rate = max(running, one.requests) * ends
             scores[name] = start + compute + compute * (1 + rate * (start + compute))
             salt = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
             part = (mixed([*hashes, key][have // SIZE] ^ salt) >> 11) / 2**53

@@ -15,8 +15,9 @@ What a replica costs is `max(wait, restore) + compute + others`, all of it measu
   * compute: of the tokens that are left;
   * others: a second of the device is worth one of a user, so that nothing is computed a second time to save less than
     it takes. And a second of prompts makes each request wait a second longer that comes before the queue is empty
-    again, which is `max(wait, restore) + compute` later. As many come in a second to the mean replica as it has
-    streams over the seconds that one takes (Little's law). So the busier a fleet is, the less it computes.
+    again, which is `max(wait, restore) + compute` later. As many come in a second to a replica as it has requests over
+    the seconds that a stream takes (Little's law), at least those that come to the mean one. So the busier a fleet is,
+    the less it computes, and the busier a replica is, the sooner another one gets prompts that begin like its own.
 
 Streams are no part of it: the scheduler gives them their tokens in time, whatever prompts wait.
 
@@ -344,7 +345,7 @@ class Router:
         have, restored = self._found(hashes, tokens, each, read)
         waiting, uncomputed = self._waiting(each), tokens - have - restored
         room = 0.0 if each is None else self._room(waiting + uncomputed + restored)
-        rate, measured = 0.0 if each is None else self._rate(), each is not None
+        rate, measured = 0.0 if each is None else self._rates(), each is not None
         each = np.ones(len(seats)) if each is None else each
         wait, compute = np.maximum(waiting * each, room), uncomputed * each
         restore = restored * (each if read is None else read)
@@ -393,10 +394,11 @@ class Router:
         sequence = np.maximum(0.0, seats["requests"] + 1 - seats["sequences"]) / np.maximum(1.0, seats["running"])
         return mean * np.maximum(sequence, np.maximum(0.0, cells - seats["free"]) / np.maximum(1.0, seats["used"]))
 
-    def _rate(self) -> float:
-        """Requests that come to the mean replica in a second."""
-        running = float(self._seats["running"][self._seats["there"]].mean())
-        return running * self._decoded / self._decoding if self._decoding else 0.0
+    def _rates(self) -> _Floats:
+        """Requests that come in a second to each replica, which are no fewer than to the mean one."""
+        seats = self._seats
+        requests = np.maximum(seats["requests"], seats["running"][seats["there"]].mean())
+        return requests * (self._decoded / self._decoding if self._decoding else 0.0)
 
     def _doubt(self, missing: _Counts, hashes: Sequence[int], among: NDArray[np.bool_]) -> tuple[_Floats, _Floats]:
         """Tokens by which the wait of each replica is uncertain, 0 for one of those that miss the same block first; and

@@ -28,7 +28,7 @@ from kvcellar.cluster.replica import Replica
 from kvcellar.cluster.routing import Router
 from kvcellar.cluster.scaling import Meter
 from kvcellar.cluster.sums import counted, summed
-from kvcellar.engine.control_replies import RECENT_SECONDS, NamespaceContents
+from kvcellar.engine.control_replies import RECENT_SECONDS, AdapterInfo, NamespaceContents
 from kvcellar.engine.messages import (
     AddAdapter,
     Admitted,
@@ -886,13 +886,14 @@ def test_an_adapter_that_is_added_while_a_replica_joins_is_known_to_it(pair: Pai
     with gateway(named(pair[0])) as (engine, client):
         agree, added = client._agree, threading.Event()
 
-        def agrees(link: ReplicaLink, adapters: Any) -> None:
-            agree(link, adapters)
+        def agrees(link: ReplicaLink, adapters: Any) -> list[AdapterInfo]:
+            found = agree(link, adapters)
             if not added.is_set():
                 adding = threading.Thread(target=engine.adapters.add, args=("style", model / "adapter"))
                 adding.start()
                 adding.join()
                 added.set()
+            return found
 
         client._agree = agrees  # type: ignore[method-assign]
         client.found([address_of(name, one) for name, one in named(*pair).items()])

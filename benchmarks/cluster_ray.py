@@ -72,7 +72,9 @@ class RayFleet:
     @property
     def address(self) -> str:
         """Of Ray."""
-        return self._cluster.address
+        found = self._cluster.address
+        assert found is not None, "the head node runs"
+        return found
 
     def kill_engine(self) -> None:
         """As soon as another one runs."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -25,14 +26,15 @@ from benchmarks.cluster_ray import TOKEN, processes, replicas
 from kvcellar import Engine
 from kvcellar.cli.cluster import free_ports
 from kvcellar.engine.models import embedded
+from tests.engine import places
 from tests.engine.embedding_models import written
-from tests.engine.places import eventually
 from tests.models import lora
 
 pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="HAProxy and /proc are of Linux")
 
 STARTING = 300.0  # seconds; only a test that fails waits so long
+eventually = partial(places.eventually, seconds=STARTING)
 INGRESS = range(30_000, 31_000)  # ports at which Ray lets gateways listen for HAProxy
 GREEDY: Any = {"max_tokens": 24, "temperature": 0.0}
 SEEDED: Any = {"max_tokens": 24, "temperature": 1.0, "seed": 5}
@@ -59,7 +61,7 @@ class Cluster:
                 stderr=file,
                 text=True,
             )
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0, headers=self.bearer("api"))
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=STARTING, headers=self.bearer("api"))
 
     def bearer(self, kind: str) -> dict[str, str]:
         """Headers with a key of this kind, if it has one."""
@@ -120,7 +122,7 @@ class Cluster:
         asked = {"prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **sampling}
         text, usage = "", {}
         with (
-            httpx.Client(base_url=self.client.base_url, headers=self.client.headers, timeout=120.0) as client,
+            httpx.Client(base_url=self.client.base_url, headers=self.client.headers, timeout=STARTING) as client,
             client.stream("POST", "/v1/completions", json=asked) as response,
         ):
             for line in response.iter_lines():
@@ -214,7 +216,7 @@ def cluster(_ray: None, made: Made, tmp_path_factory: pytest.TempPathFactory) ->
 def gateways(cluster: Cluster) -> Iterator[tuple[httpx.Client, httpx.Client]]:
     """Each of both."""
     one, other = (
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0, headers=bearer(ALICE))
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=STARTING, headers=bearer(ALICE))
         for port in cluster.gateways()
     )
     with one, other:

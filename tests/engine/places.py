@@ -74,9 +74,9 @@ ASKED: Mapping[str, Callable[[Engine], Any]] = {
 }
 
 
-def eventually(holds: Callable[[], object], what: str) -> None:
-    """Wait until it does."""
-    until = time.monotonic() + PATIENCE
+def eventually(holds: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    """Wait until it does. Only a test that fails waits for so many seconds."""
+    until = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < until, f"{what}: that does not happen"
         time.sleep(0.005)

@@ -793,8 +793,9 @@ SCENES = (
     Scene("conversation", 8, 0.6, warm=240, seconds=240, store=True),
     Scene("conversation", 16, 8, GPU, warm=60),
     *(Scene(name, 4, rate, FINE) for name, rate in (("Azure conversation", 40), ("Azure code", 80))),
-    *(Scene(name, at, 0.7, CPU, 120, 120) for name in ("agent", "users") for at in (2, 4, 32, 128)),
+    *(Scene(name, at, 0.7, CPU, 120, 120) for name in ("agent", "users") for at in (2, 4, 32)),
     *(Scene(name, at, 0.6, CPU, 120, 120) for name in ("edits", "chats") for at in (2, 4, 32)),
+    Scene("agent", 128, 0.7, CPU, 120, 120),
 )  # fmt: skip
 QUICK = (Scene("chats", 2, 20, CPU, 2, 4), Scene("tool and agent", 2, 20, FINE, 1, 2, store=True))
 COLUMNS = ("computed", "median s", "p99 s", "mean s", "busiest", "evicted", "msg/s", "kB/s", "µs")

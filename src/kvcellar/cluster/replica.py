@@ -7,7 +7,7 @@ Always true:
   * of a connection, `SECRET` bytes are read, within `GREETING` seconds, before it is known to be of a gateway; others
     are closed;
   * what a gateway has asked for ends with its connection; the others and the engine go on;
-  * after `leave`, each gateway is told that its requests are to go on elsewhere, and ends them here.
+  * after `leave`, each gateway is told that it is to disconnect when its requests can go on elsewhere, or are done.
 """
 
 import hmac
@@ -174,21 +174,21 @@ class Replica:
         front.outbox.put(Blocks(packed(events)))
 
     def _forget(self, front: FrontEnd) -> None:
+        front.end()  # first: `leave` waits until there are none
         with self._lock:
             self._fronts = tuple(one for one in self._fronts if one is not front)
-        front.end()
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self, seconds: float) -> None:
-        """Let gateways move their requests to others, for at most so long; then write what is to be stored, and close
-        the engine. May be called again."""
+        """Until no gateway is connected, for at most so long: each has it as long as it needs it. Then write what is to
+        be stored, and close the engine. May be called again."""
         until = time.monotonic() + seconds
         with self._lock:
             self._leaving = True
             for front in self._fronts:
                 front.outbox.put(Leaving())
-        while any(front.busy for front in self._fronts) and time.monotonic() < until:
+        while self._fronts and time.monotonic() < until:
             time.sleep(0.05)
         self.close()
 

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from random import Random
@@ -717,14 +717,18 @@ def both(pair: Pair, **how: Any) -> list[Any]:
     return [address_of("old", pair[0]), address_of("new", pair[1], **{"weights": "new"} | how)]
 
 
-def begun_at(client: ClusterClient, replica: str, prompt: Sequence[int] = (5, 6), **how: Any) -> tuple[int, Ear]:
+@contextmanager
+def going_to(client: ClusterClient, replica: str) -> Iterator[None]:
+    """Meanwhile requests go to that replica."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_choose", lambda request: client._links[replica])
+        yield
+
+
+def begun_at(client: ClusterClient, replica: str, **how: Any) -> tuple[int, Ear]:
     """A request of which that replica has told something."""
-    others = [one for one in client._engines if one.name != replica]
-    for one in others:
-        one.leaving = True
-    number, ear = sent(client, prompt, **LONG | how)
-    for one in others:
-        one.leaving = False
+    with going_to(client, replica):
+        number, ear = sent(client, (5, 6), **LONG | how)
     runs(ear)
     assert place_of(client, number) == replica
     return number, ear
@@ -787,7 +791,7 @@ def test_a_request_waits_for_a_replica_with_its_weights_to_be_back(pair: Pair, u
     pair[0].down = True
     pair[0].die()
     eventually(lambda: states(client)["old"] == "lost", "it is not there")
-    begun_at(client, "new")[1]
+    begun_at(client, "new")
     assert place_of(client, number) is None
     pair[0].down = False
     eventually(lambda: place_of(client, number) == "old", "it goes on")
@@ -812,14 +816,12 @@ def test_a_request_whose_weights_no_replica_has_any_more_fails_by_name(pair: Pai
 def test_a_request_of_which_nothing_was_told_goes_to_any_replica(pair: Pair, updated, alone: Engine) -> None:
     wanted = outcome(alone.generate([POISON, 6], **GREEDY))
     engine, client = updated
-    pair[0].fatal = begins_with_poison
-    next(one for one in client._engines if one.name == "new").leaving = True
+    pair[0].fatal, pair[0].down = begins_with_poison, True
     pair[0].gate.clear()
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(lambda: outcome(engine.generate([POISON, 6], **GREEDY)))
-        eventually(lambda: client._running, "it is sent")
-        next(one for one in client._engines if one.name == "new").leaving = False
-        pair[0].down = True
+        with going_to(client, "old"):
+            asked = pool.submit(lambda: outcome(engine.generate([POISON, 6], **GREEDY)))
+            eventually(lambda: client._running, "it is sent")
         pair[0].gate.set()
         assert asked.result() == wanted
     assert (pair[0].deaths, len(pair[1].taken)) == (1, 1)
@@ -1485,7 +1487,9 @@ def test_without_events_a_request_says_that_nothing_was_compared(pair: Pair) -> 
     with gateway(named(*pair)) as (_, client):
         (placement,) = done(sent(client, PREFIX, **GREEDY)[1]).placements
         assert placement.considered == ()
-        assert client.last_stats.cluster == replace(client.last_stats.cluster, unranked=1)
+        cluster = client.last_stats.cluster
+        assert cluster is not None
+        assert cluster.unranked == 1
 
 
 @pytest.mark.parametrize("leaves", [False, True])

@@ -111,7 +111,7 @@ class Cluster:
 
 RAY = """
 import ray
-ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
 assert ray.get(ray.remote(lambda: 1).remote()) == 1
 """
 

@@ -142,7 +142,7 @@ def serve(
         raise BadRequest(f"a cluster needs Ray: install kvcellar[cluster] ({error})", "cluster") from error
     application = import_module("kvcellar.cluster.application").app(described | {"engine": _engine(options)})
     own = {"include_dashboard": False, "object_store_memory": OBJECTS} if address is None else {}
-    ray.init(address=address, log_to_driver=False, **own)
+    ray.init(address=address or "local", log_to_driver=False, **own)  # without, it would use one that runs here
     try:
         if address is not None:
             _check_authentication(address)

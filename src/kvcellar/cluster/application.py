@@ -51,9 +51,7 @@ class Cluster(Struct, forbid_unknown_fields=True, kw_only=True):
     prefill: int | str = 0  # of replicas beside these that compute prompts: the others go on, from the shared store
     idle_seconds: Annotated[float, Meta(gt=REPORT_SECONDS)] = 300.0  # until a replica ends that it does not take
     gateways: _Count = 1
-    engine: dict[
-        str, Any
-    ] = {}  # settings of all engines (`EngineOptions`); adapters and KV events: of the first
+    engine: dict[str, Any] = {}  # settings of all engines (`EngineOptions`); adapters and KV events: of the first
     server: dict[str, Any] = {}  # settings of all gateways (`ServeSettings`)
     api_key_file: str | None = None  # files of keys; a gateway reads one again when it has changed
     admin_key_file: str | None = None

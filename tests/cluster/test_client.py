@@ -731,6 +731,7 @@ def begun_at(client: ClusterClient, replica: str, **how: Any) -> tuple[int, Ear]
         number, ear = sent(client, (5, 6), **LONG | how)
     runs(ear)
     assert place_of(client, number) == replica
+    assert client._weights[number] == client._links[replica].address.weights
     return number, ear
 
 
@@ -779,6 +780,7 @@ def test_a_request_moves_to_a_replica_with_its_weights(pair: Pair, updated, mode
         number, ear = begun_at(client, "old")
         pair[0].says_that_it_leaves()
         eventually(lambda: place_of(client, number) == "third", "it moves")
+        client.check()
         client.cancel(number)
         ear.wait()
         client.found(both(pair))
@@ -795,6 +797,7 @@ def test_a_request_waits_for_a_replica_with_its_weights_to_be_back(pair: Pair, u
     assert place_of(client, number) is None
     pair[0].down = False
     eventually(lambda: place_of(client, number) == "old", "it goes on")
+    client.check()
     for one in list(client._running):
         client.cancel(one)
     ear.wait()

@@ -182,9 +182,15 @@ def _serve(ray_serve: Any, application: Any, host: str, port: int, models: Seque
                 time.sleep(0.2)
     except BaseException:
         if not updates:
-            ray_serve.delete(NAME)
+            _delete(ray_serve)
         raise
-    ray_serve.delete(NAME)
+    _delete(ray_serve)
+
+
+def _delete(ray_serve: Any) -> None:
+    """Waits for a minute, and Ray goes on with it: requests have as long as the gateways drain."""
+    with suppress(TimeoutError):
+        ray_serve.delete(NAME)
 
 
 def _check_address(host: str, port: int) -> None:

@@ -416,8 +416,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             moved = self._left(link, ENDS, blame=None)
         else:
             log.warning("replica %s has gone; its requests go on at others", link.name)
-            blame = lambda request: 1.0 if request.alone else SUSPECT  # noqa: E731 - typed by where it goes
-            moved = self._left(link, "has closed its connection", blame=blame)
+            moved = self._left(link, "has closed its connection", blame=_blame)
         self._go_on()
         with self._changed:
             self.moved += len(moved)
@@ -719,6 +718,13 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             return list(self._engines) if isinstance(control, ListEntries) else self._engines[:1]
 
+    def check(self) -> None:
+        super().check()
+        with self._changed:
+            for number, weights in self._weights.items():
+                engine = self._running[number].engine
+                assert engine is None or engine.address.weights == weights, "it goes on with other weights"
+
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -761,6 +767,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 reader.join(LAST_WORDS)
         self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
+
+
+def _blame(request: Request[ReplicaLink]) -> float:
+    return 1.0 if request.alone else SUSPECT
 
 
 def _leaves_prefill(request: Request[ReplicaLink]) -> bool:

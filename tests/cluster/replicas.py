@@ -24,15 +24,21 @@ PREFILL = "prefill"  # name of a replica for prompts
 
 
 def address_of(
-    name: str, replica: Replica, *, version: str = VERSION, weights: str = "same", prefill: bool = False
+    name: str,
+    replica: Replica,
+    *,
+    version: str = VERSION,
+    weights: str = "same",
+    prefill: bool = False,
+    made: str = "",
 ) -> Address:
-    return Address(name, *replica.address, replica.secret, version, weights, replica.block, prefill)
+    return Address(name, *replica.address, replica.secret, version, weights, replica.block, prefill, made)
 
 
-def client_of(settings: Mapping[str, Any] | None = None, *, to_zero: bool = False) -> ClusterClient:
+def client_of(settings: Mapping[str, Any] | None = None, *, to_zero: bool = False, made: str = "") -> ClusterClient:
     adapter = (settings or {}).get("adapter")
     router = partial(Router, most_blocks=1 << 16, clock=time.monotonic)
-    return ClusterClient(router, adapter=adapter, to_zero=to_zero)
+    return ClusterClient(router, adapter=adapter, to_zero=to_zero, made=made)
 
 
 def states(client: ClusterClient) -> dict[str, str]:
@@ -89,6 +95,11 @@ class _Watched:
         self._client.cancel(number)
 
 
+def busy(front: FrontEnd) -> bool:
+    """Whether it has requests that are not done."""
+    return bool(front._numbers or front._submitting)
+
+
 class FaultyReplica(Replica):
     """Does what it is told to: to gateways that is a death, though its engine lives."""
 
@@ -122,9 +133,11 @@ class FaultyReplica(Replica):
         self.die()
 
     def _failed(self) -> None:
+        """In place of the end of this process."""
         self.die_for_good()
 
     def says_that_it_leaves(self) -> None:
+        self._leaving = True
         for front in self._fronts:
             front.outbox.put(Leaving())
 
@@ -154,7 +167,7 @@ class FaultyReplica(Replica):
 
     def rests(self) -> None:
         """Wait until it has no request, and then assert that none holds anything."""
-        eventually(lambda: not any(front.busy for front in self._fronts), "its requests end")
+        eventually(lambda: not any(map(busy, self._fronts)), "its requests end")
         eventually(lambda: not (now := self._client.ask(ReadStats())).running + now.waiting, "all requests end")
         stats = self._client.ask(ReadStats())
         assert (stats.sequences, stats.cells_used, stats.rows_used) == (0, 0, 0)

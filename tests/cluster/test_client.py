@@ -56,7 +56,7 @@ from kvcellar.memory import store as store_module
 from kvcellar.memory.prefix.node import ids_of
 from kvcellar.memory.tiers.objects import DirectoryObjects
 from kvcellar.wire import encode, frame_of, packed
-from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, client_of, gateway, states
+from tests.cluster.replicas import PREFILL, FaultyReplica, address_of, busy, client_of, gateway, states
 from tests.engine.drafting import always_restored
 from tests.engine.embedding_models import saved
 from tests.engine.places import (
@@ -694,18 +694,10 @@ def test_without_events_the_replica_that_has_fewer_requests_is_chosen(pair: Pair
 # -- replicas that are not used ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ({"version": "0.0.0"}, "it runs kvcellar 0.0.0, and"),
-        ({"weights": "other"}, "its weights, or what"),
-    ],
-    ids=["version", "weights"],
-)
-def test_a_replica_that_is_not_like_the_others_is_refused_by_name(pair: Pair, expected, how: Any, why: str) -> None:
+def test_a_replica_of_another_version_is_refused_by_name(pair: Pair, expected) -> None:
     with gateway(named(pair[0])) as (engine, client):
-        client.found([address_of("replica-0", pair[0]), address_of("other", pair[1], **how)])
-        eventually(lambda: why in states(client)["other"], "it is refused")
+        client.found([address_of("replica-0", pair[0]), address_of("other", pair[1], version="0.0.0")])
+        eventually(lambda: "it runs kvcellar 0.0.0, and" in states(client)["other"], "it is refused")
         assert ASKED["batch"](engine) == expected["batch"]
         assert pair[1].taken == []
         client.found([address_of("replica-0", pair[0])])
@@ -722,28 +714,12 @@ def test_a_replica_of_another_model_is_refused_by_name(pair: Pair, tmp_path: Pat
         assert other.taken == []
 
 
-def test_of_replicas_that_are_found_together_those_that_are_not_alike_are_not_both_used(pair: Pair) -> None:
-    with closing(client_of()) as client:
-        both = threading.Barrier(2)
-        greet = client._greet
-
-        def together(link: ReplicaLink) -> None:
-            both.wait(60)
-            greet(link)
-
-        client._greet = together  # type: ignore[method-assign]
-        client.found([address_of(f"of {at}", one, weights=f"{at}") for at, one in enumerate(pair)])
-        eventually(lambda: "connecting" not in states(client).values(), "both were looked at")
-        found = sorted(states(client).values())
-        assert found[0] == "connected"
-        assert found[1].startswith("its weights")
-
-
 def test_where_all_are_refused_the_reasons_are_raised(pair: Pair) -> None:
     with closing(client_of()) as client:
         client.found([address_of(f"of {at}", one, version=f"0.0.{at}") for at, one in enumerate(pair)])
+        eventually(lambda: client.refuses_all, "they are refused")
         with pytest.raises(ModelRefused) as caught:
-            client.wait()
+            client.wait(patience=0.0)
         for at in range(2):
             assert f"replica of {at}: it runs kvcellar 0.0.{at}" in str(caught.value)
 
@@ -756,24 +732,6 @@ def test_where_all_are_refused_later_requests_are_told_the_reasons_at_once(pair:
         with pytest.raises(Overloaded, match=r"replica other: it runs kvcellar 0\.0\.0, and"):
             engine.generate([5, 6], **GREEDY)
         assert engine.starting
-
-
-def test_a_refused_replica_is_used_when_those_that_it_is_not_like_are_gone(pair: Pair, expected) -> None:
-    """Requests of theirs cannot go on there: they are told why. Then there is none that it would have to be like."""
-    with gateway(named(pair[0])) as (engine, client):
-        other = address_of("other", pair[1], weights="other")
-        client.found([address_of("replica-0", pair[0]), other])
-        eventually(lambda: "its weights, or what" in states(client)["other"], "it is refused")
-        _, ear = sent(client, (5, 6), **LONG)
-        runs(ear)
-        client.found([other])
-        pair[0].die_for_good()
-        error = failed(ear)
-        assert isinstance(error, Overloaded)
-        assert "replica other: its weights, or what" in str(error)
-        eventually(lambda: states(client)["other"] == "connected", "it is tried again")
-        assert ASKED["batch"](engine) == expected["batch"]
-        assert pair[1].taken != []
 
 
 def test_a_wait_for_a_replica_ends_with_its_client(pair: Pair) -> None:
@@ -800,15 +758,155 @@ def test_a_replica_that_leaves_while_it_joins_gets_no_requests(pair: Pair) -> No
     pair[1]._leaving = True
     with gateway(named(pair[0])) as (engine, client):
         client.found([address_of(name, one) for name, one in named(*pair).items()])
-        eventually(lambda: (link := client._links.get("replica-1")) is not None and link.leaving, "it says so")
-        eventually(lambda: link_has_greeted(client, "replica-1"), "it is greeted")
-        assert states(client)["replica-1"] == "leaving"
+        eventually(lambda: client._lost.get("replica-1") == client_module.ENDS, "it says so")
         engine.generate([[5, 6]] * 6, **GREEDY)
         assert pair[1].taken == []
 
 
-def link_has_greeted(client: ClusterClient, name: str) -> bool:
-    return client._links[name].stats is not None and not client._links[name].early
+# -- an update --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def updated(pair: Pair) -> Iterator[tuple[Engine, ClusterClient]]:
+    """Both are used, and the second one has new weights."""
+    with gateway({"old": pair[0]}) as (engine, client):
+        client.found(both(pair))
+        eventually(lambda: states(client) == {"old": "connected", "new": "connected"}, "both are used")
+        yield engine, client
+
+
+def both(pair: Pair, **how: Any) -> list[Any]:
+    return [address_of("old", pair[0]), address_of("new", pair[1], **{"weights": "new"} | how)]
+
+
+@contextmanager
+def going_to(client: ClusterClient, replica: str) -> Iterator[None]:
+    """Meanwhile requests go to that replica."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "_choose", lambda request: client._links[replica])
+        yield
+
+
+def begun_at(client: ClusterClient, replica: str, **how: Any) -> tuple[int, Ear]:
+    """A request of which that replica has told something."""
+    with going_to(client, replica):
+        number, ear = sent(client, (5, 6), **LONG | how)
+    runs(ear)
+    assert place_of(client, number) == replica
+    assert client._weights[number] == client._links[replica].address.weights
+    return number, ear
+
+
+def begin_anew(replica: FaultyReplica) -> bool:
+    """Whether nothing was told before of the requests that it got."""
+    return all(not one.produced and not one.prompt_told for one in replica.taken)
+
+
+def test_a_gateway_waits_for_a_replica_of_its_own_and_then_uses_all_that_are_alike(pair: Pair) -> None:
+    with closing(client_of(made="now")) as client:
+        old, new = address_of("old", pair[0], made="before"), address_of("new", pair[1], made="now")
+        client.found([old])
+        eventually(lambda: states(client)["old"].startswith("it was made of another model"), "it is refused")
+        with pytest.raises(ModelRefused, match="replica old: it was made of another model or settings"):
+            client.wait(patience=0.0)
+        waits = threading.Thread(target=client.wait)
+        waits.start()
+        client.found([old, new])
+        eventually(lambda: states(client) == {"old": "connected", "new": "connected"}, "both are used")
+        waits.join(60)
+        assert not waits.is_alive()
+
+
+def test_a_request_ends_at_a_replica_that_leaves_where_others_have_other_weights(
+    pair: Pair, updated, alone: Engine
+) -> None:
+    """New ones go there."""
+    wanted = answered(sent(alone._client, (5, 6), **LONG | {"max_tokens": 60})[1].wait(), 0)
+    engine, client = updated
+    number, ear = begun_at(client, "old", max_tokens=60)
+    pair[0].says_that_it_leaves()
+    engine.generate([[5, 6]] * 4, **GREEDY)
+    assert len(pair[1].taken) == 4
+    assert answered(ear.wait(), 0) == wanted
+    assert place_of(client, number) is None
+    assert client.moved == 0
+    eventually(lambda: "old" not in client._links, "it is not needed any more")
+    assert begin_anew(pair[1])
+
+
+def test_a_request_moves_to_a_replica_with_its_weights(pair: Pair, updated, model: Path) -> None:
+    _, client = updated
+    with closing(FaultyReplica(model, SETTINGS)) as third:
+        client.found([*both(pair), address_of("third", third)])
+        eventually(lambda: states(client)["third"] == "connected", "it is used")
+        number, ear = begun_at(client, "old")
+        pair[0].says_that_it_leaves()
+        eventually(lambda: place_of(client, number) == "third", "it moves")
+        client.check()
+        client.cancel(number)
+        ear.wait()
+        client.found(both(pair))
+    assert begin_anew(pair[1])
+
+
+def test_a_request_waits_for_a_replica_with_its_weights_to_be_back(pair: Pair, updated) -> None:
+    _, client = updated
+    number, ear = begun_at(client, "old")
+    pair[0].down = True
+    pair[0].die()
+    eventually(lambda: states(client)["old"] == "lost", "it is not there")
+    begun_at(client, "new")
+    assert place_of(client, number) is None
+    pair[0].down = False
+    eventually(lambda: place_of(client, number) == "old", "it goes on")
+    client.check()
+    for one in list(client._running):
+        client.cancel(one)
+    ear.wait()
+    assert begin_anew(pair[1])
+
+
+def test_a_request_whose_weights_no_replica_has_any_more_fails_by_name(pair: Pair, updated) -> None:
+    engine, client = updated
+    _, ear = begun_at(client, "old")
+    client.found(both(pair)[1:])
+    pair[0].die_for_good()
+    error = failed(ear)
+    assert isinstance(error, Overloaded)
+    assert "other weights now than those that it began with" in str(error)
+    engine.generate([5, 6], **GREEDY)
+    assert begin_anew(pair[1])
+
+
+def test_a_request_of_which_nothing_was_told_goes_to_any_replica(pair: Pair, updated, alone: Engine) -> None:
+    wanted = outcome(alone.generate([POISON, 6], **GREEDY))
+    engine, client = updated
+    pair[0].fatal, pair[0].down = begins_with_poison, True
+    pair[0].gate.clear()
+    with ThreadPoolExecutor(1) as pool:
+        with going_to(client, "old"):
+            asked = pool.submit(lambda: outcome(engine.generate([POISON, 6], **GREEDY)))
+            eventually(lambda: client._running, "it is sent")
+        pair[0].gate.set()
+        assert asked.result() == wanted
+    assert (pair[0].deaths, len(pair[1].taken)) == (1, 1)
+
+
+def test_a_replica_serves_a_gateway_of_its_version_until_that_ends(pair: Pair, model: Path, expected) -> None:
+    """Others have a new version, which this gateway cannot speak."""
+    with closing(FaultyReplica(model, SETTINGS)) as leaving:
+        with gateway({"old": leaving}) as (engine, client):
+            client.found([address_of("old", leaving), address_of("new", pair[1], version="0.0.0", weights="new")])
+            eventually(lambda: states(client)["new"].startswith("it runs kvcellar"), "it is refused")
+            leave = threading.Thread(target=leaving.leave, args=(600.0,))
+            leave.start()
+            eventually(lambda: states(client)["old"] == "leaving", "it says so")
+            client.found([address_of("new", pair[1], version="0.0.0", weights="new")])
+            assert ASKED["batch"](engine) == expected["batch"]
+            assert leave.is_alive()
+        leave.join(60)
+        assert not leave.is_alive()
+    assert pair[1].taken == []
 
 
 def test_a_replica_that_is_silent_is_given_up_unless_this_process_was_stopped(pair: Pair, alone: Engine) -> None:
@@ -1026,7 +1124,7 @@ def test_a_request_that_replicas_die_of_is_refused_though_one_of_them_leaves(pai
             request.deaths, request.engine = 1.0, client._engines[0]
             client._running[request.submission.number] = request
             client._sent(request, client._engines[0])
-        client._leaves(client._links[request.engine.name])
+        named(*pair)[request.engine.name].says_that_it_leaves()
         assert isinstance(request.deliver, Ear)
         assert isinstance(failed(request.deliver), EngineDied)
         assert sum(one.deaths for one in pair) == 1
@@ -1101,7 +1199,7 @@ def test_a_request_whose_grammar_is_compiled_when_its_gateway_dies_ends(pair: Pa
         client.wait()
         client.number()  # the first one is 0
         call = pool.submit(sent, client, (5, 6), **MATCHING)
-        eventually(lambda: pair[0]._fronts and pair[0]._fronts[0].busy, "it is taken in")
+        eventually(lambda: pair[0]._fronts and busy(pair[0]._fronts[0]), "it is taken in")
         client.close()
         assert isinstance(call.exception(), EngineClosed)
         eventually(lambda: not pair[0]._fronts, "the gateway is forgotten")

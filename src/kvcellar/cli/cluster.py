@@ -18,10 +18,10 @@ import click
 
 from kvcellar.cli import top
 from kvcellar.cli.client import AdminClient, server_options, why_command
-from kvcellar.cli.options import Command, adapter_option, engine_options, given, json_option, together
+from kvcellar.cli.options import FILE, STORE_KEY, Command, adapter_option, engine_options, given, json_option, together
 from kvcellar.cli.printing import replica_lines
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
-from kvcellar.cli.store_options import store_options, stored
+from kvcellar.cli.store_options import placed, store_options
 from kvcellar.engine.load.in_library import located
 from kvcellar.engine.models.weights.find import find
 from kvcellar.errors import BadRequest, EngineFailed
@@ -36,6 +36,7 @@ ENVIRONMENT = {
 PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0
+FILES = ("api_key_file", "admin_key_file", "metrics_key_file", "store_key_file", "store_remote_file")
 FREE = range(2_000, 10_000)  # above are ports that Ray gives to workers and gateways, and systems to connections
 OBJECTS = 100 << 20  # bytes of shared memory: nothing of requests is in it
 
@@ -89,6 +90,20 @@ def status(as_json: bool, url: str, admin_key_file: Path | None) -> None:
 )
 @click.option("--gateways", type=click.IntRange(1), default=1, show_default=True, help="Front ends of all engines.")
 @click.option("--ray", "address", help="Address of a running Ray cluster, or auto. Default: Ray is started here.")
+@click.option(
+    "--drain-timeout",
+    "drain_seconds",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="For running requests of a gateway that ends, as in an update, and of an engine where no other can go on.",
+)
+@click.option(
+    "--store-remote-file",
+    type=FILE,
+    help="In place of --store-remote: its URL is in this file of each machine, and so not in what Ray shows.",
+)
 @together(http_options, store_options, engine_options, adapter_option)
 def serve(
     models: tuple[str, ...],
@@ -97,20 +112,24 @@ def serve(
     idle_seconds: float,
     gateways: int,
     address: str | None,
-    api_key_file: Path | None,
-    admin_key_file: Path | None,
-    metrics_key_file: Path | None,
+    drain_seconds: float,
     **options: Any,
 ) -> None:
     """Serve models until a signal: each MODEL has its engines, and requests go where memory has most of their text, or
     will have soonest. Needs kvcellar[cluster]."""
-    stored(options)
+    if STORE_KEY in os.environ:
+        raise BadRequest(f"engines do not see ${STORE_KEY}: write it into a file of each machine", "store_key_file")
+    shared = (options["store"], options["store_remote"], options["store_remote_file"])
+    if address is not None and gateways > 1 and not any(shared):
+        why = "what one remembers, others must find: set --store-remote, or --store, on a disk that all share"
+        raise BadRequest(why, "gateways")
+    placed(options)
     engines = _engines(replicas, roles)
     if address is None:
         for model in models:
             find(located(model))  # raises, before anything is started
-    server = {name: options.pop(name) for name in HTTP_OPTIONS}
-    files = {"api_key_file": api_key_file, "admin_key_file": admin_key_file, "metrics_key_file": metrics_key_file}
+    server: dict[str, Any] = {name: options.pop(name) for name in HTTP_OPTIONS} | {"drain_seconds": drain_seconds}
+    files = {name: options.pop(name) for name in FILES}
     described = {"models": list(map(_absolute, models)), "gateways": gateways, "server": server}
     described |= {"idle_seconds": idle_seconds} | engines
     described |= {name: str(file) for name, file in files.items() if file is not None}
@@ -150,22 +169,43 @@ def _serve(ray_serve: Any, application: Any, host: str, port: int, models: Seque
     """Until a signal, which interrupts the start. One that has failed is taken back, but not an update."""
     updates = NAME in ray_serve.status().applications
     ray_serve.start(http_options={"host": host, "port": port})
+    _check_address(host, port)
     try:
         try:
             ray_serve.run(application, name=NAME, route_prefix="/")
         except RuntimeError as error:
             raise EngineFailed(f"the cluster could not be started: {error}") from error
         stop = _signalled()
-        url = f"http://{host}:{port}"
+        url = _url(host, port)
         if _ready(url, stop):
             click.echo(f"Serving {', '.join(models) or 'the embedded model'} at {url}/v1", err=True)
             while not stop:
                 time.sleep(0.2)
     except BaseException:
         if not updates:
-            ray_serve.delete(NAME)
+            _delete(ray_serve)
         raise
-    ray_serve.delete(NAME)
+    _delete(ray_serve)
+
+
+def _delete(ray_serve: Any) -> None:
+    """Waits for a minute, and Ray goes on with it: requests have as long as the gateways drain."""
+    with suppress(TimeoutError):
+        ray_serve.delete(NAME)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raises `BadRequest` where Serve ran before, and listens elsewhere: it cannot be told another address."""
+    client = import_module("ray.serve.context")._get_global_client()
+    if (client.http_config.host, client.http_config.port) != (host, port):
+        there = f"--host {client.http_config.host} --port {client.http_config.port}"
+        raise BadRequest(f"Serve runs in this Ray cluster already, and listens elsewhere: give {there}", "port")
+
+
+def _url(host: str, port: int) -> str:
+    """For this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _engines(replicas: str | None, roles: str | None) -> dict[str, Any]:
@@ -187,8 +227,8 @@ def _absolute(text: str) -> str:
 
 
 def _engine(options: dict[str, Any]) -> dict[str, Any]:
-    """Settings of engines. The store may not be there yet."""
-    engine = given(**options)
+    """Settings of engines. The store may not be there yet. Adapters are models with names of their own."""
+    engine = given(**options | {"adapter": None})
     if "store" in engine:
         engine["store"] = str(Path(engine["store"]).expanduser().absolute())
     if "draft" in engine:

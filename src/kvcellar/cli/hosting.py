@@ -17,7 +17,7 @@ from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.core.device import DeviceThread
 from kvcellar.engine.load.in_library import in_library, located
 from kvcellar.engine.load.machine import free_cpu_bytes
-from kvcellar.engine.load.settings import SHARE_OF_FREE, Settings
+from kvcellar.engine.load.settings import OF_ONE_ENGINE, SHARE_OF_FREE, Settings
 from kvcellar.engine.models import embedded
 from kvcellar.engine.models.weights.find import find
 from kvcellar.engine.models.weights.weights_bytes import adapter_bytes, bytes_in_memory
@@ -39,10 +39,6 @@ log = logging.getLogger("kvcellar.serve")
 
 MEMORY_SHARE = 0.9  # of the free memory, for all models
 OF_ONE_MODEL = ("context", "draft", "draft_depth", "draft_bytes")  # settings for models of the command line only
-OF_ONE_ENGINE = (  # and for the first one only
-    *("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block"),
-    *("adapters", "adapter"),
-)
 OF_STORE = ("store", "store_bytes", "store_key", "store_remote", "store_remote_bytes", "tenant_share")
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of drivers that torch may use
 FREE_CUDA_BYTES = """

@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from kvcellar.cli.options import FILE, SIZE, STORE_KEY, together
-from kvcellar.engine.load.settings import KEY_BYTES, store_directory
-from kvcellar.errors import BadRequest
+from kvcellar.engine.load.settings import KEY_BYTES, key_in, store_directory
 from kvcellar.places import NoPlace
 
 log = logging.getLogger("kvcellar.serve")
@@ -67,34 +66,26 @@ events_options = together(
 
 def stored(options: dict[str, Any]) -> None:
     """Put settings of an engine in the place of options. Raises `BadRequest`."""
-    no_store, key_file = options.pop("no_store"), options.pop("store_key_file")
+    placed(options)
+    options["store_key"] = store_key(options.pop("store_key_file"), os.environ)
+
+
+def placed(options: dict[str, Any]) -> None:
+    """Put the directory of the store in the place of its options."""
+    no_store = options.pop("no_store")
     options["store"] = None if no_store else options["store"] or _directory()
-    options["store_key"] = store_key(key_file, os.environ)
 
 
 def store_key(file: Path | None, environment: Mapping[str, str]) -> bytes | None:
     """The key in a file, or in the environment, or None. Raises `BadRequest`, without any of the key."""
     if file is None:
-        return _parsed(environment[STORE_KEY], f"${STORE_KEY}") if STORE_KEY in environment else None
+        return key_in(environment[STORE_KEY], f"${STORE_KEY}") if STORE_KEY in environment else None
     from kvcellar.serve.http.keys import permission_warning, text_of  # imports the server, which takes time
 
     text = text_of(file, 1024, "store_key_file")
     if (warning := permission_warning(file)) is not None:
         log.warning("%s", warning)
-    return _parsed(text, str(file))
-
-
-def _parsed(text: str, where: str) -> bytes:
-    try:
-        key = bytes.fromhex(text.strip())
-    except ValueError:
-        key = b""
-    if len(key) != KEY_BYTES:
-        digits = 2 * KEY_BYTES
-        raise BadRequest(
-            f"{where} must have {digits} hexadecimal digits; openssl rand -hex {KEY_BYTES} makes some", "store_key_file"
-        )
-    return key
+    return key_in(text, str(file))
 
 
 def _directory() -> str | None:

@@ -20,6 +20,7 @@ class Address(Struct, frozen=True):
     weights: str
     block: int  # tokens of a block of its KV events
     prefill: bool = False  # it computes prompts, and others go on with their requests, from the store
+    made: str = ""  # digest of the model and settings that it was given
 
 
 def keep_alive(link: socket.socket) -> None:

@@ -13,10 +13,13 @@ has taken lately. With its first token it leaves, and goes on at another one, by
 has its prompt, or after `HELD` seconds.
 
 Always true:
-  * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds; so are those
-    that are refused, while no other one is used and no request waits: then there is none that they have to be like;
-  * replicas that are used, or whose requests go on, have one model and the same weights, and run this version: others
-    are refused by name;
+  * each replica that was found, and is not refused, is connected, or is tried again every `AGAIN` seconds;
+  * replicas that are used have one model, that of the first one, and run this version: others are refused by name.
+    The first one was made of what this gateway was told: of an update, a gateway waits for replicas of its own;
+  * of a request, all that is told is of the same weights: where it was told something, it goes on at replicas that have
+    them. A new one may go to any, and one fails whose weights no replica has any more;
+  * a replica that is to end is connected until its requests can go on at others with its weights; or, where all others
+    have other ones, until those that it has are done, and others get the new ones;
   * the router knows the replicas that get requests, and no others;
   * a replica that gets requests has been told of all adapters;
   * what was counted does not fall when a replica goes, and is not counted twice when it comes back;
@@ -94,6 +97,8 @@ SUSPECT = 0.125
 STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 LAST_WORDS = 5.0
 TICK = 0.25
+ENDS = "is being shut down"
+UPDATE_SECONDS = 3600.0  # that a gateway which begins waits where all replicas are refused: others may be loading
 HELD = 2.0  # seconds
 UNLIMITED = 1 << 62  # cells, where no layer has any: all have recurrent state
 HANDED = 0.9  # weight of the mean seconds of handing over, when one more was measured
@@ -133,20 +138,25 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     """An `EngineClient` of all replicas of an engine together."""
 
     def __init__(
-        self, router: Callable[[int], Router], *, adapter: str | None = None, seed: int = 0, to_zero: bool = False
+        self,
+        router: Callable[[int], Router],
+        *,
+        adapter: str | None = None,
+        seed: int = 0,
+        to_zero: bool = False,
+        made: str = "",
     ) -> None:
         """`router` makes one for blocks of so many tokens. `adapter`: that of requests which name none. `to_zero`:
-        there may be no replica while nothing is asked for."""
+        there may be no replica while nothing is asked for. `made`: of what the first replica was; "": of anything."""
         super().__init__()
         self._make_router, self._default, self._random = router, adapter, Random(seed)
-        self._to_zero = to_zero
+        self._to_zero, self._made = to_zero, made
         self._block = 0  # tokens of a block
         self._router: Router | None = None  # of the first replica's blocks. The lock is held for it, too
         self._addresses: dict[str, Address] = {}
         self._tried: dict[str, float] = {}  # when it was tried last, of those that are not connected
         self._refused: dict[str, str] = {}  # why, by replica
         self._lost: dict[str, str] = {}  # how the last connection ended, or why there was none
-        self._weights = ""  # of the replica that joined last
         self._used: set[str] = set()  # those that have a thread: they are connected, or being connected
         self._links: dict[str, ReplicaLink] = {}  # connected
         self._digests: dict[str | None, str] = {}  # of adapters, by name
@@ -168,20 +178,35 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._addresses = {one.replica: one for one in addresses}
         self._connect_missing()
 
-    def wait(self, going_on: Callable[[], None] = lambda: None) -> None:
+    def wait(self, going_on: Callable[[], None] = lambda: None, patience: float = UPDATE_SECONDS) -> None:
         """Until a replica can be used. `going_on` is called often, and may raise. Raises `ModelRefused` where all are
-        refused."""
+        refused after `patience` seconds."""
+        until = time.monotonic() + patience
         while not self._first.wait(TICK):
             going_on()
             if self._closing:
                 raise EngineClosed("the engine is closed; open a new one")
             with self._changed:
                 why = self._hopeless()
-            if why:
+            if why and time.monotonic() > until:
                 raise ModelRefused(why)
 
-    def _hopeless(self) -> str:
-        if self._engines or not self._addresses or not self._addresses.keys() <= self._refused.keys():
+    @property
+    def refuses_all(self) -> bool:
+        """Whether there are replicas, and none of them can be used."""
+        with self._changed:
+            return bool(self._hopeless())
+
+    def _weights_of(self, request: Request[ReplicaLink] | None) -> str:
+        return "" if request is None else self._weights.get(request.submission.number, "")
+
+    def _hopeless(self, request: Request[ReplicaLink] | None = None) -> str:
+        if self._able(request) or not self._addresses:
+            return ""
+        weights = self._weights_of(request)
+        if weights and all(one.weights != weights for one in self._addresses.values()):
+            return "the replicas have other weights now than those that it began with; send this again"
+        if not self._addresses.keys() <= self._refused.keys():
             return ""
         return "; ".join(f"replica {name}: {why}" for name, why in self._refused.items())
 
@@ -231,12 +256,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             if self._closing:
                 return
-            first = not self._engines and not self._running  # who joins now is like no others
             missing = [
                 one
                 for name, one in self._addresses.items()
-                if name not in self._used and (first or name not in self._refused)
-                if self._tried.get(name, 0.0) + AGAIN <= now
+                if name not in self._used and name not in self._refused and self._tried.get(name, 0.0) + AGAIN <= now
             ]
             self._tried = {name: at for name, at in self._tried.items() if name in self._addresses}
             self._tried |= {one.replica: now for one in missing}
@@ -265,7 +288,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             self._refuse_replica(address.replica, str(error))
         except (EOFError, OSError) as error:
             log.info("replica %s: %s", address.replica, error)
-            self._lose(address.replica, str(error))
+            self._lose(address.replica, ENDS if link is not None and link.leaving else str(error))
         except Exception as error:
             log.exception("what replica %s has sent cannot be read", address.replica)
             self._lose(address.replica, f"what it has sent cannot be read: {error}")
@@ -282,8 +305,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         if address.version != VERSION:
             raise ModelRefused(f"it runs kvcellar {address.version}, and this gateway {VERSION}")
         with self._changed:
-            if (self._engines or self._running) and address.weights != self._weights:
-                raise ModelRefused("its weights, or what else decides its answers, are not those of the other replicas")
+            if self._router is None and self._made not in ("", address.made):
+                raise ModelRefused("it was made of another model or settings than this gateway, which waits for others")
 
     def _refuse_replica(self, name: str, why: str) -> None:
         with self._changed:
@@ -321,15 +344,13 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             if self._router is None:
                 self.card, self._block = card, link.address.block
                 self._router = self._make_router(self._block)
+                self._refused = {}  # they may be like this one
             elif card.model != self.card.model or link.address.block != self._block:
                 raise ModelRefused(f"it has the model {card.model.name} in another form than the other replicas")
-            self._check_address(link.address)
             if told != self._adapters:
                 return False
             if link.leaving or self._closing:
                 return True
-            self._weights = link.address.weights
-            self._refused.pop(link.name, None)
             self._router.join(link.name)
             self._counts[link.name] = 0
             self._lost.pop(link.name, None)
@@ -350,27 +371,33 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _gone(self, link: ReplicaLink) -> None:
         with self._changed:
             self._links.pop(link.name, None)
-            died = link in self._engines and not self._closing
-        if died:
+            if link not in self._engines or self._closing:
+                return
+        if link.leaving:
+            moved = self._left(link, ENDS, blame=None)
+        else:
             log.warning("replica %s has gone; its requests go on at others", link.name)
-            self._move(link, "has closed its connection", lambda request: 1.0 if request.alone else SUSPECT)
-
-    def _leaves(self, link: ReplicaLink) -> None:
-        """It will be closed."""
-        link.leaving = True
-        for number in self._move(link, "is being shut down", None):
-            link.send(Cancel(number))
-
-    def _move(
-        self, link: ReplicaLink, how: str, blame: Callable[[Request[ReplicaLink]], float] | None
-    ) -> Sequence[int]:
-        if link not in self._engines:
-            return ()
-        moved = self._left(link, how, blame=blame)
+            moved = self._left(link, "has closed its connection", blame=_blame)
         self._go_on()
         with self._changed:
             self.moved += len(moved)
-        return moved
+
+    def _let_go(self) -> None:
+        """Disconnect from replicas that are to end and are not needed: they end when no gateway is connected."""
+        with self._changed:
+            ending = [one for one in self._links.values() if one.leaving and not self._needed(one)]
+        for one in ending:
+            one.link.close()
+
+    def _needed(self, link: ReplicaLink) -> bool:
+        """While `_changed` is held."""
+        if link not in self._engines:
+            return False
+        weights, others = link.address.weights, [one for one in self._engines if not one.leaving]
+        go_on = any(one.address.weights == weights for one in others)
+        if go_on or all(one.weights == weights for one in self._addresses.values()):
+            return False  # its requests go on there, or where a replica comes that takes its place
+        return not others or any(one.engine is link for one in self._running.values())
 
     def _forgotten(self, engine: ReplicaLink) -> None:
         assert self._router is not None, "it has joined"
@@ -401,16 +428,23 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         assert self._router is not None, "a replica has joined"
         return self._router.rank(hashes, len(submission.prompt) // TOKEN, exclude)
 
+    def _able(self, request: Request[ReplicaLink] | None) -> list[ReplicaLink]:
+        return self._with(self._weights_of(request))
+
+    def _with(self, weights: str) -> list[ReplicaLink]:
+        """Those that have these weights, "": any, and get requests: those that are to end only where no other can."""
+        found = [one for one in self._engines if weights in ("", one.address.weights)]
+        return [one for one in found if not one.leaving] or found
+
     def _choose(self, request: Request[ReplicaLink] | None) -> ReplicaLink | None:
-        if not self._engines:
-            return None
-        if request is None:
-            return self._engines[0]
-        prefill = [one for one in self._engines if one.address.prefill]
-        others = [one for one in self._engines if not one.address.prefill]
-        found, considered = self._best(others or prefill, prefill if others else [], request)
+        able = self._able(request)
+        if request is None or not able:
+            return able[0] if able else None
+        prefill = [one for one in able if one.address.prefill]
+        others = [one for one in able if not one.address.prefill]
+        found, considered = self._best(others or prefill, request)
         if prefill and others and request.first_token is None and request.submission.retention.stored:
-            other, there = self._best(prefill, others, request)
+            other, there = self._best(prefill, request)
             if not considered or not there or handed_over(considered[0], there[0], self.handing):
                 found, considered = other, there
         request.considered = considered
@@ -426,11 +460,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         """Seconds of the mean that count."""
         return self._handing[0] * self._fading
 
-    def _best(
-        self, among: Sequence[ReplicaLink], others: Sequence[ReplicaLink], request: Request[ReplicaLink]
-    ) -> tuple[ReplicaLink, Ranking]:
+    def _best(self, among: Sequence[ReplicaLink], request: Request[ReplicaLink]) -> tuple[ReplicaLink, Ranking]:
         by_name = {one.name: one for one in among}
-        considered = self._rank(request.blocks, request.submission, frozenset(one.name for one in others))
+        exclude = frozenset(one.name for one in self._engines if one.name not in by_name)
+        considered = self._rank(request.blocks, request.submission, exclude)
         for at, score in enumerate(considered):
             if (link := by_name.get(score.replica)) is not None:
                 return link, considered[at:]
@@ -445,8 +478,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
 
     def _heard(self, request: Request[ReplicaLink], event: EngineEvent) -> None:
         assert self._router is not None, "it is told by a replica"
-        if not isinstance(event, Admitted) and not request.proven:
+        if not isinstance(event, Admitted | Done | Failed) and not request.proven:
             self._router.first(request.submission.number)
+            if request.engine is not None:
+                request.weights = request.weights or request.engine.address.weights
             if request.handed is not None:
                 now, weight = time.monotonic(), HANDED * self._fading
                 self._handing = weight * self._handing[0] + (1 - weight) * (now - request.handed), now
@@ -466,7 +501,8 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             case Blocks(events):
                 self._cached(engine, events)
             case Leaving():
-                self._leaves(engine)
+                engine.leaving = True
+                self._let_go()
             case _:
                 super()._take(engine, message)
         if isinstance(message, EngineSnapshot):
@@ -479,7 +515,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     def _hand_over(self, engine: ReplicaLink, step: StepEvents) -> None:
         """Requests whose prompts are computed leave it, if there are other replicas."""
         with self._changed:
-            others = not all(one.address.prefill for one in self._engines)
+            others = not all(one.address.prefill for one in self._with(engine.address.weights))
             for number, event in step.events:
                 if (request := self._running.get(number)) is None:
                     continue
@@ -629,6 +665,13 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         with self._changed:
             return list(self._engines) if isinstance(control, ListEntries) else self._engines[:1]
 
+    def check(self) -> None:
+        super().check()
+        with self._changed:
+            for one in self._running.values():
+                told = one.engine is None or one.weights in ("", one.engine.address.weights)
+                assert told, "it goes on with other weights"
+
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
@@ -636,6 +679,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         while not self._end.wait(TICK):
             self._look(WAIT_SECONDS)
             self._release()
+            self._let_go()
             self._connect_missing()
             now = time.monotonic()
             self._give_up_silent(now, stopped=now - last > TICK + STALLED)
@@ -670,6 +714,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 reader.join(LAST_WORDS)
         self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
+
+
+def _blame(request: Request[ReplicaLink]) -> float:
+    return 1.0 if request.alone else SUSPECT
 
 
 def _leaves_prefill(request: Request[ReplicaLink]) -> bool:

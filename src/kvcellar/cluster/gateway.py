@@ -6,8 +6,10 @@ Each gateway has a connection to each replica of each engine, and a router of it
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,13 +20,13 @@ from starlette.types import ASGIApp
 
 from kvcellar.cluster.address import Address
 from kvcellar.cluster.client import ClusterClient
+from kvcellar.cluster.node_files import KeyFiles, follow, settings_here
 from kvcellar.cluster.routing import Router
-from kvcellar.engine.load.settings import EngineOptions, settings_of
-from kvcellar.errors import KvcellarError
+from kvcellar.engine.load.settings import settings_of
 from kvcellar.frontend.documents import documents_of
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.routes import inspector
-from kvcellar.serve.http.lifecycle import LoadThread, Startup
+from kvcellar.serve.http.lifecycle import Startup
 from kvcellar.serve.http.server import ServerOptions, served, shared_by
 from kvcellar.serve.models.model_manager import Limits, ModelManager
 from kvcellar.serve.models.model_spec import ModelSpec
@@ -32,6 +34,7 @@ from kvcellar.serve.settings import ServeSettings
 
 log = logging.getLogger("kvcellar.cluster")
 
+HA_PROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 MOST_BLOCKS = 1 << 20  # that a router remembers: about 100 bytes each
 MEET_SECONDS, AGAIN_SECONDS = 0.5, 5.0  # between calls that meet replicas: until one has got through, and afterwards
 
@@ -59,38 +62,44 @@ class Listener:
         self._client.found([one for some in self._found.values() for one in some])
 
 
+@dataclass(frozen=True)
+class Deployed:
+    """The replicas of a model, as gateways are told of them."""
+
+    handles: Sequence[DeploymentHandle[Any]]  # of each kind
+    settings: Mapping[str, Any]  # of its engines, without those that are in files
+    made: str  # digest of what its engines are made of
+    to_zero: bool  # whether there may be none
+
+
 class Gateway:
     """One front end of all engines."""
 
-    def __init__(
-        self,
-        engines: Mapping[str, tuple[Sequence[DeploymentHandle[Any]], EngineOptions]],
-        settings: Mapping[str, Any],
-        *,
-        to_zero: bool = False,
-    ) -> None:
-        """`engines`: the replicas of each model, by its name, and what of their settings a front end has to know.
-        `to_zero`: there may be none."""
-        self._handles = {name: handles for name, (handles, _) in engines.items()}
-        self._clients = {name: _client(options, to_zero=to_zero) for name, (_, options) in engines.items()}
-        self._options = {name: options for name, (_, options) in engines.items()}
-        self._startup, self._failed = Startup(tuple(engines)), False
+    def __init__(self, engines: Mapping[str, Deployed], settings: Mapping[str, Any], keys: KeyFiles) -> None:
+        """`engines`: by the names of their models, the default first."""
+        if os.environ.get(HA_PROXY) != "1":
+            log.warning("streams pass Serve's own proxy, which is slow: start Ray with %s=1 for HAProxy", HA_PROXY)
+        self._handles = {name: one.handles for name, one in engines.items()}
+        self._options = {name: settings_here(one.settings) for name, one in engines.items()}
+        self._clients = {name: _client(one, self._options[name].get("adapter")) for name, one in engines.items()}
+        self._startup, self._keys = Startup(tuple(engines)), keys
         limits = Limits(max_bytes=0, max_models=len(engines))
         documents = documents_of(settings_of(next(iter(self._options.values()))))
         self._host = ModelManager(
             None, limits, unload=lambda engine: engine.close(), startup=self._startup, documents=documents
         )
-        self._shared = shared_by(self._host, ServeSettings(**settings), ServerOptions())
-        self._loading = LoadThread(self._startup, self._load, self._load_failed)
-        self._meetings: set[asyncio.Task[None]] = set()
+        checked = ServeSettings(**settings, **keys.read().fields())
+        self._shared = shared_by(self._host, checked, ServerOptions(read_keys=keys.read))
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
-        self._startup.begin()
+        """Serve sends it requests, and ends gateways that it replaces, once this has returned."""
         for name, handles in self._handles.items():
             found = dict[Listener, list[Address]]()
             for handle in handles:
-                self._meetings.add(asyncio.create_task(_meet(handle, Listener(self._clients[name], found))))
-        self._loading.start(lambda: None)
+                self._tasks.add(asyncio.create_task(_meet(handle, Listener(self._clients[name], found))))
+        await asyncio.to_thread(self._load)
+        self._tasks.add(asyncio.create_task(follow(self._keys, self._shared.keys)))
         return served(self._shared, inspector)
 
     def _load(self) -> None:
@@ -99,41 +108,35 @@ class Gateway:
             self._startup.loads(at)
             self._host.open(ModelSpec(name, name, 0, 0, 0, partial(self._engine, name, client)))
             for adapter in self._options[name].get("adapters") or ():
-                self._host.name_adapter(adapter)
+                self._host.name_adapter(adapter, name)
 
     def _engine(self, name: str, client: ClusterClient, cache: int, going_on: Any) -> Engine:
         client.wait(self._startup.going_on)
         return Engine.of(client, **self._options[name])
 
-    def _load_failed(self) -> None:
-        self._failed = True
-
     def check_health(self) -> None:
         """Raises where this gateway cannot serve any more: Serve starts another one."""
-        if self._failed or (not self._startup.loading and not self._host.healthy):
+        if not self._host.healthy or any(one.refuses_all for one in self._clients.values()):
             raise RuntimeError("the engines of this gateway cannot be used; see its log")
 
     async def __del__(self) -> None:
         """Serve awaits it after the last request."""
         self._shared.drain.start()
-        for meeting in self._meetings:
-            meeting.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
-        try:
-            self._loading.join()
-        except KvcellarError as error:
-            log.error("the engines could not be used: %s", error)
+        self._startup.stop()
         self._host.close()
         for client in self._clients.values():
             client.close()
         self._shared.threads.close()
 
 
-def _client(options: EngineOptions, *, to_zero: bool) -> ClusterClient:
+def _client(engine: Deployed, adapter: str | None) -> ClusterClient:
     router = partial(Router, most_blocks=MOST_BLOCKS, clock=time.monotonic)
-    return ClusterClient(router, adapter=options.get("adapter"), to_zero=to_zero)
+    return ClusterClient(router, adapter=adapter, to_zero=engine.to_zero, made=engine.made)
 
 
 async def _meet(handle: DeploymentHandle[Any], listener: Listener) -> None:

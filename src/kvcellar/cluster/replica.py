@@ -7,7 +7,7 @@ Always true:
   * of a connection, `SECRET` bytes are read, within `GREETING` seconds, before it is known to be of a gateway; others
     are closed;
   * what a gateway has asked for ends with its connection; the others and the engine go on;
-  * after `leave`, each gateway is told that its requests are to go on elsewhere, and ends them here.
+  * after `leave`, each gateway is told that it is to disconnect when its requests can go on elsewhere, or are done.
 """
 
 import hmac
@@ -174,20 +174,20 @@ class Replica:
         front.outbox.put(Blocks(tuple(events)))
 
     def _forget(self, front: FrontEnd) -> None:
+        front.end()  # first: `leave` waits until there are none
         with self._lock:
             self._fronts = tuple(one for one in self._fronts if one is not front)
-        front.end()
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self, moving: float, writing: float) -> None:
-        """Let gateways move their requests to others, for at most `moving` seconds; write what is to be stored, for at
-        most `writing` seconds; and close the engine. May be called again."""
+        """Until no gateway is connected, for at most `moving` seconds: each has it as long as it needs it. Then write
+        what is to be stored, for at most `writing` seconds, and close the engine. May be called again."""
         with self._lock:
             self._leaving = True
             for front in self._fronts:
                 front.outbox.put(Leaving())
-        _wait_while(lambda: any(front.busy for front in self._fronts), moving)
+        _wait_while(lambda: bool(self._fronts), moving)
         with suppress(EngineClosed):
             _wait_while(self._unwritten, writing)
         self.close()

@@ -254,11 +254,6 @@ class FrontEnd:
         if isinstance(parts, Generator):
             parts.close()
 
-    @property
-    def busy(self) -> bool:
-        """Whether it has requests that are not done."""
-        return bool(self._numbers or self._submitting)
-
     def hang_up(self) -> None:
         """Send what was told, and close the link."""
         self.outbox.close(LAST_WORDS)

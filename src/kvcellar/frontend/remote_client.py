@@ -134,7 +134,7 @@ class Request(Generic[E]):
     cached: int = 0  # tokens of the prompt that came from memory, in the first engine
     prompt_told: bool = False
     engine: E | None = None  # where it is
-    since: float = field(default_factory=time.monotonic)  # it came, or the last engine left
+    since: float = field(default_factory=time.monotonic)  # it came, or its engine, or the last one, left
     here: bool = False  # this engine has begun with it
     proven: bool = False  # this engine has told something of it
     alone: bool = False  # it goes on after a death: others go on when it is proven
@@ -146,6 +146,7 @@ class Request(Generic[E]):
     failed: Exception | None = None  # its text
     ask: int | None = None  # by which engines get it, while there is no reply
     blocks: Sequence[int] = ()  # hashes of those of its prompt, of replicas
+    weights: str = ""  # of the replicas that have told something of it
     handed: float | None = None  # since when it is handed over, while nothing was told since
     ending: E | None = None  # which replica ends it still, as it is handed over
 
@@ -212,7 +213,7 @@ class Request(Generic[E]):
     def leave(self, how: str) -> None:
         """It goes on at another engine. `how`: what its engine has done, for `placements`."""
         self.alone = self.alone and not self.proven
-        self.engine, self.here, self.proven, self.went_on = None, False, False, True
+        self.engine, self.here, self.proven, self.went_on, self.since = None, False, False, True, time.monotonic()
         if self.placements:
             self.placements[-1] = with_fields(self.placements[-1], left=how)
 
@@ -285,8 +286,12 @@ class RemoteClient(ABC, Generic[E]):
     def _sent(self, request: Request[E], engine: E) -> None:
         """An engine gets a request. While `_changed` is held."""
 
-    def _hopeless(self) -> str:
-        """Why a wait for an engine is of no use; "": it is of use, or one is there. While `_changed` is held."""
+    def _able(self, request: Request[E] | None) -> list[E]:
+        """Engines that may get a request, or what is asked of one. While `_changed` is held."""
+        return self._engines
+
+    def _hopeless(self, request: Request[E] | None = None) -> str:
+        """Why a wait for one of these is of no use; "": it is of use, or one is there. While `_changed` is held."""
         return ""
 
     # -- from any thread ----------------------------------------------------------------------------------------
@@ -398,15 +403,15 @@ class RemoteClient(ABC, Generic[E]):
         """Waits for one. Raises `EngineClosed`, `EngineFailed` and `Overloaded`."""
         self._check_owner()
         with self._changed:
-            self._changed.wait_for(lambda: self._engines or not self.alive or self._hopeless(), WAIT_SECONDS)
+            self._changed.wait_for(
+                lambda: self._able(request) or not self.alive or self._hopeless(request), WAIT_SECONDS
+            )
             if self._closing:
                 raise EngineClosed("the engine is closed; open a new one")
             if self._given_up:
                 raise EngineFailed(self._given_up)
             if (engine := self._choose(request)) is None:
-                if why := self._hopeless():
-                    raise Overloaded(why)
-                raise Overloaded(NO_ENGINE)
+                raise Overloaded(self._hopeless(request) or NO_ENGINE)
             return engine
 
     def _asked(
@@ -467,7 +472,7 @@ class RemoteClient(ABC, Generic[E]):
         there yet waits for one, and its caller does not: what becomes of it is told by events."""
         self._check_owner()
         with self._changed:
-            if request is not None and self.alive and not self._engines and not self._hopeless():
+            if request is not None and self.alive and not self._able(request) and not self._hopeless(request):
                 return self._queued(number, request)
             if engine is None:
                 engine = self._ready_engine(request)
@@ -675,16 +680,15 @@ class RemoteClient(ABC, Generic[E]):
     def _next(self) -> bool:
         """Send the next request to an engine. Whether another one may follow."""
         with self._changed:
-            while self._to_go_on and self._to_go_on[0] not in self._running:
-                self._to_go_on.popleft()
-            if not self._to_go_on:
+            for number in self._to_go_on:
+                request = self._running.get(number)
+                if request is None or (request.alone and self._unproven is not None):
+                    continue
+                if (engine := self._choose(request)) is not None:
+                    break
+            else:
                 return False
-            request = self._running[self._to_go_on[0]]
-            if request.alone and self._unproven is not None:
-                return False
-            if (engine := self._choose(request)) is None:
-                return False
-            number = self._to_go_on.popleft()
+            self._to_go_on.remove(number)
             if (ask := request.ask) is None:
                 ask = request.ask = next(self._asks)
                 self._waiting[ask] = _Call(request, engine, resumed=True)
@@ -727,8 +731,9 @@ class RemoteClient(ABC, Generic[E]):
         engine that are cancelled, have failed, or wait for one that will not come. `patience`: for how many seconds
         those wait that have lost theirs, while none is there."""
         with self._changed:
-            waiting = [one for one in self._running.values() if one.engine is None]
-            why, none_is_there = self._hopeless(), not self._engines
+            waiting = [
+                (one, self._hopeless(one), not self._able(one)) for one in self._running.values() if one.engine is None
+            ]
             late = self._unproven is not None and (
                 self._unproven[0] not in self._running or time.monotonic() - self._unproven[2] > UNPROVEN_SECONDS
             )
@@ -736,7 +741,7 @@ class RemoteClient(ABC, Generic[E]):
                 self._unproven = None
         if late:
             self._go_on()
-        for one in waiting:
+        for one, why, none_is_there in waiting:
             if one.cancelled or one.failed is not None:
                 for event in one.end():
                     self._tell(None, one.submission.number, event)

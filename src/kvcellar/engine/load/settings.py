@@ -18,6 +18,8 @@ from kvcellar.places import state
 from kvcellar.text.tokens import SHORT, bytes_for
 from kvcellar.values import MOST_DEPTH, UNBOUNDED, Flag, Kind, Real, Whole
 
+# Of several engines, settings that only the first one gets.
+OF_ONE_ENGINE = ("kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block", "adapters", "adapter")
 RECORD = ("auto", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -222,6 +224,20 @@ class EngineOptions(TypedDict, total=False):
     adapter_bytes: int
     pack: bool
     record: Literal["auto", "off"]
+
+
+def key_in(text: str, where: str) -> bytes:
+    """The key of a store, as digits. Raises `BadRequest`, without any of them."""
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        digits = 2 * KEY_BYTES
+        raise BadRequest(
+            f"{where} must have {digits} hexadecimal digits; openssl rand -hex {KEY_BYTES} makes some", "store_key_file"
+        )
+    return key
 
 
 def store_directory(environment: Mapping[str, str]) -> Path:

@@ -49,6 +49,15 @@ class Keys:
         api, admin, metrics = settings.key_digests, settings.admin_digests, settings.metrics_digests
         return cls(_numbered("key", api), _numbered("admin", admin), _numbered("metrics", metrics))
 
+    def __or__(self, other: "Keys") -> "Keys":
+        """Of a key in both, what `other` says."""
+        of = (({**mine, **others}) for mine, others in zip(self._kinds, other._kinds, strict=True))
+        return Keys(*of)
+
+    @property
+    def _kinds(self) -> tuple[Names, Names, Names, Mapping[bytes, float]]:
+        return self.api, self.admin, self.metrics, self.weights
+
     def fields(self) -> dict[str, Any]:
         """Their digests, as fields of `ServeSettings`."""
         return {

@@ -145,15 +145,16 @@ class ModelManager:
         self._fixed = {**self._fixed, spec.name: model}
         return engine
 
-    def name_adapter(self, name: str) -> None:
-        """Serve the default model with an adapter of its engine, as a model of the adapter's name. Raises `BadRequest`
-        if another model has the name."""
+    def name_adapter(self, name: str, model: str | None = None) -> None:
+        """Serve a model that stays, or the default one, with an adapter of its engine, as a model of the adapter's
+        name. Raises `BadRequest` if another model has the name."""
         if name in self._fixed:
             raise BadRequest(
                 f"a model and an adapter both have the name {printable(repr(name))}; rename one", "adapters"
             )
         join = partial(NamedEngine, adapter=name)
-        self.open(replace(self._default.spec, name=name, id="", own=0, join=join))  # the library has no model of it
+        base = self._default if model is None else self._fixed[model]
+        self.open(replace(base.spec, name=name, id="", own=0, join=join))  # the library has no model of it
 
     @property
     def names(self) -> list[str]:

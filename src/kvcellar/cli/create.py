@@ -4,12 +4,11 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import click
 
 from kvcellar.cli.library import library
-from kvcellar.cli.options import MOST_TEXT, Command, json_option, quiet_option
+from kvcellar.cli.options import FILE, MOST_TEXT, Command, json_option, quiet_option
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.engine.models.quantize.kinds import report_lines
 from kvcellar.errors import BadRequest
@@ -36,7 +35,7 @@ DEFAULT = "Modelfile"
 @click.option("--calibrate", is_flag=True, help="Choose codes of 4 bits by GPTQ, on samples of the model.")
 @click.option(
     "--calibration-text",
-    type=click.File(encoding="utf-8", errors="replace"),
+    type=FILE,
     help="The same, on the first tokens of this text file.",
 )
 @json_option
@@ -47,7 +46,7 @@ def command(
     quantize: str | None,
     draft_quantize: str | None,
     calibrate: bool,
-    calibration_text: IO[str] | None,
+    calibration_text: Path | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
@@ -58,7 +57,7 @@ def command(
     """
     if quantize is None and (calibrate or calibration_text is not None):
         raise BadRequest("weights are calibrated when they are quantized; add --quantize int4 or mixed", "calibrate")
-    text = None if calibration_text is None else calibration_text.read(MOST_TEXT)
+    text = None if calibration_text is None else _text(calibration_text)
     modelfile, folder = _read(file)
     here = Path.cwd()
     with show_progress(quiet=quiet):
@@ -75,6 +74,12 @@ def command(
             draft_quantize=draft_quantize,
         )
     _print(made, {"model": quantize, "draft": draft_quantize}, as_json=as_json)
+
+
+def _text(file: Path) -> str:
+    """The beginning of a text, which has more tokens than are read."""
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        return opened.read(MOST_TEXT)
 
 
 def _read(file: Path | None) -> tuple[Modelfile, Path]:

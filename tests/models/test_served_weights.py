@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kvcellar.engine.models.load import Loaded, load
-from kvcellar.engine.models.quantize import served as served_module
 from kvcellar.engine.models.quantize.directory import quantize_directory
 from kvcellar.engine.models.quantize.selection import choose
 from kvcellar.engine.models.selftest import judged_as
 from kvcellar.engine.models.weights.weights_files import opened
 from kvcellar.engine.models.weights.weights_loading import fill, stacked_targets, targets_of
 from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.kernels import quantised
 from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.layers import OwnExperts
 from kvcellar.kernels.quantised import QuantisedKernel, QuantisedLinear
@@ -152,7 +152,7 @@ def test_a_module_of_experts_one_of_which_has_no_codes_is_dense_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, values = gpt_oss_directory(tmp_path)
-    monkeypatch.setattr(served_module, "unfit", lambda codes: "for a test" if codes.values.shape[1] == 96 else None)
+    monkeypatch.setattr(quantised, "unfit", lambda codes: "for a test" if codes.values.shape[1] == 96 else None)
     loaded = load(path, weights="auto", dtype="float32")
     assert not experts_of(loaded.model)
     own = dict(loaded.model.named_parameters())

@@ -30,6 +30,7 @@ STREAMS = 6
 MODEL = "embedded"
 PROMPTS = [f"def part_{number}(cellar):\n    " for number in range(12)]
 TIMEOUT = 120.0
+CUT = ("failed", "refused: 500 b'Internal Server Error'")  # the second one is HAProxy's, for one that had not begun
 
 
 class Extent(NamedTuple):
@@ -150,7 +151,10 @@ class Kept:
         with closing(http.client.HTTPConnection("127.0.0.1", self._fleet.ports[at], timeout=TIMEOUT)) as connection:
             data = None if body is None else json.dumps(body)
             connection.request(method, path, data, {"content-type": "application/json"})
-            return json.loads(connection.getresponse().read())
+            response = connection.getresponse()
+            if response.status >= 500:
+                raise ConnectionError(f"{response.status}: {response.read()[:200]!r}")
+            return json.loads(response.read())
 
     def _got(self, path: str, *, at: int) -> Any:
         """Asked again where the gateway that was asked is killed meanwhile."""
@@ -158,7 +162,7 @@ class Kept:
         while True:
             try:
                 return self._asked("GET", path, at=at)
-            except (OSError, http.client.HTTPException, ValueError):
+            except (OSError, http.client.HTTPException):
                 if time.monotonic() > until:
                     raise
                 time.sleep(0.1)
@@ -233,7 +237,7 @@ def measure(extent: Extent, made: Callable[[], Killed]) -> Found:
         second, kept = Load(fleet, expected, extent.tokens), Kept(fleet)
         with second.running():
             killed = kill_gateways(fleet, extent, draw, kept)
-    cut = [one.why.startswith("failed") and one.port in killed for one in second.streams]
+    cut = [one.why.startswith(CUT) and one.port in killed for one in second.streams]
     every = [*first.streams, *(one for one, was_cut in zip(second.streams, cut, strict=True) if not was_cut)]
     gaps = sorted(one.gap for one in first.streams)
     return Found(

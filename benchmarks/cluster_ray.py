@@ -61,7 +61,7 @@ class RayFleet:
         head = self._node | {"num_cpus": 2, "include_dashboard": False, "resources": {"gateway": 1}}
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         for _ in range(nodes):
-            self._cluster.add_node(**self._node)
+            self._add_node()
         ray.init(address=self._cluster.address, log_to_driver=False)
         resources = {"num_cpus": 0, "resources": {"engine": 1}}
         gateways = {"num_cpus": 0, "resources": {"gateway": 0.01}}
@@ -91,7 +91,7 @@ class RayFleet:
         for engine in self._engines(node):
             os.kill(engine, signal.SIGKILL)
         self._cluster.remove_node(node, allow_graceful=False)
-        self._cluster.add_node(**self._node)
+        self._add_node()
 
     def kill_gateway(self, at: int) -> None:
         """Any of those behind this port, as soon as another one runs."""
@@ -109,6 +109,17 @@ class RayFleet:
         self._serve.shutdown()
         self._ray.shutdown()
         self._cluster.shutdown()
+
+    def _add_node(self) -> None:
+        """Again where Ray gives up after 30 s: the machine is busy."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                self._cluster.add_node(**self._node)
+                return
+            except Exception:  # Ray has no class of its own for it
+                if time.monotonic() > until:
+                    raise
 
     def _engines(self, node: Any) -> list[int]:
         raylet = {one.process.pid for one in node.all_processes["raylet"]}

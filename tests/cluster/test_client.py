@@ -251,8 +251,8 @@ def test_a_replica_that_leaves_writes_first_what_is_to_be_stored(
         engine.generate(prompt, **GREEDY)
         leave = threading.Thread(target=leaving.leave, args=(PATIENCE, PATIENCE))
         leave.start()
-        eventually(lambda: leaving._leaving, "it leaves")
-        assert leaving.alive
+        leave.join(0.5)
+        assert leaving.alive, "it does not wait for what it writes"
         gate.set()
         leave.join(PATIENCE)
         assert not leaving.alive

@@ -759,7 +759,8 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "{} is Constraint(...), not {}": "Python",
     "retention is RetentionOptions(...), not {}": "Python",
     "deliver is called with every event, and {} cannot be": "Python",
-    "a session is named by its number, not by {}": "Python",
+    "a prompt of {} tokens cannot be pinned beside {} tokens that are; shorten it, pin fewer, or raise pin_share or "
+    "cache_bytes": "Python",
     "the prompt has a length of {}, and {} tokens": "Python",
     "special is True, False or None, not {}": "Python",
     "variables of a template are given by name, not as {}": "Python",

@@ -51,12 +51,12 @@ class Keys:
 
     def __or__(self, other: "Keys") -> "Keys":
         """Of a key in both, what `other` says."""
-        of = (({**mine, **others}) for mine, others in zip(self._kinds, other._kinds, strict=True))
-        return Keys(*of)
-
-    @property
-    def _kinds(self) -> tuple[Names, Names, Names, Mapping[bytes, float]]:
-        return self.api, self.admin, self.metrics, self.weights
+        return Keys(
+            {**self.api, **other.api},
+            {**self.admin, **other.admin},
+            {**self.metrics, **other.metrics},
+            {**self.weights, **other.weights},
+        )
 
     def fields(self) -> dict[str, Any]:
         """Their digests, as fields of `ServeSettings`."""

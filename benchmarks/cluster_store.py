@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.row import Given, Lines
-from kvcellar.bench.hf_baseline import write_network
+from kvcellar.bench.hf_baseline import network
 from kvcellar.bench.kinds import KINDS, SMALLER
 from kvcellar.cli.cluster import free_ports
 from kvcellar.engine.models.hf_globals import silence_transformers
@@ -53,7 +53,7 @@ def write_model(name: str, directory: Path, *, quick: bool) -> None:
     if "layer_types" in config:
         config["layer_types"] = [*config["layer_types"]][: config["num_hidden_layers"]]
     with silence_transformers():
-        write_network(config, torch.bfloat16, directory)
+        network(config, torch.bfloat16).save_pretrained(directory)
 
 
 def seen(model: Path, url: str, times: int, tokens: int) -> list[Seen]:

@@ -198,7 +198,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             return bool(self._hopeless())
 
     def _weights_of(self, request: Request[ReplicaLink] | None) -> str:
-        return "" if request is None else self._weights.get(request.submission.number, "")
+        return "" if request is None else request.weights
 
     def _hopeless(self, request: Request[ReplicaLink] | None = None) -> str:
         if self._able(request) or not self._addresses:

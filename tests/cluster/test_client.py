@@ -793,7 +793,7 @@ def begun_at(client: ClusterClient, replica: str, **how: Any) -> tuple[int, Ear]
         number, ear = sent(client, (5, 6), **LONG | how)
     runs(ear)
     assert place_of(client, number) == replica
-    assert client._weights[number] == client._links[replica].address.weights
+    assert client._running[number].weights == client._links[replica].address.weights
     return number, ear
 
 

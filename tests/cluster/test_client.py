@@ -898,7 +898,7 @@ def test_a_replica_serves_a_gateway_of_its_version_until_that_ends(pair: Pair, m
         with gateway({"old": leaving}) as (engine, client):
             client.found([address_of("old", leaving), address_of("new", pair[1], version="0.0.0", weights="new")])
             eventually(lambda: states(client)["new"].startswith("it runs kvcellar"), "it is refused")
-            leave = threading.Thread(target=leaving.leave, args=(600.0,))
+            leave = threading.Thread(target=leaving.leave, args=(600.0, 60.0))
             leave.start()
             eventually(lambda: states(client)["old"] == "leaving", "it says so")
             client.found([address_of("new", pair[1], version="0.0.0", weights="new")])

@@ -34,10 +34,12 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
+GATEWAY_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")  # likewise
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0
 FILES = ("api_key_file", "admin_key_file", "metrics_key_file", "store_key_file", "store_remote_file")
 FREE = range(2_000, 10_000)  # above are ports that Ray gives to workers and gateways, and systems to connections
+RANGES = range(20_000, 30_000, 100)  # where those of gateways begin: neither Ray nor systems give these to others
 OBJECTS = 100 << 20  # bytes of shared memory: nothing of requests is in it
 
 
@@ -135,7 +137,7 @@ def serve(
     described |= {name: str(file) for name, file in files.items() if file is not None}
     try:
         ray = import_module("ray")
-        own_ports = {} if address is not None else dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
+        own_ports = {} if address is not None else _own_ports()
         for name, value in (ENVIRONMENT | own_ports).items():
             os.environ.setdefault(name, value)  # `ray.serve` reads it when it is imported
         ray_serve = import_module("ray.serve")
@@ -236,6 +238,14 @@ def _engine(options: dict[str, Any]) -> dict[str, Any]:
     if "adapters" in engine:
         engine["adapters"] = {name: list(map(_absolute, paths)) for name, paths in engine["adapters"].items()}
     return engine
+
+
+def _own_ports() -> dict[str, str]:
+    """Variables of Ray that is started here. With the ports of others, HAProxy would reach their gateways for seconds
+    after a death."""
+    first = random.choice(RANGES)
+    ports = *free_ports(len(PORTS)), first, first + RANGES.step
+    return dict(zip((*PORTS, *GATEWAY_PORTS), map(str, ports), strict=True))
 
 
 def free_ports(number: int) -> list[int]:

@@ -650,7 +650,7 @@ def memory(fleet: Fleet) -> int:
     router = Router(size, most_blocks=MOST_BLOCKS, clock=lambda: 0.0)
     for at, events in enumerate(sent):
         router.join(str(at))
-        router.events(str(at), msgspec.msgpack.decode(events))
+        router.events(str(at), msgspec.msgpack.decode(events, type=list[KvEvent]))
     found, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return found

@@ -70,7 +70,7 @@ class Cluster:
     def wait(self) -> None:
         until = time.monotonic() + STARTING
         while True:
-            assert self.process.poll() is None, self._log.read_text()[-2000:]
+            self.still_runs()
             assert time.monotonic() < until, self._log.read_text()[-2000:]
             try:
                 if self.client.get("/ready").status_code == 200:
@@ -78,6 +78,9 @@ class Cluster:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
+
+    def still_runs(self) -> None:
+        assert self.process.poll() is None, self._log.read_text()[-2000:]
 
     def close(self) -> None:
         self.client.close()
@@ -435,8 +438,13 @@ def test_streams_go_on_through_an_update(cluster: Cluster, made: Made, alone: En
         asked = [pool.submit(ask, one) for one in SOME]
         try:
             eventually(lambda: cluster.running() >= len(SOME) - 1, "they run")
-            with running(served(tmp_path, *options, of=cluster, keys={"api": ALICE})):
-                eventually(lambda: len(cluster.engines()) == 2 and not before & set(cluster.engines()), "it is updated")
+            with running(served(tmp_path, *options, of=cluster, keys={"api": ALICE})) as update:
+
+                def done() -> bool:
+                    update.still_runs()
+                    return len(cluster.engines()) == 2 and not before & set(cluster.engines())
+
+                eventually(done, "it is updated")
                 updated.set()
                 assert all(one.result() for one in asked)
                 usage = cluster.stream(long, **GREEDY)[1]
@@ -449,10 +457,23 @@ def test_replicas_come_with_work_and_go_without_it_to_none_and_back(scaled: Clus
     """There is room for one stream in each."""
     sampling = SEEDED | {"max_tokens": 150, "ignore_eos": True}
     expected = [alone.generate(one, **sampling).text for one in SOME]
+    came = threading.Event()
+
+    def ask(prompt: str) -> list[str]:
+        """As long as it takes, which is longer than these streams."""
+        texts = [scaled.stream(prompt, **sampling)[0]]
+        while not came.is_set():
+            texts.append(scaled.stream(prompt, **sampling)[0])
+        return texts
+
     with ThreadPoolExecutor(len(SOME)) as pool:
-        streams = [pool.submit(scaled.stream, one, **sampling) for one in SOME]
-        eventually(lambda: len(scaled.engines()) == 2, "another one comes")
-        assert [one.result()[0] for one in streams] == expected
+        asked = [pool.submit(ask, one) for one in SOME]
+        try:
+            eventually(lambda: len(scaled.engines()) == 2, "another one comes")
+        finally:
+            came.set()
+        for one, text in zip(asked, expected, strict=True):
+            assert set(one.result()) == {text}
     eventually(lambda: not scaled.engines(), "both go")
     assert scaled.client.get("/ready").status_code == 200
     assert scaled.text(SOME[0], **sampling) == expected[0]

@@ -128,6 +128,7 @@ class Cluster:
             httpx.Client(base_url=self.client.base_url, headers=self.client.headers, timeout=STARTING) as client,
             client.stream("POST", "/v1/completions", json=asked) as response,
         ):
+            assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     part = json.loads(line.removeprefix("data: "))
@@ -416,6 +417,7 @@ def test_streams_go_on_where_a_node_is_lost(
     assert [usage["completion_tokens"] for _, usage in found] == [400] * len(PROMPTS)
 
 
+@pytest.mark.slow  # new engines and gateways take minutes to start beside other work
 def test_streams_go_on_through_an_update(cluster: Cluster, made: Made, alone: Engine, tmp_path: Path) -> None:
     """Of all gateways and replicas, to other settings. What those had computed before, the new ones restore."""
     sampling = SEEDED | {"max_tokens": 200, "ignore_eos": True}
@@ -453,6 +455,7 @@ def test_streams_go_on_through_an_update(cluster: Cluster, made: Made, alone: En
             updated.set()
 
 
+@pytest.mark.slow  # likewise
 def test_replicas_come_with_work_and_go_without_it_to_none_and_back(scaled: Cluster, alone: Engine) -> None:
     """There is room for one stream in each."""
     sampling = SEEDED | {"max_tokens": 150, "ignore_eos": True}

@@ -24,13 +24,13 @@ import pytest
 
 from benchmarks.cluster_ray import TOKEN, processes, replicas
 from kvcellar import Engine
-from kvcellar.cli.cluster import free_ports
+from kvcellar.cli.cluster import ENVIRONMENT, GATEWAY_PORTS, PORTS, free_ports
 from kvcellar.engine.models import embedded
 from tests.engine import places
 from tests.engine.embedding_models import written
 from tests.models import lora
 
-pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
+ray = pytest.importorskip("ray", reason="ray is not installed (pip install kvcellar[cluster])")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="HAProxy and /proc are of Linux")
 
 STARTING = 300.0  # seconds; only a test that fails waits so long
@@ -294,6 +294,15 @@ def answered(client: httpx.Client, api: Api, *, streams: bool, **more: Any) -> s
         return api.whole(response.json())
     lines = [line.removeprefix("data: ") for line in response.text.splitlines()]
     return "".join(api.part(json.loads(line)) for line in lines if line.startswith("{"))
+
+
+def test_ray_knows_the_names_of_its_settings() -> None:
+    """One that it does not know would change nothing, and a port would be that of all clusters of a machine."""
+    found = (
+        Path(ray.__file__).parent / one for one in ("serve/_private/constants.py", "_common/usage/usage_constants.py")
+    )
+    known = "".join(one.read_text() for one in found)
+    assert [name for name in (*ENVIRONMENT, *PORTS, *GATEWAY_PORTS) if f'"{name}"' not in known] == []
 
 
 def test_texts_are_those_of_one_engine(cluster: Cluster, alone: Engine) -> None:

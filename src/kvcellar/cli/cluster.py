@@ -33,7 +33,11 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # of a busy machine; Serve kills HAProxy after 5 s, and fails
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-PORTS = ("RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_HAPROXY_METRICS_PORT")  # fixed ones would be those of all clusters
+PORTS = (  # fixed ones would be those of all clusters of a machine: HAProxy passes requests to the last one at times
+    "RAY_SERVE_HAPROXY_STATS_PORT",
+    "RAY_SERVE_HAPROXY_METRICS_PORT",
+    "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT",
+)
 GATEWAY_PORTS = ("RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT")  # likewise
 STARTED = (signal.SIGINT, signal.SIGTERM)
 READY_SECONDS = 600.0

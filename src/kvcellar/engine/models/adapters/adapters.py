@@ -183,7 +183,7 @@ def _opened(directory: Path, network: "PreTrainedModel", layers: Mapping[str, nn
     """An adapter, checked; its file is open within the block."""
     with ExitStack() as files:
         try:
-            config = adapter_config(directory)
+            config = adapter_config(directory, [name for name, _ in network.named_modules() if name])
             weights = files.enter_context(opened_file(directory, _file(directory)))
             tensors = {name.removeprefix(_PREFIX): name for name in weights.tensors}
             _check_kinds(weights)

@@ -13,7 +13,8 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PurePath
@@ -31,6 +32,7 @@ from kvcellar.errors import EngineFailed
 T = TypeVar("T")
 
 MOST = 256 << 20  # bytes of a message
+STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 _HEADER = 4  # bytes of the length before it
 _ERRORS: Mapping[str, type[Exception]] = {
     name: kind
@@ -291,3 +293,13 @@ class Outbox:
                 return
             with self._lock:
                 self._left -= len(frame)
+
+
+def ticks(ended: threading.Event, seconds: float) -> Iterator[bool]:
+    """Every so many seconds until the event: whether this process was stopped meanwhile, as a debugger does, so that
+    it has neither told nor read anything."""
+    last = time.monotonic()
+    while not ended.wait(seconds):
+        now = time.monotonic()
+        yield now - last > seconds + STALLED
+        last = now

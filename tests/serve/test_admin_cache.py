@@ -61,7 +61,7 @@ def written(engine: Engine) -> None:
 
 def stored(engine: Engine) -> int:
     """Entries on disk, of all models."""
-    return sum(one["entries"] for one in engine.cache.stored_totals())
+    return sum(one["entries"] for one in engine.cache.disk.totals)
 
 
 def done(response: httpx.Response) -> Any:
@@ -179,7 +179,7 @@ def test_entries_of_other_models_are_not_removed(models, tmp_path) -> None:
             written(engine)
             if name == "llama":
                 assert engine.cache.remove(namespace="").stored == 1
-                assert len(engine.cache.stored_totals()) == 1
+                assert len(engine.cache.disk.totals) == 1
 
 
 def test_damaged_entries_are_found_and_collected(models, tmp_path) -> None:

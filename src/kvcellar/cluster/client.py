@@ -44,9 +44,9 @@ from typing import Any, TypeVar, get_args
 from kvcellar.cluster.address import Address, keep_alive
 from kvcellar.cluster.observed import Told
 from kvcellar.cluster.routing import Load, Ranking, Router
-from kvcellar.cluster.sums import counted, summed
+from kvcellar.cluster.sums import counted, merged, summed
 from kvcellar.engine.card import EngineCard
-from kvcellar.engine.control_replies import AdapterInfo, NamespaceContents, Removed
+from kvcellar.engine.control_replies import AdapterInfo
 from kvcellar.engine.messages import (
     VERSION,
     AddAdapter,
@@ -85,7 +85,7 @@ from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.prefix.node import TOKEN
 from kvcellar.memory.snapshot import with_adapter
 from kvcellar.memory.tiers.upkeep import Readable
-from kvcellar.wire import decode
+from kvcellar.wire import decode, ticks
 
 log = logging.getLogger("kvcellar.cluster")
 
@@ -94,7 +94,6 @@ CONNECT_SECONDS = 5.0
 AGAIN = 1.0  # seconds until a replica that could not be reached is tried again
 SILENT = 15.0  # seconds without a beat, after which a replica is given up
 SUSPECT = 0.125
-STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 LAST_WORDS = 5.0
 TICK = 0.25
 ENDS = "is being shut down"
@@ -591,7 +590,7 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             elif isinstance(control, RemoveAdapter):
                 with self._changed:
                     self._digests.pop(control.name, None)
-            return _merged(found)
+            return merged(found)
         if isinstance(control, ReadStats):
             together: Any = self._together({one.name: stats for one, stats in self._from_all(control).items()})
             return together
@@ -675,15 +674,12 @@ class ClusterClient(RemoteClient[ReplicaLink]):
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        last = time.monotonic()
-        while not self._end.wait(TICK):
+        for stopped in ticks(self._end, TICK):
             self._look(WAIT_SECONDS)
             self._release()
             self._let_go()
             self._connect_missing()
-            now = time.monotonic()
-            self._give_up_silent(now, stopped=now - last > TICK + STALLED)
-            last = now
+            self._give_up_silent(time.monotonic(), stopped=stopped)
 
     def _give_up_silent(self, now: float, *, stopped: bool) -> None:
         """`stopped`: this process was, and what replicas have sent meanwhile was not read."""
@@ -743,26 +739,3 @@ def load_of(stats: EngineStats) -> Load:
         waiting=stats.waiting + stats.prefilling,
         sequences=stats.max_sequences,
     )
-
-
-def _merged(found: Sequence[Any]) -> Any:
-    """The replies of all replicas as one."""
-    first = found[0]
-    if isinstance(first, Removed):
-        return Removed(sum(one.tokens for one in found), sum(one.stored for one in found))
-    if isinstance(first, list):
-        every = [one for some in found for one in some]
-        return _namespaces(every) if every and isinstance(every[0], NamespaceContents) else every
-    return first
-
-
-def _namespaces(every: Sequence[NamespaceContents]) -> list[NamespaceContents]:
-    names: dict[str, NamespaceContents] = {}
-    for one in every:
-        before = names.get(one.namespace)
-        if before is None:
-            names[one.namespace] = with_fields(one)
-            continue
-        for name in ("entries", "tokens", "checkpoints", "bytes", "in_use"):
-            setattr(before, name, getattr(before, name) + getattr(one, name))
-    return sorted(names.values(), key=lambda one: -one.tokens)

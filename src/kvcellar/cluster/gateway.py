@@ -79,7 +79,7 @@ class Gateway:
         """`engines`: by the names of their models, the default first."""
         if os.environ.get(HA_PROXY) != "1":
             log.warning("streams pass Serve's own proxy, which is slow: start Ray with %s=1 for HAProxy", HA_PROXY)
-        self._handles = {name: one.handles for name, one in engines.items()}
+        self._engines = engines
         self._options = {name: settings_here(one.settings) for name, one in engines.items()}
         self._clients = {name: _client(one, self._options[name].get("adapter")) for name, one in engines.items()}
         self._startup, self._keys = Startup(tuple(engines)), keys
@@ -94,9 +94,9 @@ class Gateway:
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         """Serve sends it requests, and ends gateways that it replaces, once this has returned."""
-        for name, handles in self._handles.items():
+        for name, one in self._engines.items():
             found = dict[Listener, list[Address]]()
-            for handle in handles:
+            for handle in one.handles:
                 self._tasks.add(asyncio.create_task(_meet(handle, Listener(self._clients[name], found))))
         await asyncio.to_thread(self._load)
         self._tasks.add(asyncio.create_task(follow(self._keys, self._shared.keys)))

@@ -27,7 +27,7 @@ from kvcellar.cluster.scaling import Meter
 from kvcellar.engine.load.build import build, source_of
 from kvcellar.engine.load.open_store import identity_of
 from kvcellar.engine.load.settings import settings_of
-from kvcellar.engine.messages import VERSION, Beat, Blocks, EngineSnapshot, Hello, Leaving, ReadStats, ToEngine
+from kvcellar.engine.messages import VERSION, Blocks, EngineSnapshot, Hello, Leaving, ReadStats, ToEngine
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import EngineClosed
 from kvcellar.frontend.front_end import FrontEnd, Pools
@@ -101,8 +101,7 @@ class Replica:
 
     def _beats(self) -> None:
         while not self._ended.wait(BEAT):
-            began = self._client.built.loop.turn_began
-            beat = Beat(time.perf_counter() - began if began is not None else 0.0)
+            beat = self._client.beat
             for front in self._fronts:
                 front.outbox.put(beat)
 

@@ -1,9 +1,10 @@
-"""sums: the statistics of several engines as those of one."""
+"""sums: the statistics and replies of several engines as those of one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from kvcellar.engine.control_replies import Removed
 from kvcellar.engine.stats import EngineStats
 
 _NAMES = [one.name for one in fields(EngineStats)]
@@ -20,6 +21,15 @@ def summed(every: Sequence[EngineStats]) -> EngineStats:
         found[name] = sum(known) / len(known) if known else 0.0
     found |= {"at": min(stats.at for stats in every), "started": max(stats.started for stats in every)}
     return EngineStats(**found)
+
+
+def merged(found: Sequence[Any]) -> Any:
+    """Replies to one control: what was removed, and what namespaces have, is added up; others are alike."""
+    first = found[0]
+    if isinstance(first, list):
+        namespaces = _added((one for some in found for one in some), "namespace")
+        return sorted(namespaces, key=lambda one: -one.tokens)
+    return _sum(found) if isinstance(first, Removed) else first
 
 
 def counted(record: Any) -> Any:
@@ -48,8 +58,13 @@ def _sum(values: Sequence[Any], name: str = "") -> Any:
     if is_dataclass(first):
         return type(first)(**{one.name: _sum([getattr(v, one.name) for v in there], one.name) for one in fields(first)})
     if isinstance(first, tuple) and any(map(is_dataclass, every := [one for value in there for one in value])):
-        named: dict[str, list[Any]] = {}
-        for one in every:
-            named.setdefault(one.name, []).append(one)
-        return tuple(map(_sum, named.values()))
+        return tuple(_added(every, "name"))
     return first
+
+
+def _added(records: Iterable[Any], name: str) -> list[Any]:
+    """Records of one name, which is their field `name`, as one."""
+    named: dict[str, list[Any]] = {}
+    for one in records:
+        named.setdefault(getattr(one, name), []).append(one)
+    return list(map(_sum, named.values()))

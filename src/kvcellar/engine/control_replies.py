@@ -153,6 +153,7 @@ class StoreDisk:
     directory: str
     cap: int  # bytes
     bytes: int
+    totals: list[dict[str, Any]]  # entries, tokens and bytes by identity and namespace, the largest first
 
 
 @dataclass(frozen=True, slots=True)

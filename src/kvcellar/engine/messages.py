@@ -128,12 +128,8 @@ class ListEntries(ControlInParts[list[dict[str, Any]]], frozen=True):
     namespace: str | None  # None: of all
 
 
-class ListStoredTotals(ControlWithReply[list[dict[str, Any]]], frozen=True):
-    """Entries, tokens and bytes of the store by identity and namespace."""
-
-
 class DescribeDisk(ControlWithReply[StoreDisk | None], frozen=True):
-    """The directory of the store on disk, and its bytes."""
+    """The directory of the store on disk, and what is in it."""
 
 
 class RemoveEntries(ControlWithReply[Removed], frozen=True):
@@ -226,6 +222,12 @@ class ClearCache(ControlWithReply[None], frozen=True):
     """Evict all that no running request uses from memory, and forget the texts that drafts are made of."""
 
 
+class NextPart(ControlWithReply[list[Any]], frozen=True):
+    """The next part of the ask `of`, in a list, or an empty list at the end. Of an engine in another process."""
+
+    of: int
+
+
 class CheckInvariants(ControlWithReply[None], frozen=True):
     """Assert every invariant of the scheduler, of memory and of adapters."""
 
@@ -274,13 +276,6 @@ class Ask(Tagged, frozen=True):
     what: Raw  # of a `Submission` or `Control`, as `wire.packed` returns it
 
 
-class NextPart(Tagged, frozen=True):
-    """Reply with the next part of the ask `of`, in a list, or with an empty list at the end."""
-
-    number: int
-    of: int
-
-
 class EndParts(Tagged, frozen=True):
     """No more parts of this ask are wanted."""
 
@@ -294,7 +289,7 @@ class Given(Tagged, frozen=True):
     data: bytes
 
 
-ToEngine = Start | Cancel | Stop | Fail | Ask | NextPart | EndParts | Given
+ToEngine = Start | Cancel | Stop | Fail | Ask | EndParts | Given
 
 
 # From an engine in another process.

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvcellar.engine.card import EngineCard
-from kvcellar.engine.messages import EngineSnapshot, FromEngine, Hello, Loading, Logged, Refusal, Start
+from kvcellar.engine.messages import FromEngine, Hello, Loading, Refusal, Start
 from kvcellar.errors import EngineFailed
 from kvcellar.frontend.fork_server import AGAIN, Starter, in_words
-from kvcellar.frontend.remote_client import RemoteEngine, logged
+from kvcellar.frontend.remote_client import RemoteEngine
 from kvcellar.progress import Listener, Progress
 from kvcellar.wire import decode
 
@@ -55,10 +55,10 @@ class ChildProcess(RemoteEngine):
         self.outbox.close(LAST_WORDS)
         self.link.end_sending()
 
-    def hello(self, heard: Listener) -> EngineCard:
+    def hello(self, heard: Listener, take: Callable[[FromEngine], None]) -> EngineCard:
         """Wait until the model is loaded. `heard` is called with what is being done, again every `AGAIN` seconds: what
-        it raises ends the wait. Raises what the load raises, and `EngineFailed` if the process ends or is of another
-        version."""
+        it raises ends the wait; `take` with all else that is told. Raises what the load raises, and `EngineFailed` if
+        the process ends or is of another version."""
         self.send(self._start)
         progress = STARTING
         while True:
@@ -73,12 +73,8 @@ class ChildProcess(RemoteEngine):
                     heard(progress)
                 case Refusal(_, error):
                     raise error
-                case Logged() as line:
-                    logged(line)
-                case EngineSnapshot(stats):
-                    self.stats = stats
                 case _:
-                    pass
+                    take(message)
 
     def receive(self) -> FromEngine:
         try:

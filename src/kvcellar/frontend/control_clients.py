@@ -57,10 +57,6 @@ class CacheClient:
         """The store on disk, as it is now; None without one."""
         return self._client.ask(messages.DescribeDisk())
 
-    def stored_totals(self) -> list[dict[str, Any]]:
-        """Entries, tokens and bytes of the store by identity and namespace, the largest first."""
-        return self._client.ask(messages.ListStoredTotals())
-
     def verify(self) -> Verified:
         """Read all entries of the store; those that are damaged are removed."""
         return self._client.ask(messages.VerifyStore())

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from contextlib import ExitStack
 
 from kvcellar.collector import settle
@@ -39,13 +38,12 @@ from kvcellar.frontend.fork_server import ENDING_SIGNALS
 from kvcellar.frontend.front_end import LAST_WORDS, FrontEnd, Pools
 from kvcellar.frontend.thread_client import ThreadClient
 from kvcellar.progress import listening
-from kvcellar.wire import Link, Outbox, packed
+from kvcellar.wire import Link, Outbox, packed, ticks
 
 log = logging.getLogger("kvcellar.engine")
 
 END_SECONDS = 30.0  # until what is to be written is given up
 BEAT = 1.0  # seconds
-STALLED = 5.0  # seconds by which a wait is too long where the process was stopped meanwhile
 FAILED = 70  # exit status: an error has ended the engine (EX_SOFTWARE of sysexits.h)
 
 
@@ -121,19 +119,12 @@ class EngineProcess:
         """A fork of the front end may have the other end of the link as well, which stays open when the front end dies:
         so the death of the parent is looked for here, too. That is the front end, or ends with it. Where it is not, no
         request is told of the end: it goes on in another engine."""
-        last = time.monotonic()
-        while not self._ended.wait(BEAT):
-            now = time.monotonic()
-            stopped, last = now - last > BEAT + STALLED, now  # for all of this time, as a debugger does
+        for stopped in ticks(self._ended, BEAT):
             if os.getppid() != parent:
                 self._link.close()
             if not stopped:
-                self._outbox.put(self._beat())
-
-    def _beat(self) -> Beat:
-        client = self._front.client
-        began = client.built.loop.turn_began if client is not None else None
-        return Beat(time.perf_counter() - began if began is not None else 0.0)
+                client = self._front.client
+                self._outbox.put(client.beat if client is not None else Beat(0.0))
 
     def _read(self) -> None:
         try:

@@ -27,7 +27,6 @@ from kvcellar.engine.messages import (
     ControlInParts,
     ControlWithReply,
     DescribeCapacity,
-    DescribeDisk,
     DescribeVariant,
     EndParts,
     EngineEvent,
@@ -59,7 +58,7 @@ LAST_WORDS = 5.0  # seconds in which the front end has to read what it was sent 
 COMPILING = 8  # requests whose grammars are compiled at once
 READING, CHANGING = 4, 16  # controls that are done at once: those that only look, and those that may wait for others
 LOOKING = (
-    TakePicture, ShowEntry, ShowWay, ReadStats, DescribeCapacity, ListAdapters, DescribeDisk, DescribeVariant
+    TakePicture, ShowEntry, ShowWay, ReadStats, DescribeCapacity, ListAdapters, DescribeVariant, NextPart
 )  # fmt: skip
 
 
@@ -135,8 +134,6 @@ class FrontEnd:
                     client.stop(ours, choice, tokens)
             case Ask():
                 self._ask(client, message)
-            case NextPart(number, of):
-                self._pools.reading.submit(self._reply, number, partial(self._next, of))
             case EndParts(of):
                 self._pools.reading.submit(self._end_parts, of)
             case Given(number, data):
@@ -219,6 +216,8 @@ class FrontEnd:
             self._end_request(client, message)
 
     def _control(self, client: ThreadClient, number: int, control: ControlWithReply[Any]) -> object:
+        if isinstance(control, NextPart):
+            return self._next(control.of)
         if not isinstance(control, ImportStore):
             return client.ask(control)
         source = SentSource(number, self.outbox)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,13 @@ from kvcellar.frontend.child_process import STARTING, ChildProcess
 from kvcellar.frontend.fork_server import Starter, starter_for
 from kvcellar.frontend.remote_client import RemoteClient
 from kvcellar.progress import Listener, report
-from kvcellar.wire import decode
+from kvcellar.wire import decode, ticks
 
 log = logging.getLogger("kvcellar.engine")
 
 OUTSIDE = 0.125  # of a death: a guard of memory that is not Linux itself kills, too, and a request may be the reason
 FRUITLESS, SOON = 5, 60.0  # engines in a row that died so soon, in seconds, and had told nothing: then it is given up
 STEP_SECONDS = 600.0  # that a step may take, and that may pass without a beat
-STALLED = 5.0  # seconds by which a wait is too long where this process was stopped meanwhile
 CLOSE_SECONDS = 40.0  # until a process that does not end is killed
 STARTS = 3  # in a row that fail before the engine is given up
 TICK = 0.5  # seconds between two looks at the process
@@ -91,7 +91,7 @@ class ProcessClient(RemoteClient[ChildProcess]):
                 if self._closing:
                     raise EngineClosed("the engine is closed; open a new one")
                 self._process = process
-            self.card = process.hello(heard)
+            self.card = process.hello(heard, partial(self._take, process))
             there = self._agree(process, tuple(self._adapters.values()))
             self._own = frozenset(one.name for one in there) if self._own is None else self._own
             assert process.stats is not None, "it tells its statistics first"
@@ -214,12 +214,11 @@ class ProcessClient(RemoteClient[ChildProcess]):
 
     def _watch(self) -> None:
         """Kill a process that does not answer, or whose step does not end."""
-        last, gone = time.monotonic(), None
-        while not self._watching.wait(TICK):
+        gone = None
+        for stopped in ticks(self._watching, TICK):
             process, now = self._process, time.monotonic()
-            if now - last > TICK + STALLED:  # this process was stopped, and all with it
+            if stopped:  # and all with it
                 process.beaten = now
-            last = now
             self._look()
             if process.exited:
                 if gone is process:  # and what it has sent was read meanwhile

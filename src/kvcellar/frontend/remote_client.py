@@ -249,9 +249,12 @@ def dropped(event: EngineEvent) -> None:
     """Of a prompt that is pinned again, no caller waits for events."""
 
 
-def logged(line: Logged) -> None:
-    """Into the log of this process."""
-    logging.getLogger(line.logger).log(line.level, "%s", line.text)
+def _ask(number: int, what: Submission | Control) -> Ask:
+    """Raises `BadRequest` for what is too large."""
+    try:
+        return Ask(number, packed(what))
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
 
 
 class RemoteClient(ABC, Generic[E]):
@@ -356,7 +359,7 @@ class RemoteClient(ABC, Generic[E]):
         number, kind = next(self._asks), reply_type(control)
         self._asked(control, number=number, engine=engine)
         try:
-            while some := decode(self._part(number, engine), list[kind]):
+            while some := decode(self._asked(NextPart(number), engine=engine), list[kind]):
                 yield from some
         finally:
             engine.send(EndParts(number))
@@ -387,7 +390,7 @@ class RemoteClient(ABC, Generic[E]):
     def _unsent(self, message: object, error: ValueError) -> None:
         """Of an `Outbox`."""
         log.error("a message to the engine could not be sent: %s", error)
-        if not isinstance(message, Ask | NextPart):
+        if not isinstance(message, Ask):
             return
         with self._changed:
             call = self._waiting.get(message.number)
@@ -423,30 +426,12 @@ class RemoteClient(ABC, Generic[E]):
         request: Request[E] | None = None,
         engine: E | None = None,
     ) -> Raw:
-        """The reply, which may be in parts. Raises the refusal."""
-        number = next(self._asks) if number is None else number
+        """The reply; of what has parts, that there will be some. Raises the refusal. A `request` is sent to each engine
+        once: by this method to the one that it begins at, and by `_go_on` to those that replace it before it has
+        replied."""
+        message = _ask(next(self._asks) if number is None else number, what)
         try:
-            message = Ask(number, packed(what))
-        except ValueError as error:
-            raise BadRequest(str(error)) from error
-        return self._answer(number, message, source, request, engine)
-
-    def _part(self, of: int, engine: E) -> Raw:
-        number = next(self._asks)
-        return self._answer(number, NextPart(number, of), engine=engine)
-
-    def _answer(
-        self,
-        number: int,
-        message: Ask | NextPart,
-        source: Readable | None = None,
-        request: Request[E] | None = None,
-        engine: E | None = None,
-    ) -> Raw:
-        """The reply to a message. One that takes in a `request` is sent to each engine once: by this method to the one
-        that it begins at, and by `_go_on` to those that replace it before it has replied."""
-        try:
-            call = self._called(number, message, request, engine)
+            call = self._called(message, request, engine)
             engine = call.engine
             while True:
                 match call.answers.get():
@@ -456,31 +441,31 @@ class RemoteClient(ABC, Generic[E]):
                         raise error
                     case Wanted(_, size):
                         assert source is not None and engine is not None, "only what has a source reads one"
-                        engine.send(Given(number, source.read(size)))
+                        engine.send(Given(message.number, source.read(size)))
         except BaseException:
             if source is not None and engine is not None:
-                engine.send(Given(number, b""))  # it must not wait for more
+                engine.send(Given(message.number, b""))  # it must not wait for more
             raise
         finally:
             with self._changed:
-                self._waiting.pop(number, None)
-                if request is not None and request.ask == number:
+                self._waiting.pop(message.number, None)
+                if request is not None and request.ask == message.number:
                     request.ask = None
 
-    def _called(self, number: int, message: Ask | NextPart, request: Request[E] | None, engine: E | None) -> _Call[E]:
+    def _called(self, message: Ask, request: Request[E] | None, engine: E | None) -> _Call[E]:
         """Send a message, whose caller waits, to an engine, or to the one that is chosen. A request for which none is
         there yet waits for one, and its caller does not: what becomes of it is told by events."""
         self._check_owner()
         with self._changed:
             if request is not None and self.alive and not self._able(request) and not self._hopeless(request):
-                return self._queued(number, request)
+                return self._queued(message.number, request)
             if engine is None:
                 engine = self._ready_engine(request)
             elif engine not in self._engines:
                 raise EngineDied("this was asked of an engine that has died; ask again")
-            call = self._waiting[number] = _Call(request, engine)
+            call = self._waiting[message.number] = _Call(request, engine)
             if request is not None:
-                self._running[request.submission.number], request.ask, request.engine = request, number, engine
+                self._running[request.submission.number], request.ask, request.engine = request, message.number, engine
                 self._sent(request, engine)
             engine.send(message)
             return call
@@ -506,8 +491,8 @@ class RemoteClient(ABC, Generic[E]):
                 engine.beat = message
             case EngineSnapshot(stats):
                 engine.stats = stats
-            case Logged():
-                logged(message)
+            case Logged(logger, level, text):
+                logging.getLogger(logger).log(level, "%s", text)
             case _:
                 pass
         engine.beaten = time.monotonic()

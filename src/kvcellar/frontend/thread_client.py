@@ -8,7 +8,7 @@ from kvcellar.engine.control.controls import Controls
 from kvcellar.engine.control.count_stats import stats
 from kvcellar.engine.core.loop import nothing
 from kvcellar.engine.load.build import Built, card_of
-from kvcellar.engine.messages import EngineEvent, Submission
+from kvcellar.engine.messages import Beat, EngineEvent, Submission
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import Overloaded
 
@@ -67,6 +67,12 @@ class ThreadClient:
     @property
     def alive(self) -> bool:
         return self._loop.alive
+
+    @property
+    def beat(self) -> Beat:
+        """As it is told to front ends in other processes."""
+        began = self._loop.turn_began
+        return Beat(time.perf_counter() - began if began is not None else 0.0)
 
     def submit(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> None:
         if self._loop.backlog >= self.card.max_waiting and not submission.goes_on:

@@ -82,9 +82,6 @@ class Contents:
     def disk(self) -> DiskTier | None:
         return self._store.disk if self._loop.manager.store is not None else None
 
-    def stored_totals(self) -> list[dict[str, object]]:
-        return upkeep.totals(upkeep.entries(self._needed()))
-
     def verify(self) -> Verified:
         return upkeep.verified(self._needed())
 

@@ -17,6 +17,7 @@ from kvcellar.engine.control.survey import Survey
 from kvcellar.engine.control_replies import StoreDisk, VariantText
 from kvcellar.engine.load.open_model import as_created
 from kvcellar.memory.prefixes import SLICE
+from kvcellar.memory.tiers import upkeep
 from kvcellar.memory.tiers.upkeep import Readable
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ class Controls:
         contents, survey, adapters, call = self._contents, Survey(built), built.adapters, built.loop.call
         self._handlers: dict[type[messages.ControlWithReply[Any]], Callable[..., Any]] = {  # called with the fields
             messages.ListNamespaces: contents.namespaces,
-            messages.ListStoredTotals: contents.stored_totals,
             messages.DescribeDisk: self._describe_disk,
             messages.RemoveEntries: contents.remove,
             messages.ClearCacheAndStore: contents.clear,
@@ -67,8 +67,9 @@ class Controls:
         return self._contents.export()
 
     def _describe_disk(self) -> StoreDisk | None:
-        disk = self._contents.disk
-        return StoreDisk(str(disk.directory), disk.cap, disk.size()) if disk is not None else None
+        if (disk := self._contents.disk) is None:
+            return None
+        return StoreDisk(str(disk.directory), disk.cap, disk.size(), upkeep.totals(upkeep.entries(disk)))
 
     def _remove_adapter(self, name: str, wait: bool) -> None:
         freed = self._built.adapters.remove(name)

@@ -135,7 +135,7 @@ class CacheHandler:
         device = DeviceContents(cache.namespaces())
         if (disk := cache.disk) is None:
             return CacheContents(device, None)
-        stored = [StoredNamespace(**one) for one in cache.stored_totals()]
+        stored = [StoredNamespace(**one) for one in disk.totals]
         return CacheContents(device, StoreContents(disk.directory, disk.bytes, disk.cap, stored))
 
     async def tree(self, request: Request) -> Response:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from kvcellar.cli.main import COMMANDS, ENVIRONMENT, cli
 from kvcellar.cli.options import STORE_KEY, flag
 from kvcellar.cli.store_options import REMOTE
+from kvcellar.comments import Comments
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.stats import (
     ClusterStats,
@@ -51,7 +52,7 @@ from kvcellar.serve.openai.fields import SAMPLING as SAMPLING_FIELDS
 from kvcellar.serve.openai.fields import CommonBody, StreamOptions
 from kvcellar.serve.openai.formats import TimingsFields
 from kvcellar.serve.openai.tokenizing import DetokenizeBody, TokenizeBody
-from kvcellar.serve.openapi import ABOUT, EVERY, MEANINGS, Comments
+from kvcellar.serve.openapi import ABOUT, EVERY, MEANINGS
 from kvcellar.serve.responses import fields as responses_fields
 from kvcellar.serve.responses.fields import ReasoningOptions, ResponsesBody, TextOptions
 from kvcellar.serve.routes import TABLE

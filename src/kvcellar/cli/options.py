@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 import click
 
+from kvcellar.comments import Comments
+from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest
+from kvcellar.progress import rounded
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
@@ -122,59 +126,39 @@ kv_quality_option = click.option(
 )
 
 
-# For loading and running a model, named like the settings of the engine.
-model_options = together(
-    click.option(
-        "--dtype",
-        default="auto",
-        show_default=True,
-        help="Type of computation: auto, float32, bfloat16 or float16.",
-    ),
-    click.option(
-        "--weights",
-        default="auto",
-        show_default=True,
-        help="How linear layers multiply: auto (as the files are), int8, int4, mixed (quantised at load) or dense.",
-    ),
-    click.option(
-        "--record",
-        default="auto",
-        show_default=True,
-        help="Whether steps run as a recording of the model's forward: auto (where its bits are the same; on CUDA "
-        "devices decoding steps, as graphs) or off.",
-    ),
-    click.option("--device", default="auto", show_default=True, help="Device: auto, cpu, cuda or cuda:N."),
-    click.option("--attention", help="Attention backend. Default: the first that supports the model."),
-    click.option(
-        "--threads",
-        type=int,
-        help="CPU threads, at most 4 for each CPU. Default: torch's, within the CPU quota.",
-    ),
-)
+def setting_options(of: type[Any], *names: str, **spelt: str) -> Decorator:
+    """Options of settings, of which the class declares types and defaults, and says in comments what they are. `spelt`:
+    more settings, with options of other names."""
+    declared, comments = {one.name: one for one in fields(of)}, Comments().of(of)
+    flags = {name: f"--{name.replace('_', '-')}" for name in names} | spelt
+    return together(*(_setting_option(declared[name], flag, comments[name]) for name, flag in flags.items()))
 
 
-# Of an engine, named like its settings.
+def _setting_option(one: Field[Any], flag: str, comment: str) -> Decorator:
+    how: dict[str, Any] = {"type": next((kind for kind in (int, float) if one.type in (kind, kind | None)), str)}
+    shown: bool | str = one.default not in (None, "", ())
+    if one.name.endswith("_bytes"):
+        how, shown = {"type": SIZE}, shown and rounded(one.default)
+    elif one.type in (bool, bool | None):
+        how, shown = {"is_flag": True}, False
+    elif one.type == tuple[str, ...]:
+        how, comment = {"multiple": True}, f"{comment}. May be repeated"
+    about = comment.replace("; None: ", ". Default: ").replace("`", "")
+    text = f"{about[0].upper()}{about[1:]}."
+    return click.option(flag, one.name, **how, default=one.default, show_default=shown, help=text)
+
+
+# For loading and running a model.
+model_options = setting_options(Settings, "dtype", "weights", "record", "device", "attention", "threads")
+# Of an engine.
 engine_options = together(
     model_options,
-    click.option("--cache-bytes", type=SIZE, help="Bytes of K/V and steps, like 2G. Default: a share of free memory."),
-    click.option("--kv-dtype", help="Storage of K/V: int8, or k=int8+hadamard,v=int4. Default: as computed."),
-    click.option("--context", type=int, help="Most tokens of one sequence. Default: from the config of the model."),
-    click.option("--max-sequences", type=int, default=64, show_default=True, help="Most completions that run at once."),
-    click.option(
-        "--step-tokens", type=int, help="Most new tokens in one step. Default: 512 on CPUs, 4096 on CUDA devices."
-    ),
+    setting_options(Settings, "cache_bytes", "kv_dtype", "context", "max_sequences", "step_tokens"),
     click.option(
         "--draft",
         help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",
     ),
-    click.option(
-        "--draft-depth", type=int, help="Most drafts of a completion in a step. Default: what the drafter allows."
-    ),
-    click.option(
-        "--draft-bytes",
-        type=SIZE,
-        help="Bytes of the cache for a draft model or MTP layers. Default: a share by the bytes of a token.",
-    ),
+    setting_options(Settings, "draft_depth", "draft_bytes"),
 )
 
 

@@ -22,12 +22,23 @@ import click
 
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, engine_options, quiet_option, together
+from kvcellar.cli.options import (
+    FILE,
+    SIZE,
+    Command,
+    Written,
+    adapter_option,
+    engine_options,
+    quiet_option,
+    setting_options,
+    together,
+)
 from kvcellar.cli.pull import download_missing, pull_option
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle
 from kvcellar.durations import seconds_of
+from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest, KvcellarError, shown
 from kvcellar.frontend.engine import Engine
 from kvcellar.inspector.routes import PAGE, inspector
@@ -38,7 +49,7 @@ from kvcellar.serve.http.keys import permission_warning, read_keys, text_of
 from kvcellar.serve.http.server import SHUTDOWN_SECONDS, bind, run
 from kvcellar.serve.http.traces import open_traces, wanted
 from kvcellar.serve.models.model_manager import ModelManager
-from kvcellar.serve.settings import MetricsCompat, ServeSettings
+from kvcellar.serve.settings import ServeSettings
 
 MOST_BYTES = 64 * 2**20  # of a file
 
@@ -149,8 +160,7 @@ SERVER_OPTIONS = (*HTTP_OPTIONS, "max_upload_bytes", "drain_seconds", "allow_pul
 
 # Of HTTP: of one server and of the gateways of a cluster.
 http_options = together(
-    click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on."),
-    click.option("--port", default=8080, show_default=True, help="Port to listen on; 0: any free port."),
+    setting_options(ServeSettings, "host", "port"),
     click.option(
         "--api-key-file",
         type=FILE,
@@ -167,26 +177,14 @@ http_options = together(
         type=FILE,
         help="The same for keys of /metrics alone. $KVCELLAR_METRICS_KEY, too.",
     ),
-    click.option("--metrics-compat", type=click.Choice(get_args(MetricsCompat)), help="Add vLLM's names to /metrics."),
-    click.option(
-        "--cors-origin",
-        "cors_origins",
-        multiple=True,
-        help="Let web pages of this origin, such as https://chat.example.com, send requests. May be repeated.",
+    setting_options(
+        ServeSettings, "metrics_compat", "allow_open", cors_origins="--cors-origin", allowed_hosts="--allowed-host"
     ),
-    click.option("--allowed-host", "allowed_hosts", multiple=True, help="Accept this Host header. May be repeated."),
-    click.option("--allow-open", is_flag=True, help="Without keys, serve every client that can reach HOST."),
     click.option(
         "--max-body", "max_body_bytes", type=SIZE, default="8MiB", show_default=True, help="Largest request body."
     ),
-    click.option(
-        "--inspector/--no-inspector",
-        default=None,
-        help="The page /inspector. Default: only without API keys, and on an address that only this machine can reach.",
-    ),
-    click.option("--both-reasoning-names", is_flag=True, help="Chats have reasoning as `reasoning`, too."),
-    click.option("--client-pins", is_flag=True, help="Requests may set cache_pin, and cache_priority above 0."),
-    click.option("--share-prefixes", is_flag=True, help="Requests of different API keys and users share memory."),
+    setting_options(ServeSettings, inspector="--inspector/--no-inspector"),
+    setting_options(ServeSettings, "both_reasoning_names", "client_pins", "share_prefixes"),
 )
 
 
@@ -206,28 +204,20 @@ http_options = together(
     show_default=True,
     help="Most bytes of files that were uploaded to create models, and that no model has.",
 )
-@click.option(
-    "--drain-timeout",
-    "drain_seconds",
-    type=float,
-    default=5.0,
-    show_default=True,
-    help="Seconds for running requests to end after SIGTERM.",
-)
+@setting_options(ServeSettings, "allow_pull", drain_seconds="--drain-timeout")
 @click.option(
     "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: a line per request."
 )
 @click.option(
     "--log-format", type=click.Choice(get_args(Format)), default="text", show_default=True, help="Format of the log."
 )
-@click.option("--allow-pull", is_flag=True, help="The route /api/pull downloads models from the hub.")
 @click.option(
     "--pin",
     "pin_file",
     type=FILE,
     help='Prompts to compute before serving and not to evict: a JSON object with "prompt" or "messages" per line.',
 )
-@click.option("--pin-share", type=float, help="Part of the cache that pinned prompts may hold. Default: 0.5.")
+@setting_options(Settings, "pin_share")
 @click.option("--memory", type=SIZE, help="Bytes of all models with their caches. Default: 90 % of the free memory.")
 @click.option(
     "--engine-process",

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import FILE, SIZE, STORE_KEY, together
-from kvcellar.engine.load.settings import KEY_BYTES, key_in, store_directory
+from kvcellar.cli.options import FILE, STORE_KEY, setting_options, together
+from kvcellar.engine.load.settings import KEY_BYTES, Settings, key_in, store_directory
 from kvcellar.places import NoPlace
 
 log = logging.getLogger("kvcellar.serve")
@@ -22,7 +22,7 @@ store_options = together(
         help="Directory where a later server finds what this one has computed. Default: ~/.local/state/kvcellar/store.",
     ),
     click.option("--no-store", is_flag=True, help="Store nothing on disk."),
-    click.option("--store-bytes", type=SIZE, default="10G", show_default=True, help="Most bytes of the store."),
+    setting_options(Settings, "store_bytes"),
     click.option(
         "--store-key-file",
         type=FILE,
@@ -34,34 +34,9 @@ store_options = together(
         envvar=REMOTE,
         help=f"Store elsewhere, too: redis://HOST:PORT, or a URL of fsspec like s3://BUCKET/PATH. Or set ${REMOTE}.",
     ),
-    click.option(
-        "--store-remote-bytes", type=SIZE, default="10G", show_default=True, help="Most bytes that are kept there."
-    ),
-    click.option(
-        "--host-bytes",
-        type=SIZE,
-        help="Bytes of CPU memory for what leaves the device. Default: none on CPUs, else a tenth of what is free.",
-    ),
-    click.option(
-        "--tenant-share",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="Part of host memory and stores that one API key may have; what it has beyond such a part of the cache is "
-        "evicted first.",
-    ),
+    setting_options(Settings, "store_remote_bytes", "host_bytes", "tenant_share"),
 )
-
-# Of KV events, named like the settings of the engine.
-events_options = together(
-    click.option(
-        "--kv-events",
-        help="Publish which blocks are cached at this address, like tcp://127.0.0.1:5557, in the wire of vLLM.",
-    ),
-    click.option("--kv-events-replay", help="Replay KV events at this address, like tcp://127.0.0.1:5558."),
-    click.option("--kv-events-topic", default="", help="Topic of KV events, like kv@HOST@MODEL for llm-d."),
-    click.option("--kv-events-block", type=int, default=16, show_default=True, help="Tokens of a block in KV events."),
-)
+events_options = setting_options(Settings, "kv_events", "kv_events_replay", "kv_events_topic", "kv_events_block")
 
 
 def stored(options: dict[str, Any]) -> None:

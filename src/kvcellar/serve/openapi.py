@@ -5,11 +5,7 @@ Types become JSON Schemas. The description of a field is the comment on its line
 it.
 """
 
-import ast
-import inspect
 import re
-import sys
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -19,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import get_original_bases
 
+from kvcellar.comments import Comments
 from kvcellar.sampling_params import names_in
 from kvcellar.serve.admin.health import OPEN
 from kvcellar.serve.answers import Answer, Anything
@@ -37,57 +34,12 @@ from kvcellar.serve.responses.fields import ResponsesBody
 from kvcellar.serve.shared import Shared
 from kvcellar.version import __version__
 
-_PARSING = threading.Lock()  # ast of Python 3.11 raises `SystemError` where two threads parse at the same time
 _LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)")
 
 
 def plain(comment: str) -> str:
     """A comment without links to files of the documentation."""
     return _LINK.sub(r"\1", comment)
-
-
-class Comments:
-    """Reads each module once."""
-
-    def __init__(self) -> None:
-        self._modules: dict[str, Mapping[str, Mapping[str, str]]] = {}
-
-    def of(self, cls: type) -> Mapping[str, str]:
-        """The comment of each field that the body of `cls` declares, empty where there is none."""
-        name = cls.__module__
-        if name not in self._modules:
-            self._modules[name] = _classes(inspect.getsource(sys.modules[name]))
-        return self._modules[name].get(cls.__name__, {})
-
-
-def _classes(source: str) -> dict[str, dict[str, str]]:
-    lines = source.split("\n")
-    with _PARSING:
-        body = ast.parse(source).body
-    return {node.name: _fields(node, lines) for node in body if isinstance(node, ast.ClassDef)}
-
-
-def _fields(cls: ast.ClassDef, lines: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for node in cls.body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno is not None:
-            comment = [*_above(lines, node.lineno - 1), *_beside(lines[node.end_lineno - 1])]
-            found[node.target.id] = " ".join(comment)
-    return found
-
-
-def _above(lines: list[str], at: int) -> list[str]:
-    found: list[str] = []
-    while lines[at - 1].strip().startswith("# "):
-        at -= 1
-        found.insert(0, lines[at].strip().removeprefix("# "))
-    return found
-
-
-def _beside(line: str) -> Iterator[str]:
-    _, found, comment = line.partition("  # ")
-    if found and not comment.startswith("type: "):
-        yield comment
 
 
 Json = dict[str, Any]

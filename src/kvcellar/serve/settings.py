@@ -41,7 +41,7 @@ class ServeSettings:
     """
 
     host: str = "127.0.0.1"  # address to listen on
-    port: int = 8080  # 0: any free port
+    port: int = 8080  # port to listen on; 0: any free port
     # `key_digest(key)` of each API key; empty: no key is required
     key_digests: tuple[bytes, ...] = field(default=(), repr=False)
     # `key_digest(key)` of each admin key, which the routes below `/admin/` need; empty: there are no such routes
@@ -79,7 +79,7 @@ class ServeSettings:
     # all, or, without a store, of 256 MiB
     responses_bytes: int = 64 * 2**20
     responses_seconds: float = 30 * 86400.0  # how long such a response is kept after it was used last
-    drain_seconds: float = 5.0  # limit for running requests after the first SIGTERM
+    drain_seconds: float = 5.0  # seconds for running requests after the first SIGTERM
 
     def __post_init__(self) -> None:
         self._check_numbers()

@@ -62,12 +62,12 @@ class Settings:
     docs/reference/settings.md is made from the comments.
     """
 
-    # type of computation; auto: the type of the weights
+    # type of computation: float32, bfloat16, float16 or auto, that of the weights
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     # how weights are multiplied. auto: as the files have them, where quantised ones can be on this machine, else dense;
     # int8, int4, mixed: those of linear layers are quantised at load; dense: in `dtype`
     weights: Literal["auto", "int8", "int4", "mixed", "dense"] = "auto"
-    device: str = "auto"  # auto, cpu, cuda or cuda:N; auto: CUDA if there is a device
+    device: str = "auto"  # device: auto, cpu, cuda or cuda:N; auto: CUDA if there is one
     cache_bytes: int | None = None  # cap on the bytes of K/V, state, steps and edits; None: a share of free memory
     context: int | None = None  # most tokens of one sequence; None: from the config of the model
     max_sequences: int = 64  # most completions that run at once
@@ -99,8 +99,8 @@ class Settings:
     tenant_share: float = 1.0
     # where KV events are published, like tcp://127.0.0.1:5557; they contain the tokens of prompts; None: nowhere
     kv_events: str | None = None
-    kv_events_replay: str | None = None  # where they are replayed; None: they are not
-    kv_events_topic: str = ""  # of all KV events
+    kv_events_replay: str | None = None  # where KV events are replayed; None: nowhere
+    kv_events_topic: str = ""  # topic of all KV events
     kv_events_block: int = 16  # tokens of a block in KV events
     # what proposes drafts of the next tokens, which the model verifies: ngram; mtp, its own MTP layers; a directory or
     # name of a smaller model or assistant; or a function that makes a drafter; none: nothing does; None: what the model

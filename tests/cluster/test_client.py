@@ -26,7 +26,7 @@ from kvcellar.cluster.observed import Told as ReplicaTold
 from kvcellar.cluster.replica import Replica
 from kvcellar.cluster.routing import Router
 from kvcellar.cluster.scaling import Meter
-from kvcellar.cluster.sums import counted, summed
+from kvcellar.cluster.sums import counted, merged, summed
 from kvcellar.engine.control_replies import RECENT_SECONDS, AdapterInfo, NamespaceContents
 from kvcellar.engine.messages import (
     AddAdapter,
@@ -642,9 +642,10 @@ def test_a_request_that_is_never_stored_is_not_handed_over(roles: Roles) -> None
 
 def has(client: ClusterClient, prompt: Sequence[int]) -> dict[str, int]:
     """Tokens of a prompt, as the router knows of them, by replica."""
-    asked = submission(prompt)
+    asked = client._request(submission(prompt), lambda event: None)
+    assert client._router is not None
     with client._changed:
-        return {score.replica: score.have for score in client._rank(client._blocks(asked), asked)}
+        return {score.replica: score.have for score in client._router.rank(asked.blocks, len(prompt))}
 
 
 def test_requests_that_begin_alike_go_to_the_replica_that_has_their_beginning(pair: Pair) -> None:
@@ -1299,9 +1300,8 @@ def test_what_is_asked_of_all_is_answered_while_one_dies(pair: Pair) -> None:
 def test_a_namespace_of_several_replicas_is_listed_once() -> None:
     one = NamespaceContents("tenant", 1, 2, 3, 4, 5)
     for found in ([[one], [], [one]], [[], [one], [one]], [[one, one]], [[]]):
-        merged = client_module._merged(found)
         count = sum(map(len, found))
-        assert [(it.namespace, it.entries, it.tokens) for it in merged] == [("tenant", count, 2 * count)][:count]
+        assert [(it.namespace, it.entries, it.tokens) for it in merged(found)] == [("tenant", count, 2 * count)][:count]
 
 
 def test_what_replicas_store_at_a_place_of_all_is_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,16 +136,17 @@ def setting_options(of: type[Any], *names: str, **spelt: str) -> Decorator:
 
 def _setting_option(one: Field[Any], flag: str, comment: str) -> Decorator:
     how: dict[str, Any] = {"type": next((kind for kind in (int, float) if one.type in (kind, kind | None)), str)}
-    shown: bool | str = one.default not in (None, "", ())
+    default: Any = one.default
+    shown: bool | str = default not in (None, "", ())
     if one.name.endswith("_bytes"):
-        how, shown = {"type": SIZE}, shown and rounded(one.default)
+        how, shown = {"type": SIZE}, shown and rounded(default)
     elif one.type in (bool, bool | None):
         how, shown = {"is_flag": True}, False
     elif one.type == tuple[str, ...]:
         how, comment = {"multiple": True}, f"{comment}. May be repeated"
     about = comment.replace("; None: ", ". Default: ").replace("`", "")
     text = f"{about[0].upper()}{about[1:]}."
-    return click.option(flag, one.name, **how, default=one.default, show_default=shown, help=text)
+    return click.option(flag, one.name, **how, default=default, show_default=shown, help=text)
 
 
 # For loading and running a model.

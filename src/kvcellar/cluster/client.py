@@ -415,17 +415,11 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         super().submit(submission, deliver)
 
     def _request(self, submission: Submission, deliver: Callable[[EngineEvent], None]) -> Request[ReplicaLink]:
-        return Request[ReplicaLink](submission, deliver, blocks=self._blocks(submission))
-
-    def _blocks(self, submission: Submission) -> list[int]:
         if self._router is None:
-            return []
+            return super()._request(submission, deliver)
         namespace = with_adapter(submission.namespace, self._digests.get(submission.adapter, ""))
-        return blocks_of(namespace, START, submission.prompt, self._block)[0].hashes
-
-    def _rank(self, hashes: Sequence[int], submission: Submission, exclude: frozenset[str] = frozenset()) -> Ranking:
-        assert self._router is not None, "a replica has joined"
-        return self._router.rank(hashes, len(submission.prompt) // TOKEN, exclude)
+        hashes = blocks_of(namespace, START, submission.prompt, self._block)[0].hashes
+        return Request[ReplicaLink](submission, deliver, blocks=hashes)
 
     def _able(self, request: Request[ReplicaLink] | None) -> list[ReplicaLink]:
         return self._with(self._weights_of(request))
@@ -460,9 +454,10 @@ class ClusterClient(RemoteClient[ReplicaLink]):
         return self._handing[0] * self._fading
 
     def _best(self, among: Sequence[ReplicaLink], request: Request[ReplicaLink]) -> tuple[ReplicaLink, Ranking]:
+        assert self._router is not None, "a replica has joined"
         by_name = {one.name: one for one in among}
         exclude = frozenset(one.name for one in self._engines if one.name not in by_name)
-        considered = self._rank(request.blocks, request.submission, exclude)
+        considered = self._router.rank(request.blocks, len(request.submission.prompt) // TOKEN, exclude)
         for at, score in enumerate(considered):
             if (link := by_name.get(score.replica)) is not None:
                 return link, considered[at:]

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Literal, Unpack
 
 from kvcellar.engine.load.settings import Settings, cipher_of, document_bytes, secret_of
-from kvcellar.errors import BadRequest
 from kvcellar.memory.tiers.archive import LEAST_FILES, MEMORY_BYTES, Archive, ArchiveOptions, DiskArchive, Forgets
 from kvcellar.memory.tiers.codec import Cipher, Plain
-from kvcellar.memory.tiers.objects import about_url
+from kvcellar.memory.tiers.objects import opening, server_url
 from kvcellar.memory.tiers.remote_archive import RedisArchive
 
 Kind = Literal["conversations", "responses", "replies"]
-SCHEMES = {"valkey": "redis", "valkeys": "rediss", "redis": "redis", "rediss": "rediss", "unix": "unix"}  # of redis-py
 DIRECTORY = "file"
 EACH = 16 << 10  # bytes for each document of a kind that forgets
 SECONDS = 10.0  # that a call of a place takes at most
@@ -52,24 +50,17 @@ class Documents:
             return DiskArchive(self.directory / kind, self.cap, **made)
         if self.server is None:
             return Archive(self.cap, **made)
-        make = partial(RedisArchive, self.server, f"kvcellar-{kind}-", self.cap)
-        try:
-            return make(**made)
-        except ImportError as error:
-            needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
-            raise BadRequest(needs, "store_remote") from error
-        except ValueError as error:
-            why = about_url(self.server, error)
-            raise BadRequest(f"store_remote cannot be opened: {why}", "store_remote") from None
+        with opening(self.server):
+            return RedisArchive(self.server, f"kvcellar-{kind}-", self.cap, **made)
 
 
 def documents_of(settings: Settings) -> Documents:
     """Those of engines with these settings."""
     about = partial(Documents, share=settings.tenant_share, cipher=cipher_of(settings), secret=secret_of(settings))
-    scheme, _, rest = (settings.store_remote or "").partition("://")
-    if scheme in SCHEMES:
-        url = f"{SCHEMES[scheme]}://{rest}"
-        return about(server=url, cap=document_bytes(settings.store_remote_bytes))
+    remote = settings.store_remote or ""
+    scheme, _, rest = remote.partition("://")
+    if (server := server_url(remote)) is not None:
+        return about(server=server, cap=document_bytes(settings.store_remote_bytes))
     if scheme == DIRECTORY:
         return about(directory=Path(rest), cap=document_bytes(settings.store_remote_bytes))
     if settings.store is not None:

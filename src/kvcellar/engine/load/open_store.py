@@ -28,7 +28,7 @@ from kvcellar.memory.tiers.codec import Cipher
 from kvcellar.memory.tiers.disk import DiskTier, StoreUnusable
 from kvcellar.memory.tiers.host import HostTier
 from kvcellar.memory.tiers.identity import FileDigests, identity
-from kvcellar.memory.tiers.objects import about_url, open_objects
+from kvcellar.memory.tiers.objects import open_objects, opening
 from kvcellar.memory.tiers.remote import RemoteTier, prefix_of
 from kvcellar.memory.tiers.tier import Tier
 from kvcellar.places import NoPlace, cache
@@ -132,15 +132,10 @@ def _outside(settings: Settings, share: float, name: bytes, cipher: Cipher, open
     if settings.store_remote is not None:
         cap = int(share * (settings.store_remote_bytes - DOCUMENTS * document_bytes(settings.store_remote_bytes)))
         try:
-            objects = open_objects(settings.store_remote, prefix_of(name))
+            with opening(settings.store_remote):
+                objects = open_objects(settings.store_remote, prefix_of(name))
         except OSError as error:
             log.warning("running without the remote store: %s", error)
-        except ImportError as error:
-            needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
-            raise BadRequest(needs, "store_remote") from error
-        except ValueError as error:
-            why = about_url(settings.store_remote, error)
-            raise BadRequest(f"store_remote cannot be opened: {why}", "store_remote") from None
         else:
             remote = partial(RemoteTier, objects, cap=cap, quota=int(quota * cap), cipher=cipher)
             found.append(opened.enter_context(closing(remote(identity=name, secret=secret_of(settings)))))

@@ -18,6 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from kvcellar.errors import BadRequest
 from kvcellar.memory.snapshot import KEY
 from kvcellar.memory.tiers.bounded import Bounded, RemoteFailed
 from kvcellar.memory.tiers.buckets import LONGEST
@@ -98,11 +99,29 @@ class Objects(Protocol):
 
 def open_objects(url: str, prefix: str) -> Objects:
     """The store at a URL: a Valkey or Redis server, or what fsspec finds there. Raises what the classes below raise."""
+    if (server := server_url(url)) is not None:
+        return RedisObjects(server, prefix)
+    return DirectoryObjects(url, prefix) if url.startswith(("file:", "local:")) else FsspecObjects(url, prefix)
+
+
+def server_url(url: str) -> str | None:
+    """As `redis` has it; None: it is not that of a Valkey or Redis server."""
     scheme, _, rest = url.partition("://")
     scheme = {"valkey": "redis", "valkeys": "rediss"}.get(scheme, scheme)
-    if scheme in ("redis", "rediss", "unix"):
-        return RedisObjects(f"{scheme}://{rest}", prefix)
-    return DirectoryObjects(url, prefix) if scheme in ("file", "local") else FsspecObjects(url, prefix)
+    return f"{scheme}://{rest}" if scheme in ("redis", "rediss", "unix") else None
+
+
+@contextmanager
+def opening(url: str) -> Generator[None]:
+    """What is raised for a URL becomes a `BadRequest`, without the text of an error that may have a password."""
+    try:
+        yield
+    except ImportError as error:
+        needs = f"store_remote needs a package that is not installed: {error}. Install kvcellar[remote]"
+        raise BadRequest(needs, "store_remote") from error
+    except ValueError as error:
+        why = type(error).__name__ if "@" in url else str(error)
+        raise BadRequest(f"store_remote cannot be opened: {why}", "store_remote") from None
 
 
 class RedisServer:
@@ -127,11 +146,6 @@ class RedisServer:
             yield
         except self._errors as error:
             raise failed(error, answers=isinstance(error, self._refused)) from error
-
-
-def about_url(url: str, error: Exception) -> str:
-    """What is wrong with it, but for one that may have a password, of which the error may have a part."""
-    return type(error).__name__ if "@" in url else str(error)
 
 
 def failed(error: Exception, *, answers: bool = False) -> RemoteFailed:

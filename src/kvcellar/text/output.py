@@ -30,7 +30,7 @@ import codecs
 from array import array
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from kvcellar.errors import WrongStage
 from kvcellar.text.pieces import Content, Piece
@@ -76,15 +76,7 @@ class Output:
         return final
 
 
-class TextStream(Protocol):
-    """Detokenizes one completion. `push` returns the text that is final; `flush` returns the rest, and is the end."""
-
-    def push(self, token: int) -> str: ...
-    def flush(self) -> str: ...
-    def check(self) -> None: ...
-
-
-def open_stream(tokenizer: TextTokenizer, *, skip_special: bool = True, after: Sequence[int] = ()) -> TextStream:
+def open_stream(tokenizer: TextTokenizer, *, skip_special: bool = True, after: Sequence[int] = ()) -> "TextStream":
     """A stream for one completion. `after` are the ids whose text it continues.
 
     Tokenizers that write a word as "space, then letters" drop the space of the first word of a text: a completion that
@@ -99,7 +91,7 @@ def open_stream(tokenizer: TextTokenizer, *, skip_special: bool = True, after: S
 
 
 class ByteStream:
-    """For `DecoderKind.BYTES`."""
+    """For `DecoderKind.BYTES`. `push` returns the text that is final; `flush` returns the rest, and is the end."""
 
     def __init__(self, tokenizer: TextTokenizer, skip_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -219,6 +211,9 @@ class WholeStream:
 
     def check(self) -> None:
         """Nothing to assert."""
+
+
+TextStream = ByteStream | LocalStream | WholeStream
 
 
 class Stops:

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -63,30 +62,48 @@ class Replaced(Exception):
     """It is another snapshot of the same tokens than the one that was known: another process has stored it."""
 
 
-class Cipher(Protocol):
-    """What seals content. `Plain` does not."""
-
-    overhead: int  # bytes by which sealed content is longer
-    mark: bytes  # one byte before a sealed description: what another kind of cipher has sealed is known
-
-    def seal(self, content: Chunk, place: bytes) -> Chunk: ...
-
-    def unseal(self, content: Chunk, place: bytes) -> Chunk:
-        """Raises `Foreign` if it was sealed with another key, or for another place."""
-        ...
-
-
 class Plain:
     """No cipher."""
 
-    overhead = 0
-    mark = b"p"
+    overhead = 0  # bytes by which sealed content is longer
+    mark = b"p"  # one byte before a sealed description: what another kind of cipher has sealed is known
 
     def seal(self, content: Chunk, place: bytes) -> Chunk:
         return content
 
     def unseal(self, content: Chunk, place: bytes) -> Chunk:
         return content
+
+
+class AesGcm:
+    """AES-256-GCM by the package `cryptography`, with a random nonce of 12 bytes for each sealed content.
+
+    NIST SP 800-38D allows 2^32 such nonces with one key.
+    """
+
+    overhead = 12 + 16
+    mark = b"g"
+
+    def __init__(self, secret: bytes) -> None:
+        """`secret` has 32 bytes. Raises `ImportError` where `cryptography` is not installed."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._invalid, self._aes = InvalidTag, AESGCM(secret)
+
+    def seal(self, content: Chunk, place: bytes) -> Chunk:
+        nonce = os.urandom(12)
+        return nonce + self._aes.encrypt(nonce, content, place)
+
+    def unseal(self, content: Chunk, place: bytes) -> Chunk:
+        """Raises `Foreign` if it was sealed with another key, or for another place."""
+        try:
+            return self._aes.decrypt(content[:12], content[12:], place)
+        except (self._invalid, ValueError) as error:
+            raise Foreign("it was sealed with another key") from error
+
+
+Cipher = Plain | AesGcm  # what seals content
 
 
 def digest(*parts: Chunk) -> bytes:
@@ -201,38 +218,25 @@ def write(files: Files, path: Path, parts: Iterable[Chunk]) -> bytes:
     return bytes(part[-DIGEST:])
 
 
-class Source(Protocol):
-    """What a `Reader` reads. All raise `OSError`."""
-
-    @property
-    def size(self) -> int: ...
-
-    def read(self, n: int, at: int) -> bytes:
-        """`n` bytes from `at` on, fewer at the end."""
-        ...
-
-    def read_into(self, memory: memoryview, at: int) -> int:
-        """As many bytes from `at` on as `memory` has, fewer at the end; returns how many."""
-        ...
-
-
 class Content:
-    """Bytes in memory as a source: all, or the first ones of `size`."""
+    """Bytes in memory as what a `Reader` reads: all, or the first ones of `size`."""
 
     def __init__(self, content: bytes, size: int | None = None) -> None:
         self._content, self.size = content, len(content) if size is None else size
 
     def read(self, n: int, at: int) -> bytes:
+        """`n` bytes from `at` on, fewer at the end."""
         return self._content[at : at + n]
 
     def read_into(self, memory: memoryview, at: int) -> int:
+        """As many bytes from `at` on as `memory` has, fewer at the end; returns how many."""
         found = memoryview(self._content)[at : at + len(memory)]
         memory[: len(found)] = found
         return len(found)
 
 
 class OpenFile(AbstractContextManager["OpenFile"]):
-    """A file as a source. Close it, or use it in `with`."""
+    """A file, with the methods of `Content`, which raise `OSError`. Close it, or use it in `with`."""
 
     def __init__(self, files: Files, path: Path) -> None:
         self._files, self._file = files, files.open(path)
@@ -254,6 +258,9 @@ class OpenFile(AbstractContextManager["OpenFile"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+Source = Content | OpenFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,30 +361,3 @@ class Reader:
                 chunk[:] = cipher.unseal(sealed, _place(snapshot.key, number))
             at += len(sealed)
             yield chunk
-
-
-class AesGcm:
-    """AES-256-GCM by the package `cryptography`, with a random nonce of 12 bytes for each sealed content.
-
-    NIST SP 800-38D allows 2^32 such nonces with one key.
-    """
-
-    overhead = 12 + 16
-    mark = b"g"
-
-    def __init__(self, secret: bytes) -> None:
-        """`secret` has 32 bytes. Raises `ImportError` where `cryptography` is not installed."""
-        from cryptography.exceptions import InvalidTag
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
-        self._invalid, self._aes = InvalidTag, AESGCM(secret)
-
-    def seal(self, content: Chunk, place: bytes) -> Chunk:
-        nonce = os.urandom(12)
-        return nonce + self._aes.encrypt(nonce, content, place)
-
-    def unseal(self, content: Chunk, place: bytes) -> Chunk:
-        try:
-            return self._aes.decrypt(content[:12], content[12:], place)
-        except (self._invalid, ValueError) as error:
-            raise Foreign("it was sealed with another key") from error

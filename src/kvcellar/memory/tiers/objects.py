@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kvcellar.errors import BadRequest
 from kvcellar.memory.snapshot import KEY
@@ -57,47 +57,7 @@ return found
 Found = tuple[bytes, int] | None  # the first bytes of an object, and how many it has; None if it is not there, or empty
 
 
-class Objects(Protocol):
-    """Objects by name. Names are of letters and digits."""
-
-    def read(self, names: Sequence[str], n: int) -> list[Found]:
-        """The first `n` bytes of each."""
-        ...
-
-    def write(self, name: str, content: bytes, seconds: float | None) -> None:
-        """Replace an object; the store may delete it after so many seconds, or `LASTS`. Readers find all of one
-        content."""
-        ...
-
-    def delete(self, names: Sequence[str]) -> None:
-        """Whether they are there or not."""
-        ...
-
-    def names(self, most: int) -> list[str]:
-        """Of all objects, or of `most` of them."""
-        ...
-
-    def add(self, bucket: str, member: str) -> None:
-        """Add a name to a bucket, or make it the newest one there."""
-        ...
-
-    def members(self, buckets: Sequence[str]) -> list[list[str]]:
-        """The names in each bucket, up to `MOST_MEMBERS` of them, the newest where the store has an order."""
-        ...
-
-    def strike(self, listed: Sequence[tuple[str, str]]) -> None:
-        """Remove names from their buckets."""
-        ...
-
-    def tidy(self, most: int) -> None:
-        """Where nothing else bounds what all processes store: delete what was read longest ago, until `most` bytes are
-        left. At most once in `TIDIED` seconds, by all processes together."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def open_objects(url: str, prefix: str) -> Objects:
+def open_objects(url: str, prefix: str) -> "Objects":
     """The store at a URL: a Valkey or Redis server, or what fsspec finds there. Raises what the classes below raise."""
     if (server := server_url(url)) is not None:
         return RedisObjects(server, prefix)
@@ -153,7 +113,7 @@ def failed(error: Exception, *, answers: bool = False) -> RemoteFailed:
 
 
 class RedisObjects:
-    """Strings of a Valkey or Redis server, which may evict them by itself."""
+    """Objects by name, of letters and digits: strings of a Valkey or Redis server, which may evict them by itself."""
 
     def __init__(self, url: str, prefix: str, *, timeout: float = 2.0) -> None:
         """As `RedisServer`."""
@@ -163,6 +123,7 @@ class RedisObjects:
         self._adding, self._listing = map(self._redis.register_script, (_ADD, _MEMBERS))
 
     def read(self, names: Sequence[str], n: int) -> list[Found]:
+        """The first `n` bytes of each."""
         with self._failing(), self._redis.pipeline(transaction=True) as together:  # else one is written in between
             for name in names:
                 together.getrange(self._prefix + name, 0, n - 1)
@@ -171,16 +132,20 @@ class RedisObjects:
         return [one if one[1] else None for one in zip(found[::2], found[1::2], strict=True)]
 
     def write(self, name: str, content: bytes, seconds: float | None) -> None:
+        """Replace an object; the store may delete it after so many seconds, or `LASTS`. Readers find all of one
+        content."""
         milliseconds = max(1, int(1000 * min(LASTS if seconds is None else seconds, LASTS)))
         with self._failing():
             self._redis.set(self._prefix + name, content, px=milliseconds)
 
     def delete(self, names: Sequence[str]) -> None:
+        """Whether they are there or not."""
         with self._failing():
             for at in range(0, len(names), SCANNED):
                 self._redis.unlink(*(self._prefix + name for name in names[at : at + SCANNED]))
 
     def names(self, most: int) -> list[str]:
+        """Of all objects, or of `most` of them."""
         with self._failing():
             found = islice(self._redis.scan_iter(match=self._prefix + "*", count=SCANNED), most)
             return [name.decode(errors="replace").removeprefix(self._prefix) for name in found]
@@ -190,23 +155,28 @@ class RedisObjects:
         return f"bucket-{self._prefix}{name}"
 
     def add(self, bucket: str, member: str) -> None:
+        """Add a name to a bucket, or make it the newest one there."""
         with self._failing():
             self._adding([self._bucket(bucket)], [member, MOST_MEMBERS, LASTS])
 
     def members(self, buckets: Sequence[str]) -> list[list[str]]:
+        """The names in each bucket, up to `MOST_MEMBERS` of them, the newest where the store has an order."""
         with self._failing(), self._redis.pipeline(transaction=False) as together:
             for bucket in buckets:
                 self._listing([self._bucket(bucket)], [MOST_MEMBERS, LONGEST], together)
             return [[member.decode(errors="replace") for member in found] for found in together.execute()]
 
     def strike(self, listed: Sequence[tuple[str, str]]) -> None:
+        """Remove names from their buckets."""
         with self._failing(), self._redis.pipeline(transaction=False) as together:
             for bucket, member in listed:
                 together.zrem(self._bucket(bucket), member)
             together.execute(raise_on_error=False)
 
     def tidy(self, most: int) -> None:
-        """The server has a bound and an order of its own: `maxmemory` and its policy, which is looked at once."""
+        """Where nothing else bounds what all processes store: delete what was read longest ago, until `most` bytes are
+        left, at most once in `TIDIED` seconds. The server has a bound and an order of its own: `maxmemory` and its
+        policy, which is looked at once."""
         if self._unchecked:
             self._unchecked = False
             with suppress(RemoteFailed), self._failing():  # some servers do not tell
@@ -220,7 +190,7 @@ class RedisObjects:
 
 
 class FsspecObjects:
-    """Files of a directory or bucket that fsspec reads and writes."""
+    """Files of a directory or bucket that fsspec reads and writes, with the methods of `RedisObjects`."""
 
     def __init__(self, url: str, prefix: str, *, timeout: float = 30.0, **options: Any) -> None:
         """`url` such as file:///path, s3://bucket/path or memory://path, with the options of its file system; `timeout`
@@ -314,6 +284,9 @@ class FsspecObjects:
 
     def close(self) -> None:
         """Its file system is shared with all others of the same options, by fsspec: it stays."""
+
+
+Objects = RedisObjects | FsspecObjects
 
 
 class DirectoryObjects(FsspecObjects):

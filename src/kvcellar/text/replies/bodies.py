@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from kvcellar.text.replies.form import Tags
 from kvcellar.text.replies.values import JsonScan, Literals, Status, read_json, typed, written
@@ -89,15 +89,6 @@ class Ended:
 Event = Begun | Given | Ended
 
 
-class BodyReader(Protocol):
-    """Reads the body of one call, or of several. `feed` returns how many characters belong to it, and what they say."""
-
-    @property
-    def status(self) -> Status: ...
-    def feed(self, text: str) -> tuple[int, list[Event]]: ...
-    def copy(self) -> "BodyReader": ...
-
-
 class ArgumentsBody:
     """A JSON object, of a call whose name is known."""
 
@@ -107,6 +98,7 @@ class ArgumentsBody:
         self._scan = JsonScan()
 
     def feed(self, text: str) -> tuple[int, list[Event]]:
+        """How many characters belong to the body, and what they say."""
         events: list[Event] = []
         start = len(text) - len(text.lstrip()) if self._begun is not None else 0
         if start == len(text):
@@ -441,6 +433,9 @@ class BalancedBody:
             self.status = Status.FAILED
             return []
         return [event for begun, arguments in told for event in (begun, Given(arguments), Ended())]
+
+
+BodyReader = ArgumentsBody | ObjectBody | TagsBody | BalancedBody
 
 
 def python_body(names: frozenset[str] | None) -> BalancedBody:

@@ -196,15 +196,7 @@ http_options = together(
     default=None,
     help="Send OpenTelemetry spans. Default: if $OTEL_EXPORTER_OTLP_ENDPOINT is set. Needs kvcellar[otel].",
 )
-@click.option(
-    "--max-upload",
-    "max_upload_bytes",
-    type=SIZE,
-    default="64GiB",
-    show_default=True,
-    help="Most bytes of files that were uploaded to create models, and that no model has.",
-)
-@setting_options(ServeSettings, "allow_pull", drain_seconds="--drain-timeout")
+@setting_options(ServeSettings, "allow_pull", max_upload_bytes="--max-upload", drain_seconds="--drain-timeout")
 @click.option(
     "--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="info: a line per request."
 )

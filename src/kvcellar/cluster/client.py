@@ -376,7 +376,9 @@ class ClusterClient(RemoteClient[ReplicaLink]):
             moved = self._left(link, ENDS, blame=None)
         else:
             log.warning("replica %s has gone; its requests go on at others", link.name)
-            moved = self._left(link, "has closed its connection", blame=_blame)
+            moved = self._left(
+                link, "has closed its connection", blame=lambda request: 1.0 if request.alone else SUSPECT
+            )
         self._go_on()
         with self._changed:
             self.moved += len(moved)
@@ -705,10 +707,6 @@ class ClusterClient(RemoteClient[ReplicaLink]):
                 reader.join(LAST_WORDS)
         self._over(EngineClosed("the engine was closed before the answer was complete"))  # no reader tells anything now
         return True
-
-
-def _blame(request: Request[ReplicaLink]) -> float:
-    return 1.0 if request.alone else SUSPECT
 
 
 def _leaves_prefill(request: Request[ReplicaLink]) -> bool:

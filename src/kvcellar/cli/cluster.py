@@ -18,9 +18,10 @@ import click
 
 from kvcellar.cli import top
 from kvcellar.cli.client import AdminClient, server_options, why_command
-from kvcellar.cli.options import FILE, STORE_KEY, Command, adapter_option, engine_options, given, json_option, together
+from kvcellar.cli.options import FILE, STORE_KEY, Command, adapter_option, given, json_option, together
 from kvcellar.cli.printing import replica_lines
 from kvcellar.cli.serve import HTTP_OPTIONS, http_options
+from kvcellar.cli.setting_options import engine_options
 from kvcellar.cli.store_options import placed, store_options
 from kvcellar.engine.load.in_library import located
 from kvcellar.engine.models.weights.find import find

@@ -7,10 +7,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
-from kvcellar.cli.options import MOST_TEXT, Command, engine_options, given, json_option, kv_quality_option, quiet_option
+from kvcellar.cli.options import MOST_TEXT, Command, given, json_option, kv_quality_option, quiet_option
 from kvcellar.cli.printing import kv_quality_lines
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
+from kvcellar.cli.setting_options import engine_options
 from kvcellar.engine.load.capacity import sized
 from kvcellar.engine.load.settings import Settings
 from kvcellar.engine.models.quantize.kinds import harm_line

@@ -2,16 +2,12 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
 import click
 
-from kvcellar.comments import Comments
-from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest
-from kvcellar.progress import rounded
 from kvcellar.sampling_params import PARAMETERS, Parameter, names_in
 from kvcellar.values import Flag, Items, Kind, Pair, Pairs, Real, Whole
 
@@ -123,43 +119,6 @@ kv_quality_option = click.option(
     "--kv-quality/--no-kv-quality",
     default=None,
     help="Measure how quantised K/V would change the predictions. Default: for small models.",
-)
-
-
-def setting_options(of: type[Any], *names: str, **spelt: str) -> Decorator:
-    """Options of settings, of which the class declares types and defaults, and says in comments what they are. `spelt`:
-    more settings, with options of other names."""
-    declared, comments = {one.name: one for one in fields(of)}, Comments().of(of)
-    flags = {name: f"--{name.replace('_', '-')}" for name in names} | spelt
-    return together(*(_setting_option(declared[name], flag, comments[name]) for name, flag in flags.items()))
-
-
-def _setting_option(one: Field[Any], flag: str, comment: str) -> Decorator:
-    how: dict[str, Any] = {"type": next((kind for kind in (int, float) if one.type in (kind, kind | None)), str)}
-    default: Any = one.default
-    shown: bool | str = default not in (None, "", ())
-    if one.name.endswith("_bytes"):
-        how, shown = {"type": SIZE}, shown and rounded(default)
-    elif one.type in (bool, bool | None):
-        how, shown = {"is_flag": True}, False
-    elif one.type == tuple[str, ...]:
-        how, comment = {"multiple": True}, f"{comment}. May be repeated"
-    about = comment.replace("; None: ", ". Default: ").replace("`", "")
-    text = f"{about[0].upper()}{about[1:]}."
-    return click.option(flag, one.name, **how, default=default, show_default=shown, help=text)
-
-
-# For loading and running a model.
-model_options = setting_options(Settings, "dtype", "weights", "record", "device", "attention", "threads")
-# Of an engine.
-engine_options = together(
-    model_options,
-    setting_options(Settings, "cache_bytes", "kv_dtype", "context", "max_sequences", "step_tokens"),
-    click.option(
-        "--draft",
-        help="Drafts of the next tokens: ngram, mtp, or a directory or name of a smaller model, or embedded.",
-    ),
-    setting_options(Settings, "draft_depth", "draft_bytes"),
 )
 
 

@@ -17,7 +17,6 @@ from kvcellar.cli.options import (
     Command,
     Decorator,
     adapter_option,
-    engine_options,
     given,
     quiet_option,
     sampling_options,
@@ -26,6 +25,7 @@ from kvcellar.cli.options import (
 from kvcellar.cli.printing import cost_line
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
+from kvcellar.cli.setting_options import engine_options
 from kvcellar.cli.store_options import store_options, stored
 from kvcellar.constraint import MAX_SOURCE_BYTES, Constraint
 from kvcellar.errors import BadRequest

@@ -22,18 +22,9 @@ import click
 
 from kvcellar.cli.hosting import Hosting, hosting
 from kvcellar.cli.logs import LEVELS, Format, log_to_stderr
-from kvcellar.cli.options import (
-    FILE,
-    SIZE,
-    Command,
-    Written,
-    adapter_option,
-    engine_options,
-    quiet_option,
-    setting_options,
-    together,
-)
+from kvcellar.cli.options import FILE, SIZE, Command, Written, adapter_option, quiet_option, together
 from kvcellar.cli.pull import download_missing, pull_option
+from kvcellar.cli.setting_options import engine_options, setting_options
 from kvcellar.cli.shutdown import ShutdownTimer
 from kvcellar.cli.store_options import events_options, store_options, stored
 from kvcellar.collector import settle

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from kvcellar.cli.options import FILE, STORE_KEY, setting_options, together
+from kvcellar.cli.options import FILE, STORE_KEY, together
+from kvcellar.cli.setting_options import setting_options
 from kvcellar.engine.load.settings import KEY_BYTES, Settings, key_in, store_directory
 from kvcellar.places import NoPlace
 

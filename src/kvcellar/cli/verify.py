@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcellar import progress
-from kvcellar.cli.options import Command, given, json_option, kv_quality_option, model_options, quiet_option
+from kvcellar.cli.options import Command, given, json_option, kv_quality_option, quiet_option
 from kvcellar.cli.printing import kv_quality_lines, table
 from kvcellar.cli.progress_line import show_progress
 from kvcellar.cli.pull import download_missing, pull_option
+from kvcellar.cli.setting_options import model_options
 from kvcellar.engine.load.settings import Settings
 from kvcellar.frontend.engine import import_needed
 

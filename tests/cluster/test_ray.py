@@ -426,7 +426,7 @@ def test_streams_go_on_where_a_node_is_lost(
     assert [usage["completion_tokens"] for _, usage in found] == [400] * len(PROMPTS)
 
 
-@pytest.mark.slow  # new engines and gateways take minutes to start beside other work
+@pytest.mark.slow  # new engines and gateways take minutes to start beside other tests
 def test_streams_go_on_through_an_update(cluster: Cluster, made: Made, alone: Engine, tmp_path: Path) -> None:
     """Of all gateways and replicas, to other settings. What those had computed before, the new ones restore."""
     sampling = SEEDED | {"max_tokens": 200, "ignore_eos": True}

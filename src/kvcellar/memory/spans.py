@@ -5,7 +5,7 @@ Several spans of one text, such as those whose queries looked ahead, are in orde
 
 import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcellar.errors import BadRequest, shown
@@ -71,6 +71,17 @@ def closed_over(spans: Sequence[Span], gone: Span) -> Spans:
     """The spans after the removal of `gone`, which splits none of them."""
     moved = (Span(span.start - len(gone), span.end - len(gone)) for span in spans if span.start >= gone.end)
     return (*until(spans, gone.start), *moved)
+
+
+def reach_back(low: int, parts: Iterable[tuple[int, int]]) -> bool:
+    """Whether consecutive spans of a text have all positions from `low` on, as far as they go. They are given from the
+    last to the first, each by its start and the first position that it has."""
+    for start, first in parts:
+        if first > max(start, low):
+            return False
+        if start <= low:
+            return True
+    return True
 
 
 def check_spans(spans: Sequence[Span], length: int) -> None:

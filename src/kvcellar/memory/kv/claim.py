@@ -37,10 +37,12 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Claim:
-    """One claim. `tables` has a table for each unbounded group, by index of the group."""
+    """One claim. `tables` has a table for each group, by index of the group: those of bounded groups begin at `tail`,
+    which is within the span or at its end."""
 
     span: Span
     tables: dict[int, Table]
+    tail: int
     checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position
     ahead: tuple[Span, ...] = ()
     derived: int | None = None
@@ -66,7 +68,9 @@ class Claim:
         for index, table in self.tables.items():
             table.check()
             if not stores[index].group.of_input:
-                assert (table.first, table.end) == (self.span.start, self.span.end)
+                first = self.tail if stores[index].group.bounded else self.span.start
+                assert (table.first, table.end) == (first, self.span.end)
+        assert self.span.start <= self.tail <= self.span.end
         for pos, checkpoint in self.checkpoints.items():
             assert self.span.start < pos <= self.span.end
             assert around(self.ahead, pos) is None, f"a checkpoint at {pos} is inside a span that looked ahead"

@@ -128,6 +128,8 @@ class Reading(AbstractContextManager["Reading"]):
         windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in checkpoints}
         with undone(reading.close):
             for index, table in sorted(claim.tables.items()):
+                if stores[index].group.bounded:
+                    continue  # checkpoints have what is kept in tiers
                 reading.parts.append(Part(stores[index], table.share(span.end, span.start)))
             for index in (index for index, store in enumerate(stores) if store.group.bounded):
                 tables = {pos: checkpoint.windows[index] for pos, checkpoint in checkpoints.items()}
@@ -242,7 +244,7 @@ def written(
     """
     _check_free(record, stores, states)
     indices_of = {store.group.name: index for index, store in enumerate(stores)}
-    claim = Claim(record.span, {}, ahead=record.ahead, derived=record.derived, digest=record.digest)
+    claim = Claim(record.span, {}, record.span.end, ahead=record.ahead, derived=record.derived, digest=record.digest)
     with Reading(states) as new, undone(lambda: claim.close(states.rows)):
         for stretch in record.stretches:
             store = stores[indices_of[stretch.group]]
@@ -253,6 +255,8 @@ def written(
             if row := states.rows.take():
                 new.rows.append(row)
         _fill(new, iter(chunks), states)
+        for index in (index for index, store in enumerate(stores) if store.group.bounded):
+            claim.tables[index] = stores[index].tables.new(claim.tail)
         for part, stretch in zip(new.parts, record.stretches, strict=True):
             if not part.store.group.bounded:
                 claim.tables[indices_of[stretch.group]] = part.table.share(part.table.end, part.table.first)

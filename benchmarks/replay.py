@@ -26,7 +26,7 @@ from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.kv.group import Group
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Memory
-from kvcellar.memory.plan import Batch, Plan
+from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.prefix.node import common_prefix, key_of
 from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
 from kvcellar.sampling_params import SamplingParams
@@ -177,15 +177,18 @@ class Replay:
         for group, free in self.manager.free().items():
             while free < tokens and self.manager.evict(group, tokens - free):
                 free = self.manager.free()[group]
-        scheduled = [Scheduled(completion, tokens)]
-        plan = self.memory.begin(Batch(self.manager.feeds(scheduled)))
+        claims = self.compute(self.manager.feeds([Scheduled(completion, tokens)]), tokens)
+        assert completion.seq is not None
+        self.manager.keep(completion, tokens, claims.get(completion.seq))
+
+    def compute(self, feeds: tuple[Feed, ...], tokens: int) -> dict[int, int]:
+        """A step of so many tokens of one sequence; returns its claims."""
+        plan = self.memory.begin(Batch(feeds))
         for layer in self._layers:
             self.memory.put(layer, k=torch.zeros(tokens, 1, 1))
         if self._recurrent:
             self._write_states(plan, tokens)
-        claims = self.memory.commit()
-        assert completion.seq is not None
-        self.manager.keep(completion, tokens, claims.get(completion.seq))
+        return self.memory.commit()
 
     def _write_states(self, plan: Plan, tokens: int) -> None:
         def at(indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:

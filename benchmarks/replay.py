@@ -10,7 +10,7 @@ import heapq
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 import torch
@@ -217,9 +217,9 @@ def compacting(writer: Writer) -> Iterator[Turn]:
 
 
 def mixed(writer: Writer) -> Iterator[Turn]:
-    """Three of the others at once, in an order and with texts that the seed draws."""
+    """The beginnings of three of the others at once, in an order and with texts that the seed draws."""
     draw = writer.draw
-    some = [(at, TRACES[name](writer)) for at, name in enumerate(draw.sample([*TRACES][:-1], 3))]
+    some = [(at, islice(TRACES[name](writer), 60)) for at, name in enumerate(draw.sample([*TRACES][:-1], 3))]
     while some:
         at, turns = draw.choice(some)
         for _ in range(draw.randrange(1, 5)):

@@ -28,6 +28,7 @@ from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.prefix.node import common_prefix, key_of
+from kvcellar.memory.prefixes import EVERY
 from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
 from kvcellar.sampling_params import SamplingParams
 
@@ -244,7 +245,7 @@ ANEW = ("edits", "documents", "questions", "popular", "examples")  # whose promp
 class Replay:
     """Serves a trace. `cells` of every group and `rows` are its limits."""
 
-    def __init__(self, kind: str, *, cells: int, rows: int) -> None:
+    def __init__(self, kind: str, *, cells: int, rows: int, spare: int = EVERY) -> None:
         layouts, recurrent = KINDS[kind]
         plane = Plane("k", 1, 1)
         self._layers = range(len(layouts))
@@ -258,7 +259,7 @@ class Replay:
             recurrent=STATE if recurrent else None,
             rows=rows if recurrent else 0,
         )
-        self.manager = SequenceManager(self.memory, Drafting(None, context=0))
+        self.manager = SequenceManager(self.memory, Drafting(None, context=0), spare=spare)
         self.computed = 0  # prompt tokens
         self.checkpoints = 0  # the most that were kept at once
 
@@ -388,20 +389,22 @@ def last_use(turns: Sequence[Turn], cells: int) -> int:
     return _limited(turns, cells, lambda tokens, one, at: at)
 
 
-def replay(name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed: int = 1) -> Counts:
+def replay(
+    name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed: int = 1, spare: int = EVERY
+) -> Counts:
     """Replay a trace with cells for this share of all its tokens, and rows for this share of the checkpoints that it
     leaves without a limit."""
     turns = list(TRACES[name](Writer(seed, scale)))
     cells = _Tokens(turns).count + STEP_TOKENS
     longest = max(len(turn.prompt) + len(turn.answer) for turn in turns)
-    free = Replay(kind, cells=2 * cells, rows=1 << 16)
+    free = Replay(kind, cells=2 * cells, rows=1 << 18, spare=spare)
     for turn in turns:
         free.serve(turn)
     tokens, best = sum(len(turn.prompt) for turn in turns), ideal(turns)
     if share == 1.0:
         return Counts(tokens, free.computed, best, None, None, share, cells)
     limited = max(int(share * cells), longest + STEP_TOKENS)
-    ours = Replay(kind, cells=limited, rows=2 + max(2, int(share * free.checkpoints)))
+    ours = Replay(kind, cells=limited, rows=2 + max(2, int(share * free.checkpoints)), spare=spare)
     for turn in turns:
         ours.serve(turn)
     others = clairvoyant(turns, limited), last_use(turns, limited)

@@ -8,7 +8,7 @@ Always true:
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, pairwise
 from math import inf
@@ -16,8 +16,9 @@ from math import inf
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Feed
 from kvcellar.memory.prefix.node import TOKEN, Watch, common
+from kvcellar.memory.prefix.tree import SPARE
 from kvcellar.memory.prefix.why import ReadBack
-from kvcellar.memory.prefixes import NEAR, USUAL, Prefix, Prefixes, Shares
+from kvcellar.memory.prefixes import EVERY, NEAR, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.restores import Fetch
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.spans import Span
@@ -34,15 +35,18 @@ class PrefixCache:
         memory: Memory,
         *,
         in_parts: bool = True,
+        spare: int = EVERY,
         shares: Shares = USUAL,
         watch: Watch | None = None,
         open_store: OpenStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `watch` is told of what the tree
+        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `spare`: tokens between spare ones
+        then. `watch` is told of what the tree
         has. `clock` is that of retention."""
         self.memory, self.in_parts, self.clock = memory, in_parts, clock
-        self._new_tree = partial(Prefixes, memory, shares=shares, clock=clock, watch=watch)
+        spare = spare if in_parts else EVERY
+        self._new_tree = partial(Prefixes, memory, spare=spare, shares=shares, clock=clock, watch=watch)
         self.prefixes = self._new_tree()
         self.store = None if open_store is None else open_store(memory, self.prefixes, self.evict)
         self._numbers = count(1)
@@ -117,14 +121,18 @@ class PrefixCache:
         wanted = self.prefixes.checkpoints(prefix, new)
         return wanted if self.in_parts else tuple(pos for pos in wanted if pos == new.end)
 
-    def with_rows(self, feeds: Sequence[Feed], evict: Callable[[None, int], bool]) -> tuple[Feed, ...]:
+    def with_rows(
+        self, feeds: Sequence[Feed], evict: Callable[[None, int], bool], places: Mapping[int, Prefix]
+    ) -> tuple[Feed, ...]:
         """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
-        that are of less value, and are left out otherwise. `evict` frees a row that the step needs."""
+        that are of less value, and are left out otherwise. `evict` frees a row that the step needs. `places`: those of
+        sequences that have one."""
         if self.memory.rows.capacity is None:
             return tuple(feeds)
         self.free_rows(len(feeds), lambda: evict(None, 1))
         need, left_out = len(feeds), set[tuple[int, int]]()
-        for saves, pos, seq in sorted((one for feed in feeds for one in _inside(feed)), reverse=True):
+        inside = (one for feed in feeds if feed.between for one in self._inside(feed, places[feed.seq]))
+        for saves, pos, seq in sorted(inside, reverse=True):
             if self.free_rows(need + 1, partial(self.prefixes.evict_row, saves)):
                 need += 1
             else:
@@ -133,6 +141,17 @@ class PrefixCache:
             feed._replace(checkpoints=tuple(pos for pos in feed.checkpoints if (feed.seq, pos) not in left_out))
             for feed in feeds
         )
+
+    def _inside(self, feed: Feed, place: Prefix) -> Iterator[tuple[float, int, int]]:
+        """The checkpoints inside a feed: what each is worth, by the tokens since the one before; its position; and the
+        sequence."""
+        last = feed.pos.start
+        for before, pos in pairwise((feed.pos.start, *feed.between)):
+            if self.prefixes.spare(place, pos):
+                yield SPARE * (pos - before), pos, feed.seq
+            else:
+                yield pos - last, pos, feed.seq
+                last = pos
 
     def free_rows(self, need: int, evict: Callable[[], bool]) -> bool:
         """Call `evict` until so many state rows are free. False if it returns False before."""
@@ -197,10 +216,3 @@ class PrefixCache:
             self.store.check()
             locked += self.store.restores.locks()
         self.prefixes.check(locked)
-
-
-def _inside(feed: Feed) -> Iterator[tuple[int, int, int]]:
-    """The checkpoints inside a feed: how many tokens each saves, counted from the one before; its position; and the
-    sequence."""
-    for before, pos in pairwise((feed.pos.start, *feed.between)):
-        yield pos - before, pos, feed.seq

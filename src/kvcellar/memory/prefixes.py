@@ -10,6 +10,7 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from kvcellar.memory.retention import DEFAULT, NO_OPTIONS, Retention, RetentionO
 from kvcellar.memory.spans import Span
 
 EVERY = 256  # tokens between checkpoints, where resuming needs one
+LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
@@ -87,15 +89,16 @@ class Prefixes:
         self,
         memory: Memory,
         *,
-        every: int = EVERY,
+        spare: int = EVERY,
         shares: Shares = USUAL,
         clock: Callable[[], float] = time.time,
         watch: Watch | None = None,
         totals: Totals | None = None,
     ) -> None:
-        """`clock` is that of retention: seconds of the wall clock. `totals` are continued."""
+        """`spare`: tokens between spare checkpoints; `EVERY`: there are none. `clock` is that of retention: seconds of
+        the wall clock. `totals` are continued."""
         self.totals = totals if totals is not None else Totals()
-        self._memory, self._every, self._clock = memory, every, clock
+        self._memory, self._spare, self._clock = memory, spare, clock
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
@@ -232,7 +235,7 @@ class Prefixes:
         """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
         where the same prompt resumes, and every so many tokens, unless one of these is near."""
         wanted = sorted(pos for pos in {matched, *marks, length - 1} if 0 < pos < length)
-        regular = range(self._every, length, self._every)
+        regular = range(EVERY, length, EVERY)
         return sorted({*wanted, *(pos for pos in regular if not _near(wanted, pos))})
 
     def want(self, prefix: Prefix, pos: int) -> None:
@@ -246,9 +249,15 @@ class Prefixes:
             return ()
         wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
         found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
-        first = max(new.start, prompt) // self._every + 1
-        found += range(first * self._every, new.end + 1, self._every)  # in decode
+        found += _multiples(EVERY, max(new.start, prompt), new.end)  # in decode
+        if self._spare < EVERY:
+            last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
+            found = sorted({*found, *last, *_multiples(self._spare, new.start, new.end)})
         return tuple(found)
+
+    def spare(self, prefix: Prefix, pos: int) -> bool:
+        """Whether a checkpoint that a step of a sequence leaves at `pos` is spare."""
+        return pos % EVERY > 0 and pos not in prefix.wanted
 
     def next_wanted(self, prefix: Prefix, pos: int) -> int | None:
         """The next position behind `pos` where the sequence will leave a checkpoint."""
@@ -277,7 +286,7 @@ class Prefixes:
         elif claim is None and end in at and not self.anywhere and end:
             self._add_checkpoint(prefix, end)
         if claim is not None:
-            self._insert(prefix, claim, end)
+            self._insert(prefix, claim, end, partial(self.spare, prefix))
         del prefix.wanted[: bisect_right(prefix.wanted, end)]
 
     def _add_checkpoint(self, prefix: Prefix, end: int) -> None:
@@ -288,10 +297,12 @@ class Prefixes:
             start = self._memory.claims.of(node.claim).whole(end - 1) if node.start < end - 1 else node.start
             self._insert(prefix, self._memory.claims.make(prefix.seq, Span(start, end), (end,)), end)
 
-    def _insert(self, prefix: Prefix, claim: int, end: int) -> None:
+    def _insert(self, prefix: Prefix, claim: int, end: int, spare: Callable[[int], bool] = lambda pos: False) -> None:
         start = self._memory.claims.of(claim).span.start
         key, retention = prefix.key[: end * TOKEN], self.retention(prefix)
-        prefix.node, known = self.tree.insert(prefix.root, key, claim, start, prefix.node, retention, last=prefix.last)
+        prefix.node, known = self.tree.insert(
+            prefix.root, key, claim, start, prefix.node, retention, last=prefix.last, spare=spare
+        )
         prefix.published = end
         if known > start:
             self._share(prefix.seq, prefix.node, Span(start, known))
@@ -340,7 +351,7 @@ class Prefixes:
         # Checkpoints may have the same window, which is free once all of them are gone.
         return self.tree.evict_checkpoint() is not None
 
-    def evict_row(self, saves: int | None = None) -> bool:
+    def evict_row(self, saves: float | None = None) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
         checkpoint which saves so many tokens. False if there is none."""
         if self.expire():
@@ -393,6 +404,11 @@ class Prefixes:
 def _near(ordered: Sequence[int], pos: int) -> bool:
     at = bisect_right(ordered, pos - NEAR)
     return at < len(ordered) and ordered[at] < pos + NEAR
+
+
+def _multiples(of: int, start: int, end: int) -> range:
+    """Those in (start, end]."""
+    return range(start // of * of + of, end + 1, of)
 
 
 def part(memory: Memory, share: float) -> Part:

@@ -22,7 +22,7 @@ from kvcellar.memory.plan import Feed
 from kvcellar.memory.prefix.kv_events import KvEvents
 from kvcellar.memory.prefix.node import TOKEN, Reuse, key_of
 from kvcellar.memory.prefix_cache import PrefixCache
-from kvcellar.memory.prefixes import SLICE, USUAL, Prefix, Prefixes, Shares
+from kvcellar.memory.prefixes import EVERY, SLICE, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.spans import Span
 from kvcellar.memory.store import OpenStore, Store
 
@@ -47,14 +47,16 @@ class SequenceManager:
         drafting: Drafting,
         *,
         in_parts: bool = True,
+        spare: int = EVERY,
         shares: Shares = USUAL,
         events: KvEvents | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
-        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
-        published there."""
+        """`in_parts` and `spare` as `PrefixCache` has them. `events`: what is in memory is published there."""
         self.memory, self.drafting, self.events = memory, drafting, events
-        self.cache = PrefixCache(memory, in_parts=in_parts, shares=shares, watch=events, open_store=open_store)
+        self.cache = PrefixCache(
+            memory, in_parts=in_parts, spare=spare, shares=shares, watch=events, open_store=open_store
+        )
         self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0
@@ -211,7 +213,8 @@ class SequenceManager:
 
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
         """The feeds of a step (see `PrefixCache.with_rows`)."""
-        return self.cache.with_rows(list(map(self._feed, scheduled)), self.evict)
+        places = {seq: prefix for seq, (_, prefix) in self._running.items()}
+        return self.cache.with_rows(list(map(self._feed, scheduled)), self.evict, places)
 
     def _feed(self, scheduled: Scheduled) -> Feed:
         completion, seq = scheduled.completion, scheduled.completion.seq

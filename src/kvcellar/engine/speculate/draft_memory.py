@@ -160,7 +160,8 @@ class DraftMemory:
     def feeds(self, wanted: Sequence[tuple[Key, int]]) -> tuple[Feed, ...]:
         """The feeds of a step that computes so many new tokens of each of these completions."""
         feeds = [self._feed(self._places[key], tokens) for key, tokens in wanted]
-        return self.cache.with_rows(feeds, self.cache.evict)
+        places = {self._places[key].prefix.seq: self._places[key].prefix for key, _ in wanted}
+        return self.cache.with_rows(feeds, self.cache.evict, places)
 
     def _feed(self, place: _Place, tokens: int) -> Feed:
         seq = place.prefix.seq

@@ -73,11 +73,13 @@ class Ranked:
 
 @dataclass(eq=False, slots=True)
 class Kept(Ranked):
-    """A checkpoint of a node: what resuming at `pos` needs beside the cells of the span."""
+    """A checkpoint of a node: what resuming at `pos` needs beside the cells of the span. A `spare` one is there in case
+    a request diverges near it: it is not stored, and goes before others, until it was used."""
 
     node: "Node"
     pos: int
-    hits: int = 1
+    hits: float = 1.0
+    spare: bool = False
     pinned: bool = False  # a pin ends here: it is not evicted
 
 

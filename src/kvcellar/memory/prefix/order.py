@@ -193,11 +193,31 @@ class Order:
         return self.leaves.pop()
 
     def enter_checkpoint(self, kept: Kept) -> None:
-        node, ranking = kept.node, self.checkpoints
-        before = max((pos for pos in node.checkpoints if pos < kept.pos), default=node.start)
-        saves, priority = kept.pos - before, node.retention.priority
-        kept.value = value(ranking.clock, hits=kept.hits, saves=saves, costs=1, priority=priority)
-        ranking.push(kept, node.retention.owner)
+        self._rank(kept, self.checkpoints.clock, self._saves(kept))
+
+    def _rank(self, kept: Kept, clock: float, saves: int) -> None:
+        retention = kept.node.retention
+        kept.value = value(clock, hits=kept.hits, saves=saves, costs=1, priority=retention.priority)
+        self.checkpoints.push(kept, retention.owner)
+
+    def _saves(self, kept: Kept) -> int:
+        """The tokens from the checkpoint before it on, of one that is not spare from the last such one on."""
+        points = kept.node.checkpoints
+        before = (pos for pos, one in points.items() if pos < kept.pos and (kept.spare or not one.spare))
+        return kept.pos - max(before, default=kept.node.start)
+
+    def forget_checkpoint(self, kept: Kept) -> None:
+        """The node has it no more. Those behind it save what it did, too: so they become sparser, and none are the
+        last ones to go."""
+        points = kept.node.checkpoints
+        behind = sorted((one for one in points.values() if one.pos > kept.pos), key=lambda one: one.pos)
+        heirs = {one.pos: one for one in (*behind[:1], *[one for one in behind if not one.spare][:1])}
+        before = {pos: self._saves(one) for pos, one in heirs.items()}
+        del points[kept.pos]
+        self.checkpoints.count(kept.node.retention.owner, -1)
+        for pos, one in heirs.items():
+            if more := self._saves(one) - before[pos]:
+                self._rank(one, one.value, more)
 
     def enter_lease(self, node: Node) -> None:
         """A node expires at another time, or not any more."""

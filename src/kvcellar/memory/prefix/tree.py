@@ -21,7 +21,6 @@ Always true:
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcellar.memory.policy import value
 from kvcellar.memory.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Use, Watch, below, path_digest
 from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.memory.prefix.pins import Pins
@@ -30,6 +29,7 @@ from kvcellar.memory.retention import DEFAULT, Retention, stronger
 LEAST = 16  # tokens that are evicted together,
 PART = 64  # and the part of a long leaf: cutting one costs its tokens
 TRIES = 16  # checkpoints that are looked at for one that is evicted
+SPARE = 0.25  # of a use that a spare checkpoint counts as
 
 
 class Tree(Lookup):
@@ -64,7 +64,7 @@ class Tree(Lookup):
         if node.parent is not None:
             self._order.enter_leaf(node)
         if (kept := node.checkpoints.get(node.end)) is not None:
-            kept.hits += 1
+            kept.hits, kept.spare = kept.hits + 1, False
             self._order.enter_checkpoint(kept)
         return self._order.returns.expected() if lost is None and recurring else lost
 
@@ -135,6 +135,7 @@ class Tree(Lookup):
         retention: Retention = DEFAULT,
         *,
         last: Use | None = None,
+        spare: Callable[[int], bool] = lambda pos: False,
     ) -> tuple[Node, int]:
         """Give the tree a claim on the tokens [start, end of the key) of a sequence that has locked the node `own`;
         returns the last node whose tokens are all of the key, which is locked now instead, and how many tokens of the
@@ -143,7 +144,7 @@ class Tree(Lookup):
         What the tree has of these tokens already stays as it is, and takes the checkpoints that it does not have. Where
         it has less than the first `start` tokens (they were evicted), or parts from the claim inside a span that looked
         ahead, the claim is dropped. All of it is kept as `retention` says. `last` is the last use of what is new, if it
-        was in the tree before.
+        was in the tree before. `spare`: whether its checkpoint at a position is.
         """
         path, matched = self._walk(root, key, expired=True)
         node, end = path[-1] if path else root, len(key) // TOKEN
@@ -151,12 +152,12 @@ class Tree(Lookup):
             self._claims.drop(claim)
             node = node if node.end <= matched else node.parent or root
         else:
-            rest = self._rest(claim, start, end, path, matched)
+            rest = self._rest(claim, start, end, path, matched, spare)
             if matched < node.end:
                 node = self._split(node, matched)
             self.strengthen(node, retention)
             if rest is not None:
-                node = self._append(node, key[matched * TOKEN :], rest, own, retention, last)
+                node = self._append(node, key[matched * TOKEN :], rest, own, retention, last, spare)
         self._lock(node)
         self.unlock(own)
         return node, matched
@@ -166,17 +167,28 @@ class Tree(Lookup):
         cut = ([claim] if start < matched < end else []) + ([last.claim] if matched < last.end else [])
         return matched >= start and all(self._claims.of(one).whole(matched) == matched for one in cut)
 
-    def _rest(self, claim: int, start: int, end: int, path: Sequence[Node], matched: int) -> int | None:
+    def _rest(
+        self, claim: int, start: int, end: int, path: Sequence[Node], matched: int, spare: Callable[[int], bool]
+    ) -> int | None:
         """What of a claim the tree does not have; None: it has all. The nodes of the path take the checkpoints of
         the rest."""
         if matched <= start:
             return claim
         rest = self._claims.split(claim, matched) if matched < end else None
-        self._take_checkpoints(claim, path)
+        self._take_checkpoints(claim, path, spare)
         self._claims.drop(claim)
         return rest
 
-    def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention, last: Use | None) -> Node:
+    def _append(
+        self,
+        parent: Node,
+        edge: bytes,
+        claim: int,
+        own: Node,
+        retention: Retention,
+        last: Use | None,
+        spare: Callable[[int], bool],
+    ) -> Node:
         """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
         that is kept in another way."""
         positions = self._claims.of(claim).positions
@@ -194,16 +206,16 @@ class Tree(Lookup):
         if self._watch is not None:
             self._watch.gained(node, node.end - len(edge) // TOKEN)
         for pos in positions:
-            self._add_checkpoint(node, pos)
+            self._add_checkpoint(node, pos, spare=spare(pos))
         self._order.enter_leaf(node)
         return node
 
-    def _add_checkpoint(self, node: Node, pos: int) -> None:
-        kept = node.checkpoints[pos] = Kept(node, pos)
+    def _add_checkpoint(self, node: Node, pos: int, *, spare: bool) -> None:
+        kept = node.checkpoints[pos] = Kept(node, pos, SPARE if spare else 1.0, spare)
         self._order.checkpoints.count(node.retention.owner, 1)
         self._order.enter_checkpoint(kept)
 
-    def _take_checkpoints(self, claim: int, path: Sequence[Node]) -> None:
+    def _take_checkpoints(self, claim: int, path: Sequence[Node], spare: Callable[[int], bool]) -> None:
         """Let nodes have what `claim` has and they do not."""
         at = 0
         for pos in self._claims.of(claim).positions:
@@ -212,7 +224,7 @@ class Tree(Lookup):
             node = path[at]
             if pos not in node.checkpoints:
                 self._claims.move_checkpoint(claim, pos, node.claim)
-                self._add_checkpoint(node, pos)
+                self._add_checkpoint(node, pos, spare=spare(pos))
 
     def _split(self, node: Node, pos: int) -> Node:
         """Part a node at `pos`; returns the new node above it. The node itself keeps its end, children and locks."""
@@ -278,14 +290,14 @@ class Tree(Lookup):
         return n
 
     def evict_checkpoint(
-        self, frees: Callable[[Kept], bool] = lambda kept: True, saves: int | None = None
+        self, frees: Callable[[Kept], bool] = lambda kept: True, saves: float | None = None
     ) -> Kept | None:
         """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
         none, or, with `saves`, none that is of less value than a new one which saves so many tokens, or of an owner
         above its quota. Where `frees` is false for the next `TRIES`, the first of them is dropped, or none with
         `saves`."""
         ranking = self._order.checkpoints
-        worth = float("inf") if saves is None else value(ranking.clock, hits=1, saves=saves, costs=1)
+        worth = float("inf") if saves is None else ranking.clock + saves
         passed: list[Next[Kept]] = []
         while (found := ranking.pop()) is not None and not frees(found.thing):
             passed.append(found)
@@ -302,7 +314,7 @@ class Tree(Lookup):
         kept = found.thing
         ranking.clock = max(ranking.clock, kept.value)
         self._claims.drop_checkpoint(kept.node.claim, kept.pos)
-        self._forget_checkpoint(kept)
+        self._order.forget_checkpoint(kept)
         self._settle(kept.node, evicted=True)
         return kept
 

@@ -17,7 +17,7 @@ Always true:
   * an operation that raises has changed nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from torch import Tensor
@@ -344,11 +344,15 @@ class Claims:
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def reading(self, claim: int, span: Span | None = None) -> Reading:
-        """A reading of the content of a claim, or of a span within it, in chunks. Steps may run meanwhile, and the
-        claim may be dropped."""
+    def reading(self, claim: int, span: Span | None = None, *, without: Collection[int] = ()) -> Reading:
+        """A reading of the content of a claim, or of a span within it, in chunks, `without` the checkpoints at some
+        positions. Steps may run meanwhile, and the claim may be dropped."""
         found = self.of(claim)
-        reading = Reading.of(found, span or found.span, self._stores, self._states, self.shape)
+        span = span or found.span
+        points = {
+            pos: one for pos, one in found.checkpoints.items() if span.start < pos <= span.end and pos not in without
+        }
+        reading = Reading.of(found, span, points, self._stores, self._states, self.shape)
         self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]
         return reading
 

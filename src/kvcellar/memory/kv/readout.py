@@ -119,12 +119,19 @@ class Reading(AbstractContextManager["Reading"]):
         self._states = states
 
     @classmethod
-    def of(cls, claim: Claim, span: Span, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
-        """A reading of `span` of a claim, and of its checkpoints there, in a memory of this shape."""
+    def of(
+        cls,
+        claim: Claim,
+        span: Span,
+        checkpoints: Mapping[int, Checkpoint],
+        stores: Sequence[GroupStore],
+        states: States,
+        shape: str,
+    ) -> Self:
+        """A reading of `span` of a claim, and of `checkpoints` that it has there, in a memory of this shape."""
         check_whole(claim.ahead, span.start)
         check_whole(claim.ahead, span.end)
         reading = cls(states)
-        checkpoints = {pos: one for pos, one in claim.checkpoints.items() if span.start < pos <= span.end}
         windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in checkpoints}
         with undone(reading.close):
             for index, table in sorted(claim.tables.items()):

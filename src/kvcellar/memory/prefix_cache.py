@@ -16,7 +16,6 @@ from math import inf
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Feed
 from kvcellar.memory.prefix.node import TOKEN, Watch, common
-from kvcellar.memory.prefix.tree import SPARE
 from kvcellar.memory.prefix.why import ReadBack
 from kvcellar.memory.prefixes import EVERY, NEAR, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.restores import Fetch
@@ -45,7 +44,7 @@ class PrefixCache:
         then. `watch` is told of what the tree
         has. `clock` is that of retention."""
         self.memory, self.in_parts, self.clock = memory, in_parts, clock
-        spare = spare if in_parts else EVERY
+        spare = spare if in_parts and memory.rows.capacity is not None else 0
         self._new_tree = partial(Prefixes, memory, spare=spare, shares=shares, clock=clock, watch=watch)
         self.prefixes = self._new_tree()
         self.store = None if open_store is None else open_store(memory, self.prefixes, self.evict)
@@ -132,8 +131,8 @@ class PrefixCache:
         self.free_rows(len(feeds), lambda: evict(None, 1))
         need, left_out = len(feeds), set[tuple[int, int]]()
         inside = (one for feed in feeds if feed.between for one in self._inside(feed, places[feed.seq]))
-        for saves, pos, seq in sorted(inside, reverse=True):
-            if self.free_rows(need + 1, partial(self.prefixes.evict_row, saves)):
+        for lasts, saves, pos, seq in sorted(inside, reverse=True):
+            if self.free_rows(need + 1, partial(self.prefixes.evict_row, saves, spare=not lasts)):
                 need += 1
             else:
                 left_out.add((seq, pos))
@@ -142,15 +141,15 @@ class PrefixCache:
             for feed in feeds
         )
 
-    def _inside(self, feed: Feed, place: Prefix) -> Iterator[tuple[float, int, int]]:
-        """The checkpoints inside a feed: what each is worth, by the tokens since the one before; its position; and the
-        sequence."""
+    def _inside(self, feed: Feed, place: Prefix) -> Iterator[tuple[bool, int, int, int]]:
+        """The checkpoints inside a feed: whether it is not spare; how many tokens it saves, counted from the one before,
+        or from such a one; its position; and the sequence."""
         last = feed.pos.start
         for before, pos in pairwise((feed.pos.start, *feed.between)):
             if self.prefixes.spare(place, pos):
-                yield SPARE * (pos - before), pos, feed.seq
+                yield False, pos - before, pos, feed.seq
             else:
-                yield pos - last, pos, feed.seq
+                yield True, pos - last, pos, feed.seq
                 last = pos
 
     def free_rows(self, need: int, evict: Callable[[], bool]) -> bool:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
+from math import inf
 from typing import NamedTuple
 
 from kvcellar.events import Recall
 from kvcellar.memory.memory import Memory
+from kvcellar.memory.policy import EVERY
 from kvcellar.memory.prefix.node import TOKEN, Kept, Match, Node, Reuse, Use, Watch, everyone, key_of
 from kvcellar.memory.prefix.order import UNLIMITED, Part
 from kvcellar.memory.prefix.tree import Tree
@@ -23,7 +25,6 @@ from kvcellar.memory.prefix.why import Elsewhere, Losses, ReadBack, Sightings, e
 from kvcellar.memory.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
 from kvcellar.memory.spans import Span
 
-EVERY = 256  # tokens between checkpoints, where resuming needs one
 LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
@@ -89,14 +90,14 @@ class Prefixes:
         self,
         memory: Memory,
         *,
-        spare: int = EVERY,
+        spare: int = 0,
         shares: Shares = USUAL,
         clock: Callable[[], float] = time.time,
         watch: Watch | None = None,
         totals: Totals | None = None,
     ) -> None:
-        """`spare`: tokens between spare checkpoints; `EVERY`: there are none. `clock` is that of retention: seconds of
-        the wall clock. `totals` are continued."""
+        """`spare`: tokens between spare checkpoints, which are also before the end of a prompt; 0: there are none.
+        `clock` is that of retention: seconds of the wall clock. `totals` are continued."""
         self.totals = totals if totals is not None else Totals()
         self._memory, self._spare, self._clock = memory, spare, clock
         groups = memory.storage.groups
@@ -250,7 +251,7 @@ class Prefixes:
         wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
         found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
         found += _multiples(EVERY, max(new.start, prompt), new.end)  # in decode
-        if self._spare < EVERY:
+        if self._spare:
             last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
             found = sorted({*found, *last, *_multiples(self._spare, new.start, new.end)})
         return tuple(found)
@@ -351,13 +352,14 @@ class Prefixes:
         # Checkpoints may have the same window, which is free once all of them are gone.
         return self.tree.evict_checkpoint() is not None
 
-    def evict_row(self, saves: float | None = None) -> bool:
-        """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
+    def evict_row(self, saves: int | None = None, *, spare: bool = False) -> bool:
+        """Free a row of state that no sequence uses, or, with `saves`, only one that is of no more value than a new
         checkpoint which saves so many tokens. False if there is none."""
         if self.expire():
             return True
         self.losses.cause = "rows of recurrent state were needed"
-        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+        worth = inf if saves is None else self.tree.worth(saves, spare=spare)
+        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, worth) is not None
 
     def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
         """Cells by group, and rows, that are free without a checkpoint."""

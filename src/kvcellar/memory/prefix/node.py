@@ -78,7 +78,7 @@ class Kept(Ranked):
 
     node: "Node"
     pos: int
-    hits: float = 1.0
+    hits: int = 1
     spare: bool = False
     pinned: bool = False  # a pin ends here: it is not evicted
 

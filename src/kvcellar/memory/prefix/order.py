@@ -17,6 +17,7 @@ from kvcellar.memory.policy import value
 from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked
 from kvcellar.memory.prefix.reuse_statistics import Returns
 
+SPARE = -(2.0**40)  # the clock of spare checkpoints at first: all of them are of less value than any other
 TRIES = 8  # leaves whose value has risen since it was computed
 
 T = TypeVar("T", bound=Ranked)
@@ -109,7 +110,6 @@ class Ranking(Generic[T]):
         self._over: set[str] = set()  # fewer than the quota is a part of the cache
         self.held = Counter[str]()
         self.total = self.lost = 0  # of all owners, now and since the start
-        self.clock = 0.0  # value of the last one that was evicted: what is not used falls behind
 
     def count(self, owner: str, change: int) -> None:
         """An owner has so much more in the tree. To be called before what is new is pushed."""
@@ -164,6 +164,7 @@ class Order:
         self.checkpoints = Ranking[Kept](
             lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
         )
+        self._clocks = {False: 0.0, True: SPARE}  # values of the last checkpoints that were evicted, of spare ones, too
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
 
     def total(self) -> Total:
@@ -193,12 +194,16 @@ class Order:
         return self.leaves.pop()
 
     def enter_checkpoint(self, kept: Kept) -> None:
-        self._rank(kept, self.checkpoints.clock, self._saves(kept))
+        self._rank(kept, self._clocks[kept.spare], self._saves(kept))
 
     def _rank(self, kept: Kept, clock: float, saves: int) -> None:
         retention = kept.node.retention
         kept.value = value(clock, hits=kept.hits, saves=saves, costs=1, priority=retention.priority)
         self.checkpoints.push(kept, retention.owner)
+
+    def worth(self, saves: int, *, spare: bool) -> float:
+        """The value of a new checkpoint that saves so many tokens."""
+        return value(self._clocks[spare], hits=1, saves=saves, costs=1)
 
     def _saves(self, kept: Kept) -> int:
         """The tokens from the checkpoint before it on, of one that is not spare from the last such one on."""
@@ -206,9 +211,10 @@ class Order:
         before = (pos for pos, one in points.items() if pos < kept.pos and (kept.spare or not one.spare))
         return kept.pos - max(before, default=kept.node.start)
 
-    def forget_checkpoint(self, kept: Kept) -> None:
-        """The node has it no more. Those behind it save what it did, too: so they become sparser, and none are the
+    def evicted(self, kept: Kept) -> None:
+        """The node has a checkpoint no more: what was not used since then falls behind. Those behind it save what it did, too: so they become sparser, and none are the
         last ones to go."""
+        self._clocks[kept.spare] = max(self._clocks[kept.spare], kept.value)
         points = kept.node.checkpoints
         behind = sorted((one for one in points.values() if one.pos > kept.pos), key=lambda one: one.pos)
         heirs = {one.pos: one for one in (*behind[:1], *[one for one in behind if not one.spare][:1])}

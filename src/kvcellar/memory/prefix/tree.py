@@ -20,6 +20,7 @@ Always true:
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from kvcellar.memory.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Use, Watch, below, path_digest
 from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
@@ -29,7 +30,6 @@ from kvcellar.memory.retention import DEFAULT, Retention, stronger
 LEAST = 16  # tokens that are evicted together,
 PART = 64  # and the part of a long leaf: cutting one costs its tokens
 TRIES = 16  # checkpoints that are looked at for one that is evicted
-SPARE = 0.25  # of a use that a spare checkpoint counts as
 
 
 class Tree(Lookup):
@@ -51,7 +51,7 @@ class Tree(Lookup):
         super().__init__(claims, anywhere=anywhere, clock=clock)
         self._evicted, self._watch = evicted, watch
         self._order = Order(quota)
-        self.total = self._order.total
+        self.total, self.worth = self._order.total, self._order.worth
         self.pins = Pins(pins, self._order)
 
     # -- use ----------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class Tree(Lookup):
         return node
 
     def _add_checkpoint(self, node: Node, pos: int, *, spare: bool) -> None:
-        kept = node.checkpoints[pos] = Kept(node, pos, SPARE if spare else 1.0, spare)
+        kept = node.checkpoints[pos] = Kept(node, pos, spare=spare)
         self._order.checkpoints.count(node.retention.owner, 1)
         self._order.enter_checkpoint(kept)
 
@@ -289,20 +289,16 @@ class Tree(Lookup):
             self._remove(leaf)
         return n
 
-    def evict_checkpoint(
-        self, frees: Callable[[Kept], bool] = lambda kept: True, saves: float | None = None
-    ) -> Kept | None:
+    def evict_checkpoint(self, frees: Callable[[Kept], bool] = lambda kept: True, worth: float = inf) -> Kept | None:
         """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
-        none, or, with `saves`, none that is of less value than a new one which saves so many tokens, or of an owner
-        above its quota. Where `frees` is false for the next `TRIES`, the first of them is dropped, or none with
-        `saves`."""
+        none, or none of at most this `worth`, that of a new one, or of an owner above its quota. Where `frees` is false
+        for the next `TRIES`, the first of them is dropped, or none for a new one."""
         ranking = self._order.checkpoints
-        worth = float("inf") if saves is None else ranking.clock + saves
         passed: list[Next[Kept]] = []
         while (found := ranking.pop()) is not None and not frees(found.thing):
             passed.append(found)
             if len(passed) == TRIES:
-                found = passed.pop(0) if saves is None else None
+                found = passed.pop(0) if worth == inf else None
                 break
         if found is not None and not found.over and found.thing.value > worth:
             passed.append(found)
@@ -312,9 +308,8 @@ class Tree(Lookup):
         if found is None:
             return None
         kept = found.thing
-        ranking.clock = max(ranking.clock, kept.value)
         self._claims.drop_checkpoint(kept.node.claim, kept.pos)
-        self._order.forget_checkpoint(kept)
+        self._order.evicted(kept)
         self._settle(kept.node, evicted=True)
         return kept
 

@@ -1,0 +1,39 @@
+"""The second of two prompts that differ in their last tokens computes hardly more than these, on every kind of layer."""
+
+import random
+
+import pytest
+
+from kvcellar import Engine
+from tests.engine.mixes import small_engine, tokens
+from tests.models.served import SERVED
+from tests.zoo import ARCHS
+
+LENGTH, COMMON = 130, 125
+MOST = 16  # tokens that the second one computes
+FIRST = ("llama", "gemma3", "llama4", "gpt-oss", "lfm2", "qwen3-next", "mamba2", "falcon-h1")
+NAMES = [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in sorted(SERVED)]
+ASKED = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True, "logprobs": 5}
+
+
+def drawn(engine: Engine, prompt: list[int]) -> tuple[int, list[dict[int, float]]]:
+    """Tokens that came from memory, and the likeliest of each draw."""
+    result = engine.generate(prompt, **ASKED)
+    logprobs = result.choices[0].logprobs
+    assert logprobs is not None
+    return result.usage.cached_tokens, [dict(one.top) for one in logprobs]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_second_of_two_prompts_computes_their_last_tokens_with_the_logits_of_a_cold_engine(name: str) -> None:
+    draw = random.Random(3)
+    first = list(tokens(draw, LENGTH))
+    second = [*first[:COMMON], *((token + 1) % 50 for token in first[COMMON:])]
+    with small_engine(name) as engine:
+        _, cold = drawn(engine, second)
+        engine.clear_cache()
+        assert drawn(engine, first)[0] == 0
+        cached, warm = drawn(engine, second)
+    assert cached >= LENGTH - MOST
+    for ours, theirs in zip(warm, cold, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-3)

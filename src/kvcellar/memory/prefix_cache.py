@@ -44,7 +44,7 @@ class PrefixCache:
         then. `watch` is told of what the tree
         has. `clock` is that of retention."""
         self.memory, self.in_parts, self.clock = memory, in_parts, clock
-        spare = spare if in_parts and memory.rows.capacity is not None else 0
+        spare = spare if memory.rows.capacity is not None else 0
         self._new_tree = partial(Prefixes, memory, spare=spare, shares=shares, clock=clock, watch=watch)
         self.prefixes = self._new_tree()
         self.store = None if open_store is None else open_store(memory, self.prefixes, self.evict)
@@ -117,7 +117,7 @@ class PrefixCache:
 
     def checkpoints(self, prefix: Prefix, new: Span) -> tuple[int, ...]:
         """Where a step that computes the tokens `new` leaves checkpoints."""
-        wanted = self.prefixes.checkpoints(prefix, new)
+        wanted = self.prefixes.checkpoints(prefix, new, spare=self.in_parts)
         return wanted if self.in_parts else tuple(pos for pos in wanted if pos == new.end)
 
     def with_rows(
@@ -142,8 +142,8 @@ class PrefixCache:
         )
 
     def _inside(self, feed: Feed, place: Prefix) -> Iterator[tuple[bool, int, int, int]]:
-        """The checkpoints inside a feed: whether it is not spare; how many tokens it saves, counted from the one before,
-        or from such a one; its position; and the sequence."""
+        """The checkpoints inside a feed: whether it is not spare; how many tokens it saves, counted from the one
+        before, or from such a one; its position; and the sequence."""
         last = feed.pos.start
         for before, pos in pairwise((feed.pos.start, *feed.between)):
             if self.prefixes.spare(place, pos):

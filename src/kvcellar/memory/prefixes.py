@@ -244,14 +244,14 @@ class Prefixes:
         if not self.anywhere and pos not in prefix.wanted:
             insort(prefix.wanted, pos)
 
-    def checkpoints(self, prefix: Prefix, new: Span) -> tuple[int, ...]:
-        """Where a step that computes the tokens `new` leaves checkpoints."""
+    def checkpoints(self, prefix: Prefix, new: Span, *, spare: bool) -> tuple[int, ...]:
+        """Where a step that computes the tokens `new` leaves checkpoints, also `spare` ones."""
         if self.anywhere:
             return ()
         wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
         found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
         found += _multiples(EVERY, max(new.start, prompt), new.end)  # in decode
-        if self._spare:
+        if spare and self._spare:
             last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
             found = sorted({*found, *last, *_multiples(self._spare, new.start, new.end)})
         return tuple(found)

@@ -212,8 +212,8 @@ class Order:
         return kept.pos - max(before, default=kept.node.start)
 
     def evicted(self, kept: Kept) -> None:
-        """The node has a checkpoint no more: what was not used since then falls behind. Those behind it save what it did, too: so they become sparser, and none are the
-        last ones to go."""
+        """The node has a checkpoint no more: what was not used since then falls behind. Those behind it save what it
+        did, too: so they become sparser, and none are the last ones to go."""
         self._clocks[kept.spare] = max(self._clocks[kept.spare], kept.value)
         points = kept.node.checkpoints
         behind = sorted((one for one in points.values() if one.pos > kept.pos), key=lambda one: one.pos)

@@ -1,4 +1,5 @@
-"""The second of two prompts that differ in their last tokens computes hardly more than these, on every kind of layer."""
+"""The second of two prompts that differ in their last tokens computes hardly more than these, on every kind of
+layer."""
 
 import random
 
@@ -7,7 +8,6 @@ import pytest
 from kvcellar import Engine
 from tests.engine.mixes import small_engine, tokens
 from tests.models.served import SERVED
-from tests.zoo import ARCHS
 
 LENGTH, COMMON = 130, 125
 MOST = 16  # tokens that the second one computes

@@ -89,7 +89,8 @@ class World:
         new = Span(one.read, min(one.read + n, len(one.tokens)))
         if not len(new):
             return
-        plan = self.memory.begin(Batch((Feed(one.seq, new, checkpoints=self.prefixes.checkpoints(one.prefix, new)),)))
+        places, claimed = self.prefixes.checkpoints(one.prefix, new), self.prefixes.claimed(one.prefix, new)
+        plan = self.memory.begin(Batch((Feed(one.seq, new, checkpoints=places, claimed=claimed),)))
         self._put(one, new)
         if plan.states:
             self._put_states(one, new, plan)

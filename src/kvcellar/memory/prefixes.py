@@ -109,8 +109,11 @@ class Prefixes:
             quota=part(memory, shares.tenant),
             clock=clock,
             watch=watch,
+            lowest=memory.claims.lowest if memory.rows.capacity is None else None,
         )
         self._windows = windows(memory)
+        tails = self._windows and memory.rows.capacity is None
+        self._part = max(1, min(every, *(cells // 2 for cells in self._windows.values()))) if tails else 0
         recurrent = ("recurrent",) if memory.rows.capacity is not None else ()
         self._kinds = " and ".join([*sorted(self._bounded), *recurrent])
 
@@ -250,6 +253,13 @@ class Prefixes:
         found += range(first * self._every, new.end + 1, self._every)  # in decode
         return tuple(found)
 
+    def claimed(self, prefix: Prefix, new: Span) -> bool:
+        """Whether a step that computes the tokens `new` leaves a claim, for its tail: all of a prompt do, and in decode
+        those that end a part of so many tokens that windows still have all of it."""
+        if not self._part:
+            return False
+        return new.start < len(prefix.key) // TOKEN or new.start // self._part < new.end // self._part
+
     def next_wanted(self, prefix: Prefix, pos: int) -> int | None:
         """The next position behind `pos` where the sequence will leave a checkpoint."""
         at = bisect_right(prefix.wanted, pos)
@@ -335,10 +345,7 @@ class Prefixes:
         self.losses.cause = f"cells of {group} layers were needed"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
-        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0) is not None:
-            return True
-        # Checkpoints may have the same window, which is free once all of them are gone.
-        return self.tree.evict_checkpoint() is not None
+        return self.tree.evict_window(tokens)
 
     def evict_row(self, saves: int | None = None) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
@@ -346,18 +353,18 @@ class Prefixes:
         if self.expire():
             return True
         self.losses.cause = "rows of recurrent state were needed"
-        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+        return self.tree.evict_checkpoint(self._frees_row, saves) is not None
 
-    def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
-        """Cells by group, and rows, that are free without a checkpoint."""
-        return self._memory.claims.exclusive(kept.node.claim, kept.pos)
+    def _frees_row(self, kept: Kept) -> bool:
+        """Whether a row is free without a checkpoint."""
+        return self._memory.claims.exclusive(kept.node.claim, kept.pos)[1] > 0
 
     def clear(self, cause: str, most: int | None = None) -> bool:
-        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` checkpoints and
-        leaves. False if there was nothing."""
+        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` tails,
+        checkpoints and leaves. False if there was nothing."""
         found, self.losses.cause = False, cause
         for _ in range(most) if most is not None else count():
-            if self.tree.evict_checkpoint() is None and not self.tree.evict_leaf(1 << 40):
+            if not self.tree.evict_window(1 << 40) and not self.tree.evict_leaf(1 << 40):
                 break
             found = True
         return found

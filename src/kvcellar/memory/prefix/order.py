@@ -7,7 +7,7 @@ Always true:
   * each node that expires has its present time in a heap; other entries of the heaps are stale and skipped.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -129,6 +129,12 @@ class Ranking(Generic[T]):
         if self._quota is not None and owner:
             self._of.setdefault(owner, Heap(self._live)).put_back(thing)
 
+    def over(self) -> T | None:
+        """The next one to evict of an owner that has more than its quota, which stays; None if there is none."""
+        owners = sorted(self._over, key=lambda owner: -self.held[owner])
+        found = (heap.first() for owner in owners if (heap := self._of.get(owner)) is not None)
+        return next((thing for thing in found if thing is not None), None)
+
     def pop(self) -> Next[T] | None:
         """The next one to evict; None if there is none."""
         for owner in sorted(self._over, key=lambda owner: -self.held[owner]):
@@ -154,6 +160,41 @@ class Ranking(Generic[T]):
             assert set(map(id, heap.things())) <= set(map(id, self._all.things())), f"{owner!r} has others' entries"
 
 
+class Windows:
+    """The nodes that may hold cells of groups with windows, and state rows, in order of last use.
+
+    The one of least worth is looked for among those that were used first and last, of each class and priority: what is
+    worth least of a class was, by what is learned of when such things are used again, used either long ago or just now.
+    """
+
+    def __init__(self, worth: Callable[[Node], float]) -> None:
+        self._worth = worth
+        self._ranks: dict[tuple[int, int], OrderedDict[Node, None]] = {}
+        self._rank: dict[Node, tuple[int, int]] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._rank
+
+    def enter(self, node: Node) -> None:
+        """A node is used now."""
+        assert node.use is not None, "a root is not ranked"
+        self.leave(node)
+        rank = self._rank[node] = node.use.kind, node.retention.priority
+        self._ranks.setdefault(rank, OrderedDict())[node] = None
+
+    def leave(self, node: Node) -> None:
+        """A node holds nothing any more. Not an error if it held nothing."""
+        if (rank := self._rank.pop(node, None)) is not None:
+            del self._ranks[rank][node]
+            if not self._ranks[rank]:
+                del self._ranks[rank]
+
+    def next(self) -> Node | None:
+        """The node of least worth; None if there is none."""
+        ends = [node for nodes in self._ranks.values() for node in (next(iter(nodes)), next(reversed(nodes)))]
+        return min(ends, key=self._worth, default=None)
+
+
 class Order:
     """The rankings of a tree. `quota` is the part of the cache that one owner may have beyond which its entries are
     evicted first."""
@@ -164,6 +205,7 @@ class Order:
         self.checkpoints = Ranking[Kept](
             lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
         )
+        self.windows = Windows(self._worth)
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
 
     def total(self) -> Total:
@@ -192,12 +234,19 @@ class Order:
             self.enter_leaf(found.thing)
         return self.leaves.pop()
 
+    def next_window(self) -> Node | None:
+        """The node that loses cells of groups with windows next; None if there is none."""
+        over = self.checkpoints.over()
+        return self.windows.next() if over is None else over.node
+
     def enter_checkpoint(self, kept: Kept) -> None:
         node, ranking = kept.node, self.checkpoints
         before = max((pos for pos in node.checkpoints if pos < kept.pos), default=node.start)
         saves, priority = kept.pos - before, node.retention.priority
         kept.value = value(ranking.clock, hits=kept.hits, saves=saves, costs=1, priority=priority)
         ranking.push(kept, node.retention.owner)
+        if node not in self.windows:
+            self.windows.enter(node)
 
     def enter_lease(self, node: Node) -> None:
         """A node expires at another time, or not any more."""

@@ -22,13 +22,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcellar.memory.policy import value
-from kvcellar.memory.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Use, Watch, below, path_digest
+from kvcellar.memory.prefix.node import (
+    TOKEN,
+    ClaimStore,
+    Kept,
+    Lookup,
+    Match,
+    Node,
+    Use,
+    Watch,
+    below,
+    path_digest,
+    upwards,
+)
 from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.memory.prefix.pins import Pins
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
 
-LEAST = 16  # tokens that are evicted together,
-PART = 64  # and the part of a long leaf: cutting one costs its tokens
+LEAST = 16  # tokens that are evicted together, of a leaf or a tail,
+PART = 64  # and the part of a long one: cutting a leaf costs its tokens
 TRIES = 16  # checkpoints that are looked at for one that is evicted
 
 
@@ -45,10 +57,11 @@ class Tree(Lookup):
         quota: Part = UNLIMITED,
         clock: Callable[[], float] = time.time,
         watch: Watch | None = None,
+        lowest: Callable[[int], int] | None = None,
     ) -> None:
         """`evicted` is called before the tokens of a node behind a position are evicted. `pins` is the most that may be
         pinned, `quota` what one owner may have before its entries are evicted first."""
-        super().__init__(claims, anywhere=anywhere, clock=clock)
+        super().__init__(claims, anywhere=anywhere, clock=clock, lowest=lowest)
         self._evicted, self._watch = evicted, watch
         self._order = Order(quota)
         self.total = self._order.total
@@ -63,6 +76,8 @@ class Tree(Lookup):
         lost = self._order.returns.begin(node, key, matched)
         if node.parent is not None:
             self._order.enter_leaf(node)
+        for one in upwards(node) if not self._anywhere else ():
+            self._order.windows.enter(one)
         if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
             self._order.enter_checkpoint(kept)
@@ -81,12 +96,14 @@ class Tree(Lookup):
             if kept.priority != before.priority:
                 for one in node.checkpoints.values():
                     self._order.enter_checkpoint(one)
+                if node in self._order.windows:
+                    self._order.windows.enter(node)
             node = node.parent
 
     def pin(self, root: Node, key: bytes) -> int:
         """Let what is in memory of a key, as far as it can be resumed, not be evicted; returns how many tokens that
         are, 0 if they are more than may be pinned."""
-        match = self.match(root, key, len(key) // TOKEN)
+        match = self.match(root, key, len(key) // TOKEN, tails=False)
         if not match.path or not self.pins.fits(match):
             return 0
         node = match.path[-1]
@@ -177,11 +194,11 @@ class Tree(Lookup):
         return rest
 
     def _append(self, parent: Node, edge: bytes, claim: int, own: Node, retention: Retention, last: Use | None) -> Node:
-        """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
-        that is kept in another way."""
+        """The node becomes longer, or gets a child: a root, one with children, one that others have locked, one that
+        is kept in another way, and one whose tail would be lost."""
         positions = self._claims.of(claim).positions
         apart = parent.users > (parent is own) or parent.retention != retention
-        if parent.parent is None or parent.children or apart:
+        if parent.parent is None or parent.children or apart or self._gap(parent, claim):
             node = Node(parent, parent.end, edge, claim, retention=retention, use=self._order.returns.use(last))
             parent.children[edge[:TOKEN]] = node
             self._order.enter_lease(node)
@@ -196,7 +213,13 @@ class Tree(Lookup):
         for pos in positions:
             self._add_checkpoint(node, pos)
         self._order.enter_leaf(node)
+        if not self._anywhere:
+            self._order.windows.enter(node)
         return node
+
+    def _gap(self, node: Node, following: int) -> bool:
+        """Whether a node would lose its tail if the claim that follows its own became a part of it."""
+        return self._claims.of(node.claim).tail < node.end < self._claims.of(following).tail
 
     def _add_checkpoint(self, node: Node, pos: int) -> None:
         kept = node.checkpoints[pos] = Kept(node, pos)
@@ -223,6 +246,8 @@ class Tree(Lookup):
         above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, retention=node.retention)
         above.use = node.use
         self._order.enter_lease(above)
+        if node in self._order.windows:
+            self._order.windows.enter(above)
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
@@ -241,14 +266,18 @@ class Tree(Lookup):
         (child,) = node.children.values()
         assert node.use is not None and child.use is not None
         alike = child.retention == node.retention and child.use.kind == node.use.kind
-        if child.users != node.users or not alike:
+        if child.users != node.users or not alike or self._gap(node, child.claim):
             return
         if self._watch is not None:
             self._watch.joined(node, child)
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
-        child.use = max(child.use, node.use, key=lambda use: use.at)
+        if node.use.at > child.use.at:
+            child.use = node.use
+            if node in self._order.windows:
+                self._order.windows.enter(child)
+        self._order.windows.leave(node)
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child
@@ -265,7 +294,7 @@ class Tree(Lookup):
         leaf, heap, _ = found
         most = max(most, LEAST, leaf.tokens // PART)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
-        if not self._anywhere:  # what lies behind the last checkpoint serves no request
+        if not self.resumes(leaf, cut):  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
         n = leaf.end - cut
         self._order.returns.lose(leaf, cut)
@@ -299,12 +328,31 @@ class Tree(Lookup):
             one.heap.put_back(one.thing)
         if found is None:
             return None
-        kept = found.thing
+        self._drop_checkpoint(found.thing)
+        self._settle(found.thing.node, evicted=True)
+        return found.thing
+
+    def evict_window(self, tokens: int) -> bool:
+        """Drop some of what the node of least worth has beside the cells of unbounded groups: the first `tokens` of its
+        tail, or somewhat more; where it has none, its checkpoint of least value. False if there is nothing."""
+        while (node := self._order.next_window()) is not None:
+            tail = node.end - self._claims.of(node.claim).tail
+            if tail:
+                self._claims.forget(node.claim, max(tokens, LEAST, tail // PART))
+            elif points := [kept for kept in node.checkpoints.values() if not kept.pinned]:
+                self._drop_checkpoint(min(points, key=lambda kept: kept.value))
+            else:
+                self._order.windows.leave(node)
+                continue
+            self._settle(node, evicted=True)
+            return True
+        return False
+
+    def _drop_checkpoint(self, kept: Kept) -> None:
+        ranking = self._order.checkpoints
         ranking.clock = max(ranking.clock, kept.value)
         self._claims.drop_checkpoint(kept.node.claim, kept.pos)
         self._forget_checkpoint(kept)
-        self._settle(kept.node, evicted=True)
-        return kept
 
     def expire(self, most: int) -> bool:
         """Remove what has expired and no sequence uses, at up to `most` leaves. False if there is nothing."""
@@ -360,6 +408,7 @@ class Tree(Lookup):
             self._watch.lost(leaf, leaf.start)
         self._order.leaves.count(leaf.retention.owner, -leaf.tokens)
         self._claims.drop(leaf.claim)
+        self._order.windows.leave(leaf)
         for kept in list(leaf.checkpoints.values()):
             self._forget_checkpoint(kept)
         del parent.children[leaf.edge[:TOKEN]]
@@ -389,7 +438,9 @@ class Tree(Lookup):
 
     def _useful(self, leaf: Node) -> int:
         """The last position at which a leaf can be resumed; 0: it has none."""
-        return leaf.end if self._anywhere or leaf.retention.pinned else max(leaf.checkpoints, default=0)
+        if leaf.retention.pinned or self.resumes(leaf, leaf.end):
+            return leaf.end
+        return max(leaf.checkpoints, default=0)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -406,6 +457,9 @@ class Tree(Lookup):
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert all(one.node is node for one in node.checkpoints.values())
+            tail = self._claims.of(node.claim).tail < node.end and not self._anywhere
+            ranked = tail or any(not one.pinned for one in node.checkpoints.values())
+            assert node in self._order.windows or not ranked, "cells of windows that nothing can evict"
             assert node.hashed is None or node.hashed.digest() == path_digest(node, node.end)
             above = node.parent.retention if node.parent.parent is not None else None
             assert above is None or stronger(above, node.retention) == above, "a node outlasts the one above it"

@@ -48,6 +48,7 @@ def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 
     return clock + hits * saves * 2.0**priority / costs
 
 
+TAIL = 4  # tokens that cells save which only let prompts resume where none has before, in the value of a checkpoint
 USUAL, FAINT, ALIKE, EVEN = 0.1, 16.0, 32.0, 4.0
 
 

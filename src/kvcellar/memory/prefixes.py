@@ -187,6 +187,8 @@ class Prefixes:
         recurring = prefix.options.recurring
         prefix.last = self.tree.touch(prefix.node, prefix.key, prefix.matched, recurring=recurring)
         self.tree.strengthen(prefix.node, self.retention(prefix))
+        if prefix.restored and not self.anywhere:  # where one has parted from what was known, others may
+            self._add_checkpoint(prefix, prefix.restored)
 
     def retention(self, prefix: Prefix) -> Retention:
         """How what a sequence computed is kept from now on. Pins are those of a request, not of a sequence."""
@@ -345,7 +347,10 @@ class Prefixes:
         self.losses.cause = f"cells of {group} layers were needed"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
-        return self.tree.evict_window(tokens)
+        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0, tokens=tokens) is not None:
+            return True
+        # Checkpoints may have the same window, which is free once all of them are gone.
+        return self.tree.evict_checkpoint() is not None
 
     def evict_row(self, saves: int | None = None) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
@@ -353,18 +358,18 @@ class Prefixes:
         if self.expire():
             return True
         self.losses.cause = "rows of recurrent state were needed"
-        return self.tree.evict_checkpoint(self._frees_row, saves) is not None
+        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
 
-    def _frees_row(self, kept: Kept) -> bool:
-        """Whether a row is free without a checkpoint."""
-        return self._memory.claims.exclusive(kept.node.claim, kept.pos)[1] > 0
+    def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
+        """Cells by group, and rows, that are free without a checkpoint."""
+        return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
     def clear(self, cause: str, most: int | None = None) -> bool:
         """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` tails,
         checkpoints and leaves. False if there was nothing."""
         found, self.losses.cause = False, cause
         for _ in range(most) if most is not None else count():
-            if not self.tree.evict_window(1 << 40) and not self.tree.evict_leaf(1 << 40):
+            if self.tree.evict_checkpoint(tokens=1 << 40) is None and not self.tree.evict_leaf(1 << 40):
                 break
             found = True
         return found

@@ -92,6 +92,14 @@ class Kept(Ranked):
 
 
 @dataclass(eq=False, slots=True)
+class Tail(Ranked):
+    """The tail of a node's claim. `used` is when the node had been used last when its value was computed."""
+
+    node: "Node"
+    used: int = 0
+
+
+@dataclass(eq=False, slots=True)
 class Lease(Ranked):
     """When a node expires, in seconds of the wall clock, as an entry of a heap."""
 
@@ -136,6 +144,7 @@ class Node(Ranked):
     use: Use | None = None  # the last one; of a root None
     retention: Retention = DEFAULT
     lease: Lease | None = None
+    tail: Tail | None = None  # if its claim has one
     hashed: blake2b | None = None  # the state of `path_digest` at the end, where it was needed
     blocks: NodeBlocks | None = None  # where the tree is watched by one that publishes blocks
 
@@ -242,9 +251,8 @@ class Lookup:
         if self._anywhere or self._lowest is None:
             return self._anywhere
         lowest = self._lowest(pos)
-        return lowest == pos or reach_back(
-            lowest, ((one.start, self._claims.of(one.claim).tail) for one in upwards(node))
-        )
+        tails = ((one.start, self._claims.of(one.claim).tail) for one in upwards(node))
+        return lowest == pos or reach_back(lowest, tails)
 
     def reached(self, namespace: str, key: bytes) -> tuple[Node, int]:
         """The last node that has tokens of a key, and how many of its own; the root, and 0, if there is none."""

@@ -1,4 +1,4 @@
-"""order: which leaf and which checkpoint of the prefix tree is evicted next, and which node has expired.
+"""order: which leaf and which checkpoint or tail of the prefix tree is evicted next, and which node has expired.
 
 Always true:
   * `total` counts all tokens, or checkpoints, of the tree;
@@ -7,14 +7,14 @@ Always true:
   * each node that expires has its present time in a heap; other entries of the heaps are stale and skipped.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from kvcellar.memory.policy import value
-from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked
+from kvcellar.memory.policy import TAIL, value
+from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked, Tail
 from kvcellar.memory.prefix.reuse_statistics import Returns
 
 TRIES = 8  # leaves whose value has risen since it was computed
@@ -129,12 +129,6 @@ class Ranking(Generic[T]):
         if self._quota is not None and owner:
             self._of.setdefault(owner, Heap(self._live)).put_back(thing)
 
-    def over(self) -> T | None:
-        """The next one to evict of an owner that has more than its quota, which stays; None if there is none."""
-        owners = sorted(self._over, key=lambda owner: -self.held[owner])
-        found = (heap.first() for owner in owners if (heap := self._of.get(owner)) is not None)
-        return next((thing for thing in found if thing is not None), None)
-
     def pop(self) -> Next[T] | None:
         """The next one to evict; None if there is none."""
         for owner in sorted(self._over, key=lambda owner: -self.held[owner]):
@@ -160,41 +154,6 @@ class Ranking(Generic[T]):
             assert set(map(id, heap.things())) <= set(map(id, self._all.things())), f"{owner!r} has others' entries"
 
 
-class Windows:
-    """The nodes that may hold cells of groups with windows, and state rows, in order of last use.
-
-    The one of least worth is looked for among those that were used first and last, of each class and priority: what is
-    worth least of a class was, by what is learned of when such things are used again, used either long ago or just now.
-    """
-
-    def __init__(self, worth: Callable[[Node], float]) -> None:
-        self._worth = worth
-        self._ranks: dict[tuple[int, int], OrderedDict[Node, None]] = {}
-        self._rank: dict[Node, tuple[int, int]] = {}
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._rank
-
-    def enter(self, node: Node) -> None:
-        """A node is used now."""
-        assert node.use is not None, "a root is not ranked"
-        self.leave(node)
-        rank = self._rank[node] = node.use.kind, node.retention.priority
-        self._ranks.setdefault(rank, OrderedDict())[node] = None
-
-    def leave(self, node: Node) -> None:
-        """A node holds nothing any more. Not an error if it held nothing."""
-        if (rank := self._rank.pop(node, None)) is not None:
-            del self._ranks[rank][node]
-            if not self._ranks[rank]:
-                del self._ranks[rank]
-
-    def next(self) -> Node | None:
-        """The node of least worth; None if there is none."""
-        ends = [node for nodes in self._ranks.values() for node in (next(iter(nodes)), next(reversed(nodes)))]
-        return min(ends, key=self._worth, default=None)
-
-
 class Order:
     """The rankings of a tree. `quota` is the part of the cache that one owner may have beyond which its entries are
     evicted first."""
@@ -202,10 +161,7 @@ class Order:
     def __init__(self, quota: Part) -> None:
         self.returns = Returns(self.enter_leaf)
         self.leaves = Ranking[Node](lambda node: node.evictable, quota.tokens)
-        self.checkpoints = Ranking[Kept](
-            lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
-        )
-        self.windows = Windows(self._worth)
+        self.checkpoints = Ranking[Kept | Tail](_held, quota.checkpoints)  # tails are ranked among them, not counted
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
 
     def total(self) -> Total:
@@ -234,19 +190,31 @@ class Order:
             self.enter_leaf(found.thing)
         return self.leaves.pop()
 
-    def next_window(self) -> Node | None:
-        """The node that loses cells of groups with windows next; None if there is none."""
-        over = self.checkpoints.over()
-        return self.windows.next() if over is None else over.node
-
     def enter_checkpoint(self, kept: Kept) -> None:
         node, ranking = kept.node, self.checkpoints
         before = max((pos for pos in node.checkpoints if pos < kept.pos), default=node.start)
         saves, priority = kept.pos - before, node.retention.priority
         kept.value = value(ranking.clock, hits=kept.hits, saves=saves, costs=1, priority=priority)
         ranking.push(kept, node.retention.owner)
-        if node not in self.windows:
-            self.windows.enter(node)
+
+    def enter_tail(self, node: Node) -> None:
+        """The claim of a node has a tail, of the value that it has now."""
+        assert node.use is not None, "a root is not ranked"
+        tail = node.tail = node.tail or Tail(node)
+        tail.used = node.use.at
+        priority = node.retention.priority
+        tail.value = value(self.checkpoints.clock, hits=1, saves=TAIL, costs=1, priority=priority)
+        self.checkpoints.push(tail, node.retention.owner)
+
+    def next_checkpoint(self) -> Next[Kept | Tail] | None:
+        """The checkpoint or tail that is evicted next; None if there is none. Tails that were used since they were
+        ranked are ranked again."""
+        while (found := self.checkpoints.pop()) is not None:
+            tail = found.thing
+            if isinstance(tail, Kept) or (use := tail.node.use) is None or use.at <= tail.used:
+                return found
+            self.enter_tail(tail.node)
+        return None
 
     def enter_lease(self, node: Node) -> None:
         """A node expires at another time, or not any more."""
@@ -273,6 +241,7 @@ class Order:
         for node in nodes:
             assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"
             assert all((id(one) in kept) == (not one.pinned) for one in node.checkpoints.values())
+            assert node.tail is None or (node.tail.node is node and id(node.tail) in kept)
             assert (node.lease.value if node.lease is not None else None) == node.retention.expires
             if owner := node.retention.owner:
                 tokens[owner] += node.tokens
@@ -280,3 +249,10 @@ class Order:
         self.returns.check()
         self.leaves.check(tokens, sum(node.tokens for node in nodes))
         self.checkpoints.check(+points, sum(len(node.checkpoints) for node in nodes))
+
+
+def _held(one: Kept | Tail) -> bool:
+    """Whether a node has a checkpoint, which is not pinned, or a tail."""
+    if isinstance(one, Tail):
+        return one.node.tail is one
+    return one.node.checkpoints.get(one.pos) is one and not one.pinned

@@ -29,13 +29,13 @@ from kvcellar.memory.prefix.node import (
     Lookup,
     Match,
     Node,
+    Tail,
     Use,
     Watch,
     below,
     path_digest,
-    upwards,
 )
-from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
+from kvcellar.memory.prefix.order import UNLIMITED, Heap, Next, Order, Part
 from kvcellar.memory.prefix.pins import Pins
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
 
@@ -76,8 +76,6 @@ class Tree(Lookup):
         lost = self._order.returns.begin(node, key, matched)
         if node.parent is not None:
             self._order.enter_leaf(node)
-        for one in upwards(node) if not self._anywhere else ():
-            self._order.windows.enter(one)
         if (kept := node.checkpoints.get(node.end)) is not None:
             kept.hits += 1
             self._order.enter_checkpoint(kept)
@@ -96,8 +94,8 @@ class Tree(Lookup):
             if kept.priority != before.priority:
                 for one in node.checkpoints.values():
                     self._order.enter_checkpoint(one)
-                if node in self._order.windows:
-                    self._order.windows.enter(node)
+                if node.tail is not None:
+                    self._order.enter_tail(node)
             node = node.parent
 
     def pin(self, root: Node, key: bytes) -> int:
@@ -213,9 +211,13 @@ class Tree(Lookup):
         for pos in positions:
             self._add_checkpoint(node, pos)
         self._order.enter_leaf(node)
-        if not self._anywhere:
-            self._order.windows.enter(node)
+        self._rank_tail(node)
         return node
+
+    def _rank_tail(self, node: Node) -> None:
+        """Rank the tail of a node's claim, if it has one."""
+        if not self._anywhere and self._claims.of(node.claim).tail < node.end:
+            self._order.enter_tail(node)
 
     def _gap(self, node: Node, following: int) -> bool:
         """Whether a node would lose its tail if the claim that follows its own became a part of it."""
@@ -246,8 +248,7 @@ class Tree(Lookup):
         above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, retention=node.retention)
         above.use = node.use
         self._order.enter_lease(above)
-        if node in self._order.windows:
-            self._order.windows.enter(above)
+        self._rank_tail(above)
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
@@ -275,13 +276,10 @@ class Tree(Lookup):
             kept.node = child
         if node.use.at > child.use.at:
             child.use = node.use
-            if node in self._order.windows:
-                self._order.windows.enter(child)
-        self._order.windows.leave(node)
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child
-        node.parent, node.edge = None, b""  # entries of heaps are stale; a use may refer to it for long
+        node.parent, node.edge, node.tail = None, b"", None  # entries of heaps are stale; a use may refer to it long
         self._order.enter_leaf(child)
 
     # -- eviction -----------------------------------------------------------------------------------------------
@@ -307,16 +305,18 @@ class Tree(Lookup):
         return n
 
     def evict_checkpoint(
-        self, frees: Callable[[Kept], bool] = lambda kept: True, saves: int | None = None
-    ) -> Kept | None:
-        """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
-        none, or, with `saves`, none that is of less value than a new one which saves so many tokens, or of an owner
-        above its quota. Where `frees` is false for the next `TRIES`, the first of them is dropped, or none with
-        `saves`."""
+        self, frees: Callable[[Kept], bool] = lambda kept: True, saves: int | None = None, tokens: int = LEAST
+    ) -> Kept | Tail | None:
+        """Drop the checkpoint that is evicted next of those for which `frees` is true, or, if that is next, the first
+        `tokens` of a tail, or somewhat more; returns it. None if there is none, or, with `saves`, none that is of less
+        value than a new one which saves so many tokens, or of an owner above its quota. Where `frees` is false for the
+        next `TRIES`, the first of them is dropped, or none with `saves`."""
         ranking = self._order.checkpoints
         worth = float("inf") if saves is None else value(ranking.clock, hits=1, saves=saves, costs=1)
-        passed: list[Next[Kept]] = []
-        while (found := ranking.pop()) is not None and not frees(found.thing):
+        passed: list[Next[Kept | Tail]] = []
+        while (found := self._order.next_checkpoint()) is not None and isinstance(found.thing, Kept):
+            if frees(found.thing):
+                break
             passed.append(found)
             if len(passed) == TRIES:
                 found = passed.pop(0) if saves is None else None
@@ -328,31 +328,24 @@ class Tree(Lookup):
             one.heap.put_back(one.thing)
         if found is None:
             return None
-        self._drop_checkpoint(found.thing)
+        ranking.clock = max(ranking.clock, found.thing.value)
+        if isinstance(found.thing, Tail):
+            self._forget(found.thing, found.heap, tokens)
+        else:
+            self._claims.drop_checkpoint(found.thing.node.claim, found.thing.pos)
+            self._forget_checkpoint(found.thing)
         self._settle(found.thing.node, evicted=True)
         return found.thing
 
-    def evict_window(self, tokens: int) -> bool:
-        """Drop some of what the node of least worth has beside the cells of unbounded groups: the first `tokens` of its
-        tail, or somewhat more; where it has none, its checkpoint of least value. False if there is nothing."""
-        while (node := self._order.next_window()) is not None:
-            tail = node.end - self._claims.of(node.claim).tail
-            if tail:
-                self._claims.forget(node.claim, max(tokens, LEAST, tail // PART))
-            elif points := [kept for kept in node.checkpoints.values() if not kept.pinned]:
-                self._drop_checkpoint(min(points, key=lambda kept: kept.value))
-            else:
-                self._order.windows.leave(node)
-                continue
-            self._settle(node, evicted=True)
-            return True
-        return False
-
-    def _drop_checkpoint(self, kept: Kept) -> None:
-        ranking = self._order.checkpoints
-        ranking.clock = max(ranking.clock, kept.value)
-        self._claims.drop_checkpoint(kept.node.claim, kept.pos)
-        self._forget_checkpoint(kept)
+    def _forget(self, tail: Tail, heap: Heap[Kept | Tail], tokens: int) -> None:
+        """Drop the first tokens of a tail, which was popped from a heap."""
+        node = tail.node
+        held = node.end - self._claims.of(node.claim).tail
+        self._claims.forget(node.claim, most := max(tokens, LEAST, held // PART))
+        if most < held:
+            heap.put_back(tail)
+        else:
+            node.tail = None
 
     def expire(self, most: int) -> bool:
         """Remove what has expired and no sequence uses, at up to `most` leaves. False if there is nothing."""
@@ -392,6 +385,8 @@ class Tree(Lookup):
         leaf.edge, leaf.hashed = leaf.edge[: (pos - leaf.start) * TOKEN], None
         for kept in [kept for at, kept in leaf.checkpoints.items() if at > pos]:
             self._forget_checkpoint(kept)
+        if self._claims.of(leaf.claim).tail == pos:
+            leaf.tail = None
 
     def _remove(self, leaf: Node) -> None:
         """A leaf that no sequence uses is evicted, and then what is left of no use above it."""
@@ -408,11 +403,10 @@ class Tree(Lookup):
             self._watch.lost(leaf, leaf.start)
         self._order.leaves.count(leaf.retention.owner, -leaf.tokens)
         self._claims.drop(leaf.claim)
-        self._order.windows.leave(leaf)
         for kept in list(leaf.checkpoints.values()):
             self._forget_checkpoint(kept)
         del parent.children[leaf.edge[:TOKEN]]
-        leaf.parent, leaf.edge = None, b""  # a use may refer to it for long
+        leaf.parent, leaf.edge, leaf.tail = None, b"", None  # a use may refer to it for long
         return parent
 
     def _settle(self, node: Node, *, evicted: bool = False) -> None:
@@ -457,9 +451,8 @@ class Tree(Lookup):
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert all(one.node is node for one in node.checkpoints.values())
-            tail = self._claims.of(node.claim).tail < node.end and not self._anywhere
-            ranked = tail or any(not one.pinned for one in node.checkpoints.values())
-            assert node in self._order.windows or not ranked, "cells of windows that nothing can evict"
+            tailed = not self._anywhere and self._claims.of(node.claim).tail < node.end
+            assert tailed == (node.tail is not None), "a tail is not in the heap"
             assert node.hashed is None or node.hashed.digest() == path_digest(node, node.end)
             above = node.parent.retention if node.parent.parent is not None else None
             assert above is None or stronger(above, node.retention) == above, "a node outlasts the one above it"

@@ -69,7 +69,7 @@ class World:
     def __post_init__(self) -> None:
         self.memory = memory(self.kind)
         self.layers = range(len(KINDS[self.kind][0]))
-        self.prefixes = Prefixes(self.memory, spare=4)
+        self.prefixes = Prefixes(self.memory, every=8, spare=4)
 
     def begin(self, space: str, tokens: list[int], marks: list[int]) -> None:
         self.seqs += 1
@@ -89,9 +89,8 @@ class World:
         new = Span(one.read, min(one.read + n, len(one.tokens)))
         if not len(new):
             return
-        plan = self.memory.begin(
-            Batch((Feed(one.seq, new, checkpoints=self.prefixes.checkpoints(one.prefix, new, spare=True)),))
-        )
+        places, claimed = self.prefixes.checkpoints(one.prefix, new, spare=True), self.prefixes.claimed(one.prefix, new)
+        plan = self.memory.begin(Batch((Feed(one.seq, new, checkpoints=places, claimed=claimed),)))
         self._put(one, new)
         if plan.states:
             self._put_states(one, new, plan)

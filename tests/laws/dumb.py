@@ -371,16 +371,8 @@ class Dumb:
         last = claims[-1]
         if not last.span.start < pos <= last.span.end or last.parts(pos):
             return None
-        windows: dict[int, dict[int, Cell]] = {}
-        for index in filter(self.bounded, range(len(self.kinds))):
-            held = {k: cell for claim in claims for k, cell in claim.held[index].items()}
-            seen = [k for k in range(pos) if self.kinds[index].sees(pos, k)]
-            if pos in last.checkpoints:
-                windows[index] = dict(last.checkpoints[pos][index])
-            elif all(k in held for k in seen):
-                windows[index] = {k: held[k] for k in seen}
-            else:
-                return None
+        if (windows := self.windows_at(claims, pos)) is None:
+            return None
         line = Line([], [{} for _ in self.kinds], digest=claims[0].digest)
         for index, kind in enumerate(self.kinds):
             if kind.of_input:
@@ -396,6 +388,20 @@ class Dumb:
         line.ahead = [span for claim in claims for span in claim.ahead if span.end <= pos]
         line.derived = min((c.derived for c in claims if c.derived is not None and c.derived < pos), default=None)
         return line
+
+    def windows_at(self, claims: Sequence[Claimed], pos: int) -> dict[int, dict[int, Cell]] | None:
+        """Those of the checkpoint at `pos`, or else of what the tails have; None if they have not all of it."""
+        windows: dict[int, dict[int, Cell]] = {}
+        for index in filter(self.bounded, range(len(self.kinds))):
+            held = {k: cell for claim in claims for k, cell in claim.held[index].items()}
+            seen = [k for k in range(pos) if self.kinds[index].sees(pos, k)]
+            if pos in claims[-1].checkpoints:
+                windows[index] = dict(claims[-1].checkpoints[pos][index])
+            elif all(k in held for k in seen):
+                windows[index] = {k: held[k] for k in seen}
+            else:
+                return None
+        return windows
 
     def split(self, number: int, pos: int) -> Claimed | None:
         """The right part, taken from the claim; None if it is refused."""

@@ -361,7 +361,7 @@ class Player:
             self._refused(BadRequest, "does not follow|inputs", act)
 
     def copy_claim(self, claim: int) -> None:
-        """Read it out, and write it back as another claim, which reads out as the same bytes, if it is in as few runs."""
+        """Read it out, and write it back as another claim: it reads out as the same bytes, if it is in as few runs."""
         claims, free = self.memory.claims, self.memory.free()
         with claims.reading(claim) as reading:
             record, chunks = reading.record, list(reading)

@@ -1,12 +1,13 @@
 """The tree against sets of prefixes, on random histories: what it finds, keeps and evicts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.memory.prefix.node import Node, key_of
+from kvcellar.memory.prefix.node import Kept, Node, Tail, ids_of, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import Tree
 from tests.prefix.claims import TokenClaims
 
@@ -42,14 +43,16 @@ ACTION = st.one_of(
 @dataclass
 class World:
     """A tree, and what must be in it: every prefix of a token sequence whose memory is held, and every one that has a
-    checkpoint."""
+    checkpoint. With a `window`, claims have tails, and a token sees so many, its own included."""
 
     anywhere: bool
-    claims: TokenClaims = field(default_factory=TokenClaims)
+    window: int = 0
     locked: list[tuple[str, Tokens, Node]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree = Tree(self.claims, anywhere=self.anywhere)
+        self.claims = TokenClaims(tails=self.window > 0)
+        lowest = (lambda pos: max(0, pos - self.window + 1)) if self.window else None
+        self.tree = Tree(self.claims, anywhere=self.anywhere, lowest=lowest)
 
     def held(self) -> tuple[set[tuple[str, Tokens]], set[tuple[str, Tokens]]]:
         """By walking all nodes: the prefixes that claims hold, and those that have a checkpoint."""
@@ -68,6 +71,23 @@ class World:
                     points.add((space, seen))
                 rest += [(tokens, child) for child in node.children.values()]
         return prefixes, points
+
+    def tails(self) -> set[tuple[str, Tokens]]:
+        """The prefixes whose last token is in the tail of a claim."""
+        return {
+            (root_of(node).namespace, tokens[:n])
+            for node in self.tree.nodes()
+            for tokens in [tuple(ids_of(path_key(node, node.end)))]
+            for n in range(self.claims.tails[node.claim] + 1, node.end + 1)
+        }
+
+    def resumable(self, space: str, tokens: Tokens, points: set[tuple[str, Tokens]], borders: Sequence[int]) -> bool:
+        """Whether a checkpoint is behind these tokens, or else tails have what the next one sees."""
+        seen = range(max(0, len(tokens) - self.window + 1), len(tokens))
+        within = self.window and len(tokens) in borders
+        return (space, tokens) in points or bool(
+            within and {(space, tokens[: pos + 1]) for pos in seen} <= self.tails()
+        )
 
     def check(self) -> None:
         self.tree.check()
@@ -88,7 +108,7 @@ class World:
         possible = [0] + [
             n
             for n in range(1, min(match.matched, len(tokens) - 1) + 1)
-            if (n in borders if self.anywhere else (run.space, tuple(tokens[:n])) in points)
+            if (n in borders if self.anywhere else self.resumable(run.space, tuple(tokens[:n]), points, borders))
         ]
         assert match.resume == possible[-1]
         assert [node.start for node in match.path] == [0, *(node.end for node in match.path[:-1])][: len(match.path)]
@@ -123,15 +143,20 @@ class World:
             assert not self.anywhere or len(prefixes) - len(now) == gone
         else:
             values = [kept.value for node in self.tree.nodes() for kept in node.checkpoints.values()]
+            assert len(values) == len(points)
+            held = self.tails()
             worth = (
                 self.tree._order.checkpoints.clock + most if most else float("inf")
             )  # of a new checkpoint that saves `most`
             gone = self.tree.evict_checkpoint(saves=most or None)
             _, now = self.held()
-            assert len(values) == len(points)
+            assert now <= points
+            if isinstance(gone, Tail) or (self.window and held):  # it may be of more value than when it was ranked
+                assert gone is None or gone.value <= min([*values, worth])
+                assert len(now) < len(points) if isinstance(gone, Kept) else self.tails() < held or gone is None
+                return
             assert (gone is not None) == (bool(values) and min(values) <= worth)
             assert gone is None or gone.value == min(values)
-            assert now <= points
             assert len(points) - len(now) == (gone is not None)
 
     def _used(self, space: str, tokens: Tokens) -> bool:
@@ -148,10 +173,10 @@ class World:
                 self.evict(what, most)
 
 
-@pytest.mark.parametrize("anywhere", [True, False])
+@pytest.mark.parametrize(("anywhere", "window"), [(True, 0), (False, 0), (False, 1), (False, 3), (False, 9)])
 @given(actions=st.lists(ACTION, max_size=25))
-def test_it_finds_and_keeps_what_the_sets_of_prefixes_say(anywhere, actions) -> None:
-    world = World(anywhere)
+def test_it_finds_and_keeps_what_the_sets_of_prefixes_say(anywhere, window, actions) -> None:
+    world = World(anywhere, window)
     for action in actions:
         world.play(action)
         world.check()

@@ -49,11 +49,8 @@ def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 
     return clock + hits * saves * 2.0**priority / costs
 
 
-NEAREST, EVERY = 16, 256  # tokens between checkpoints: fewer save no more than a step takes; more are worth it always
-ROW = {
-    "cpu": 50.0,
-    "cuda": 400.0,
-}  # tokens of a prompt that take as long as to write a row with the bytes of all weights
+NEAREST, EVERY = 16, 256  # tokens between checkpoints: fewer save no more than a step takes
+ROW = {"cpu": 50.0, "cuda": 400.0}  # tokens of a prompt that take as long as a row with the bytes of all weights
 COST = 0.03  # of the time of a prompt that its checkpoints may take
 
 
@@ -69,6 +66,7 @@ def distance(row: int, weights: int, device: str) -> int:
     return min(EVERY, max(NEAREST, 1 << ceil(log2(max(1.0, least)))))
 
 
+TAIL = 4  # tokens that cells save which only let prompts resume where none has before, in the value of a checkpoint
 USUAL, FAINT, ALIKE, EVEN = 0.1, 16.0, 32.0, 4.0
 
 

@@ -90,6 +90,7 @@ class Prefixes:
         self,
         memory: Memory,
         *,
+        every: int = EVERY,
         spare: int = 0,
         shares: Shares = USUAL,
         clock: Callable[[], float] = time.time,
@@ -99,7 +100,7 @@ class Prefixes:
         """`spare`: tokens between spare checkpoints, which are also before the end of a prompt; 0: there are none.
         `clock` is that of retention: seconds of the wall clock. `totals` are continued."""
         self.totals = totals if totals is not None else Totals()
-        self._memory, self._spare, self._clock = memory, spare, clock
+        self._memory, self._every, self._spare, self._clock = memory, every, spare, clock
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
@@ -113,8 +114,11 @@ class Prefixes:
             quota=part(memory, shares.tenant),
             clock=clock,
             watch=watch,
+            lowest=memory.claims.lowest if memory.rows.capacity is None else None,
         )
         self._windows = windows(memory)
+        tails = self._windows and memory.rows.capacity is None
+        self._part = max(1, min(every, *(cells // 2 for cells in self._windows.values()))) if tails else 0
         recurrent = ("recurrent",) if memory.rows.capacity is not None else ()
         self._kinds = " and ".join([*sorted(self._bounded), *recurrent])
 
@@ -188,6 +192,8 @@ class Prefixes:
         recurring = prefix.options.recurring
         prefix.last = self.tree.touch(prefix.node, prefix.key, prefix.matched, recurring=recurring)
         self.tree.strengthen(prefix.node, self.retention(prefix))
+        if prefix.restored and not self.anywhere:  # where one has parted from what was known, others may
+            self._add_checkpoint(prefix, prefix.restored)
 
     def retention(self, prefix: Prefix) -> Retention:
         """How what a sequence computed is kept from now on. Pins are those of a request, not of a sequence."""
@@ -236,7 +242,7 @@ class Prefixes:
         """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
         where the same prompt resumes, and every so many tokens, unless one of these is near."""
         wanted = sorted(pos for pos in {matched, *marks, length - 1} if 0 < pos < length)
-        regular = range(EVERY, length, EVERY)
+        regular = range(self._every, length, self._every)
         return sorted({*wanted, *(pos for pos in regular if not _near(wanted, pos))})
 
     def want(self, prefix: Prefix, pos: int) -> None:
@@ -250,7 +256,7 @@ class Prefixes:
             return ()
         wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
         found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
-        found += _multiples(EVERY, max(new.start, prompt), new.end)  # in decode
+        found += _multiples(self._every, max(new.start, prompt), new.end)  # in decode
         if spare and self._spare:
             last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
             found = sorted({*found, *last, *_multiples(self._spare, new.start, new.end)})
@@ -258,7 +264,14 @@ class Prefixes:
 
     def spare(self, prefix: Prefix, pos: int) -> bool:
         """Whether a checkpoint that a step of a sequence leaves at `pos` is spare."""
-        return pos % EVERY > 0 and pos not in prefix.wanted
+        return pos % self._every > 0 and pos not in prefix.wanted
+
+    def claimed(self, prefix: Prefix, new: Span) -> bool:
+        """Whether a step that computes the tokens `new` leaves a claim, for its tail: all of a prompt do, and in decode
+        those that end a part of so many tokens that windows still have all of it."""
+        if not self._part:
+            return False
+        return new.start < len(prefix.key) // TOKEN or new.start // self._part < new.end // self._part
 
     def next_wanted(self, prefix: Prefix, pos: int) -> int | None:
         """The next position behind `pos` where the sequence will leave a checkpoint."""
@@ -347,7 +360,7 @@ class Prefixes:
         self.losses.cause = f"cells of {group} layers were needed"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
-        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0) is not None:
+        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0, tokens=tokens) is not None:
             return True
         # Checkpoints may have the same window, which is free once all of them are gone.
         return self.tree.evict_checkpoint() is not None
@@ -366,11 +379,11 @@ class Prefixes:
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
     def clear(self, cause: str, most: int | None = None) -> bool:
-        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` checkpoints and
-        leaves. False if there was nothing."""
+        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` tails,
+        checkpoints and leaves. False if there was nothing."""
         found, self.losses.cause = False, cause
         for _ in range(most) if most is not None else count():
-            if self.tree.evict_checkpoint() is None and not self.tree.evict_leaf(1 << 40):
+            if self.tree.evict_checkpoint(tokens=1 << 40) is None and not self.tree.evict_leaf(1 << 40):
                 break
             found = True
         return found

@@ -221,8 +221,10 @@ class SequenceManager:
         assert seq is not None, "a completion without a sequence was scheduled"
         new, found = Span(completion.computed, completion.computed + scheduled.rows), self._running.get(seq)
         positions = self.cache.checkpoints(found[1], new) if found is not None else ()
+        claimed = found is not None and self.prefixes.claimed(found[1], new)
         adapter = use.number if (use := completion.request.adapter) is not None else 0
-        return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0, adapter=adapter)
+        revertible = scheduled.drafts > 0
+        return Feed(seq, new, checkpoints=positions, revertible=revertible, adapter=adapter, claimed=claimed)
 
     def keep(self, completion: Completion, tokens: int, claim: int | None, drafts: Sequence[int] = ()) -> None:
         """A step has computed so many tokens of the completion, of which `drafts` are not in its text yet: those of its

@@ -167,7 +167,10 @@ class DraftMemory:
         seq = place.prefix.seq
         start = self.memory.length(seq)
         new = Span(start, start + tokens)
-        return Feed(seq, new, checkpoints=() if place.apart else self.cache.checkpoints(place.prefix, new))
+        if place.apart:
+            return Feed(seq, new)
+        claimed = self.cache.prefixes.claimed(place.prefix, new)
+        return Feed(seq, new, checkpoints=self.cache.checkpoints(place.prefix, new), claimed=claimed)
 
     def keep(self, text: Text, claim: int | None) -> None:
         """What a text began with is kept for others at once, what followed when it is over."""

@@ -1,4 +1,4 @@
-"""order: which leaf and which checkpoint of the prefix tree is evicted next, and which node has expired.
+"""order: which leaf and which checkpoint or tail of the prefix tree is evicted next, and which node has expired.
 
 Always true:
   * `total` counts all tokens, or checkpoints, of the tree;
@@ -13,8 +13,8 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from kvcellar.memory.policy import value
-from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked
+from kvcellar.memory.policy import TAIL, value
+from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked, Tail
 from kvcellar.memory.prefix.reuse_statistics import Returns
 
 SPARE = -(2.0**40)  # the clock of spare checkpoints at first: all of them are of less value than any other
@@ -161,10 +161,8 @@ class Order:
     def __init__(self, quota: Part) -> None:
         self.returns = Returns(self.enter_leaf)
         self.leaves = Ranking[Node](lambda node: node.evictable, quota.tokens)
-        self.checkpoints = Ranking[Kept](
-            lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
-        )
-        self._clocks = {False: 0.0, True: SPARE}  # values of the last checkpoints that were evicted, of spare ones, too
+        self.checkpoints = Ranking[Kept | Tail](_held, quota.checkpoints)  # tails are ranked among them, not counted
+        self._clocks = {False: 0.0, True: SPARE}  # values of the last ones that were evicted, of spare ones, too
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
 
     def total(self) -> Total:
@@ -211,10 +209,14 @@ class Order:
         before = (pos for pos, one in points.items() if pos < kept.pos and (kept.spare or not one.spare))
         return kept.pos - max(before, default=kept.node.start)
 
-    def evicted(self, kept: Kept) -> None:
-        """The node has a checkpoint no more: what was not used since then falls behind. Those behind it save what it
-        did, too: so they become sparser, and none are the last ones to go."""
-        self._clocks[kept.spare] = max(self._clocks[kept.spare], kept.value)
+    def advance(self, evicted: Kept | Tail) -> None:
+        """What was not used since then falls behind."""
+        spare = isinstance(evicted, Kept) and evicted.spare
+        self._clocks[spare] = max(self._clocks[spare], evicted.value)
+
+    def thin(self, kept: Kept) -> None:
+        """A node has a checkpoint no more. Those behind it save what it did, too: so they become sparser, and none are
+        the last ones to go."""
         points = kept.node.checkpoints
         behind = sorted((one for one in points.values() if one.pos > kept.pos), key=lambda one: one.pos)
         heirs = {one.pos: one for one in (*behind[:1], *[one for one in behind if not one.spare][:1])}
@@ -224,6 +226,25 @@ class Order:
         for pos, one in heirs.items():
             if more := self._saves(one) - before[pos]:
                 self._rank(one, one.value, more)
+
+    def enter_tail(self, node: Node) -> None:
+        """The claim of a node has a tail, of the value that it has now."""
+        assert node.use is not None, "a root is not ranked"
+        tail = node.tail = node.tail or Tail(node)
+        tail.used = node.use.at
+        priority = node.retention.priority
+        tail.value = value(self._clocks[False], hits=1, saves=TAIL, costs=1, priority=priority)
+        self.checkpoints.push(tail, node.retention.owner)
+
+    def next_checkpoint(self) -> Next[Kept | Tail] | None:
+        """The checkpoint or tail that is evicted next; None if there is none. Tails that were used since they were
+        ranked are ranked again."""
+        while (found := self.checkpoints.pop()) is not None:
+            tail = found.thing
+            if isinstance(tail, Kept) or (use := tail.node.use) is None or use.at <= tail.used:
+                return found
+            self.enter_tail(tail.node)
+        return None
 
     def enter_lease(self, node: Node) -> None:
         """A node expires at another time, or not any more."""
@@ -250,6 +271,7 @@ class Order:
         for node in nodes:
             assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"
             assert all((id(one) in kept) == (not one.pinned) for one in node.checkpoints.values())
+            assert node.tail is None or (node.tail.node is node and id(node.tail) in kept)
             assert (node.lease.value if node.lease is not None else None) == node.retention.expires
             if owner := node.retention.owner:
                 tokens[owner] += node.tokens
@@ -257,3 +279,10 @@ class Order:
         self.returns.check()
         self.leaves.check(tokens, sum(node.tokens for node in nodes))
         self.checkpoints.check(+points, sum(len(node.checkpoints) for node in nodes))
+
+
+def _held(one: Kept | Tail) -> bool:
+    """Whether a node has a checkpoint, which is not pinned, or a tail."""
+    if isinstance(one, Tail):
+        return one.node.tail is one
+    return one.node.checkpoints.get(one.pos) is one and not one.pinned

@@ -22,13 +22,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
-from kvcellar.memory.prefix.node import TOKEN, ClaimStore, Kept, Lookup, Match, Node, Use, Watch, below, path_digest
-from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
+from kvcellar.memory.prefix.node import (
+    TOKEN,
+    ClaimStore,
+    Kept,
+    Lookup,
+    Match,
+    Node,
+    Tail,
+    Use,
+    Watch,
+    below,
+    path_digest,
+)
+from kvcellar.memory.prefix.order import UNLIMITED, Heap, Next, Order, Part
 from kvcellar.memory.prefix.pins import Pins
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
 
-LEAST = 16  # tokens that are evicted together,
-PART = 64  # and the part of a long leaf: cutting one costs its tokens
+LEAST = 16  # tokens that are evicted together, of a leaf or a tail,
+PART = 64  # and the part of a long one: cutting a leaf costs its tokens
 TRIES = 16  # checkpoints that are looked at for one that is evicted
 
 
@@ -45,10 +57,11 @@ class Tree(Lookup):
         quota: Part = UNLIMITED,
         clock: Callable[[], float] = time.time,
         watch: Watch | None = None,
+        lowest: Callable[[int], int] | None = None,
     ) -> None:
         """`evicted` is called before the tokens of a node behind a position are evicted. `pins` is the most that may be
         pinned, `quota` what one owner may have before its entries are evicted first."""
-        super().__init__(claims, anywhere=anywhere, clock=clock)
+        super().__init__(claims, anywhere=anywhere, clock=clock, lowest=lowest)
         self._evicted, self._watch = evicted, watch
         self._order = Order(quota)
         self.total, self.worth = self._order.total, self._order.worth
@@ -81,12 +94,14 @@ class Tree(Lookup):
             if kept.priority != before.priority:
                 for one in node.checkpoints.values():
                     self._order.enter_checkpoint(one)
+                if node.tail is not None:
+                    self._order.enter_tail(node)
             node = node.parent
 
     def pin(self, root: Node, key: bytes) -> int:
         """Let what is in memory of a key, as far as it can be resumed, not be evicted; returns how many tokens that
         are, 0 if they are more than may be pinned."""
-        match = self.match(root, key, len(key) // TOKEN)
+        match = self.match(root, key, len(key) // TOKEN, tails=False)
         if not match.path or not self.pins.fits(match):
             return 0
         node = match.path[-1]
@@ -189,11 +204,11 @@ class Tree(Lookup):
         last: Use | None,
         spare: Callable[[int], bool],
     ) -> Node:
-        """The node becomes longer, or gets a child: a root, one with children, one that others have locked, and one
-        that is kept in another way."""
+        """The node becomes longer, or gets a child: a root, one with children, one that others have locked, one that
+        is kept in another way, and one whose tail would be lost."""
         positions = self._claims.of(claim).positions
         apart = parent.users > (parent is own) or parent.retention != retention
-        if parent.parent is None or parent.children or apart:
+        if parent.parent is None or parent.children or apart or self._gap(parent, claim):
             node = Node(parent, parent.end, edge, claim, retention=retention, use=self._order.returns.use(last))
             parent.children[edge[:TOKEN]] = node
             self._order.enter_lease(node)
@@ -208,7 +223,17 @@ class Tree(Lookup):
         for pos in positions:
             self._add_checkpoint(node, pos, spare=spare(pos))
         self._order.enter_leaf(node)
+        self._rank_tail(node)
         return node
+
+    def _rank_tail(self, node: Node) -> None:
+        """Rank the tail of a node's claim, if it has one."""
+        if not self._anywhere and self._claims.of(node.claim).tail < node.end:
+            self._order.enter_tail(node)
+
+    def _gap(self, node: Node, following: int) -> bool:
+        """Whether a node would lose its tail if the claim that follows its own became a part of it."""
+        return self._claims.of(node.claim).tail < node.end < self._claims.of(following).tail
 
     def _add_checkpoint(self, node: Node, pos: int, *, spare: bool) -> None:
         kept = node.checkpoints[pos] = Kept(node, pos, spare=spare)
@@ -235,6 +260,7 @@ class Tree(Lookup):
         above = Node(parent, node.start, node.edge[:at], node.claim, users=node.users, retention=node.retention)
         above.use = node.use
         self._order.enter_lease(above)
+        self._rank_tail(above)
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
@@ -253,18 +279,19 @@ class Tree(Lookup):
         (child,) = node.children.values()
         assert node.use is not None and child.use is not None
         alike = child.retention == node.retention and child.use.kind == node.use.kind
-        if child.users != node.users or not alike:
+        if child.users != node.users or not alike or self._gap(node, child.claim):
             return
         if self._watch is not None:
             self._watch.joined(node, child)
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
-        child.use = max(child.use, node.use, key=lambda use: use.at)
+        if node.use.at > child.use.at:
+            child.use = node.use
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child
-        node.parent, node.edge = None, b""  # entries of heaps are stale; a use may refer to it for long
+        node.parent, node.edge, node.tail = None, b"", None  # entries of heaps are stale; a use may refer to it long
         self._order.enter_leaf(child)
 
     # -- eviction -----------------------------------------------------------------------------------------------
@@ -277,7 +304,7 @@ class Tree(Lookup):
         leaf, heap, _ = found
         most = max(most, LEAST, leaf.tokens // PART)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
-        if not self._anywhere:  # what lies behind the last checkpoint serves no request
+        if not self.resumes(leaf, cut):  # what lies behind the last checkpoint serves no request
             cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
         n = leaf.end - cut
         self._order.returns.lose(leaf, cut)
@@ -289,13 +316,17 @@ class Tree(Lookup):
             self._remove(leaf)
         return n
 
-    def evict_checkpoint(self, frees: Callable[[Kept], bool] = lambda kept: True, worth: float = inf) -> Kept | None:
-        """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
-        none, or none of at most this `worth`, that of a new one, or of an owner above its quota. Where `frees` is false
-        for the next `TRIES`, the first of them is dropped, or none for a new one."""
-        ranking = self._order.checkpoints
-        passed: list[Next[Kept]] = []
-        while (found := ranking.pop()) is not None and not frees(found.thing):
+    def evict_checkpoint(
+        self, frees: Callable[[Kept], bool] = lambda kept: True, worth: float = inf, tokens: int = LEAST
+    ) -> Kept | Tail | None:
+        """Drop the checkpoint that is evicted next of those for which `frees` is true, or, if that is next, the first
+        `tokens` of a tail, or somewhat more; returns it. None if there is none, or none of at most this `worth`, that
+        of a new one, or of an owner above its quota. Where `frees` is false for the next `TRIES`, the first of them is
+        dropped, or none for a new one."""
+        passed: list[Next[Kept | Tail]] = []
+        while (found := self._order.next_checkpoint()) is not None and isinstance(found.thing, Kept):
+            if frees(found.thing):
+                break
             passed.append(found)
             if len(passed) == TRIES:
                 found = passed.pop(0) if worth == inf else None
@@ -307,11 +338,24 @@ class Tree(Lookup):
             one.heap.put_back(one.thing)
         if found is None:
             return None
-        kept = found.thing
-        self._claims.drop_checkpoint(kept.node.claim, kept.pos)
-        self._order.evicted(kept)
-        self._settle(kept.node, evicted=True)
-        return kept
+        self._order.advance(found.thing)
+        if isinstance(found.thing, Tail):
+            self._forget(found.thing, found.heap, tokens)
+        else:
+            self._claims.drop_checkpoint(found.thing.node.claim, found.thing.pos)
+            self._order.thin(found.thing)
+        self._settle(found.thing.node, evicted=True)
+        return found.thing
+
+    def _forget(self, tail: Tail, heap: Heap[Kept | Tail], tokens: int) -> None:
+        """Drop the first tokens of a tail, which was popped from a heap."""
+        node = tail.node
+        held = node.end - self._claims.of(node.claim).tail
+        self._claims.forget(node.claim, most := max(tokens, LEAST, held // PART))
+        if most < held:
+            heap.put_back(tail)
+        else:
+            node.tail = None
 
     def expire(self, most: int) -> bool:
         """Remove what has expired and no sequence uses, at up to `most` leaves. False if there is nothing."""
@@ -351,6 +395,8 @@ class Tree(Lookup):
         leaf.edge, leaf.hashed = leaf.edge[: (pos - leaf.start) * TOKEN], None
         for kept in [kept for at, kept in leaf.checkpoints.items() if at > pos]:
             self._forget_checkpoint(kept)
+        if self._claims.of(leaf.claim).tail == pos:
+            leaf.tail = None
 
     def _remove(self, leaf: Node) -> None:
         """A leaf that no sequence uses is evicted, and then what is left of no use above it."""
@@ -370,7 +416,7 @@ class Tree(Lookup):
         for kept in list(leaf.checkpoints.values()):
             self._forget_checkpoint(kept)
         del parent.children[leaf.edge[:TOKEN]]
-        leaf.parent, leaf.edge = None, b""  # a use may refer to it for long
+        leaf.parent, leaf.edge, leaf.tail = None, b"", None  # a use may refer to it for long
         return parent
 
     def _settle(self, node: Node, *, evicted: bool = False) -> None:
@@ -396,7 +442,9 @@ class Tree(Lookup):
 
     def _useful(self, leaf: Node) -> int:
         """The last position at which a leaf can be resumed; 0: it has none."""
-        return leaf.end if self._anywhere or leaf.retention.pinned else max(leaf.checkpoints, default=0)
+        if leaf.retention.pinned or self.resumes(leaf, leaf.end):
+            return leaf.end
+        return max(leaf.checkpoints, default=0)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -413,6 +461,8 @@ class Tree(Lookup):
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert all(one.node is node for one in node.checkpoints.values())
+            tailed = not self._anywhere and self._claims.of(node.claim).tail < node.end
+            assert tailed == (node.tail is not None), "a tail is not in the heap"
             assert node.hashed is None or node.hashed.digest() == path_digest(node, node.end)
             above = node.parent.retention if node.parent.parent is not None else None
             assert above is None or stronger(above, node.retention) == above, "a node outlasts the one above it"

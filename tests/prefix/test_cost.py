@@ -143,6 +143,32 @@ def test_an_eviction_of_a_checkpoint_costs_the_same_beside_any_number(kind: str,
     assert max(costs[1]) <= max(costs[0]) < 1500
 
 
+def dense(tokens: int) -> Replay:
+    """One text with a checkpoint every 16 tokens."""
+    replay = Replay("hybrid", cells=2 * tokens, rows=tokens)
+    replay.manager.prefixes._every = 16
+    replay.serve(Turn(some(1, tokens), [1]))
+    assert replay.checkpoints >= tokens // 16
+    return replay
+
+
+def test_resuming_and_evicting_cost_the_same_beside_any_number_of_checkpoints_of_a_node() -> None:
+    costs: list[tuple[int, ...]] = []
+    for tokens in (1000, 16_000):
+        replay, text = dense(tokens), some(1, tokens)
+        tree, manager = replay.manager.prefixes.tree, replay.manager
+        costs.append(
+            (
+                lookup(tree, text),
+                lines(lambda r=replay, t=text: r.serve(Turn([*t, *some(2, 20)], [1])), below="/memory/prefix/"),
+                lines(lambda m=manager: m.evict(None, 1)),
+                lines(lambda t=tree: t.evict_leaf(300)),
+            )
+        )
+    for few, many in zip(*costs, strict=True):
+        assert many <= 1.05 * few + 30, costs
+
+
 def test_a_cached_prompt_costs_the_same_for_any_number_of_cached_tokens() -> None:
     costs: list[int] = []
     for tokens in (256, 4096):

@@ -196,7 +196,7 @@ class Claims:
         checkpoint = last.checkpoints.get(pos)
         if checkpoint is None:
             if self._bounded or self._rows.capacity is not None:
-                there = sorted(last.checkpoints)
+                there = last.positions
                 raise BadRequest(f"the last claim has no checkpoint at {pos}, only at {there or 'no position'}")
             checkpoint = Checkpoint({}, 0)
         whole_claim = Claim(Span(0, pos), {})
@@ -220,7 +220,7 @@ class Claims:
     def split(self, claim: int, pos: int) -> int:
         """Split a claim at `pos`: it keeps the first part; returns the number of a new claim with the second part.
 
-        Checkpoints are sorted by position; none is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
+        No checkpoint is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
         or is inside a span that looked ahead.
         """
         self._idle("split")
@@ -233,7 +233,7 @@ class Claims:
             self._share(right.tables, left.tables, self._unbounded, right.span)
         for table in left.tables.values():
             table.cut(pos)
-        right.checkpoints = {at: left.checkpoints.pop(at) for at in sorted(left.checkpoints) if at > pos}
+        right.checkpoints = left.checkpoints.cut(pos)
         right.ahead = tuple(span for span in left.ahead if span.start >= pos)
         left.ahead = tuple(span for span in left.ahead if span.start < pos)
         right.derived, left.span = within(left.derived, right.span), Span(left.span.start, pos)
@@ -255,7 +255,7 @@ class Claims:
                 table.close()
             else:
                 left.tables[index].append(table.hand_over())
-        left.checkpoints |= right.checkpoints
+        left.checkpoints.update(right.checkpoints)
         left.ahead += right.ahead
         left.span = Span(left.span.start, right.span.end)
         left.derived = left.derived if left.derived is not None else right.derived
@@ -348,8 +348,7 @@ class Claims:
     def _checkpoint(claim: Claim, pos: int) -> Checkpoint:
         found = claim.checkpoints.get(pos)
         if found is None:
-            there = sorted(claim.checkpoints)
-            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {there or 'no position'}")
+            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {claim.positions or 'no position'}")
         return found
 
     def _check_same_input(self, one: Claim, other: Claim) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import ADAPTED, adapter_of, with_adapter
+from kvcellar.memory.spans import ByPosition
 
 TOKEN = 8  # bytes of a token in a key
 BLOCK = 512  # tokens that are compared first
@@ -119,7 +120,7 @@ class Node(Ranked):
     start: int
     edge: bytes
     claim: int = 0
-    checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
+    checkpoints: ByPosition[Kept] = field(default_factory=ByPosition[Kept])
     children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
     users: int = 0
     namespace: str = ""
@@ -210,7 +211,7 @@ class Lookup:
             resume = self._claims.of(path[-1].claim).whole(limit) if path else 0
         else:
             resume = 0
-            while path and not (resume := max((pos for pos in path[-1].checkpoints if pos <= limit), default=0)):
+            while path and not (resume := path[-1].checkpoints.last(limit)):
                 path.pop()
         while path and path[-1].start >= resume:  # a span that looked ahead begins with the node
             path.pop()

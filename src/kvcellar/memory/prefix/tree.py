@@ -226,8 +226,8 @@ class Tree(Lookup):
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
-        for at in [at for at in node.checkpoints if at <= pos]:
-            kept = above.checkpoints[at] = node.checkpoints.pop(at)
+        above.checkpoints, node.checkpoints = node.checkpoints, node.checkpoints.cut(pos)
+        for kept in above.checkpoints.values():
             kept.node = above
         if self._watch is not None:
             self._watch.parted(above, node)
@@ -248,9 +248,10 @@ class Tree(Lookup):
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
+        node.checkpoints.update(child.checkpoints)
         child.use = max(child.use, node.use, key=lambda use: use.at)
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
-        child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
+        child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child
         node.parent, node.edge = None, b""  # entries of heaps are stale; a use may refer to it for long
         self._order.enter_leaf(child)
@@ -266,7 +267,7 @@ class Tree(Lookup):
         most = max(most, LEAST, leaf.tokens // PART)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
         if not self._anywhere:  # what lies behind the last checkpoint serves no request
-            cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
+            cut = leaf.checkpoints.last(cut, leaf.start)
         n = leaf.end - cut
         self._order.returns.lose(leaf, cut)
         if cut > leaf.start:
@@ -302,7 +303,8 @@ class Tree(Lookup):
         kept = found.thing
         ranking.clock = max(ranking.clock, kept.value)
         self._claims.drop_checkpoint(kept.node.claim, kept.pos)
-        self._forget_checkpoint(kept)
+        del kept.node.checkpoints[kept.pos]
+        self._order.checkpoints.count(kept.node.retention.owner, -1)
         self._settle(kept.node, evicted=True)
         return kept
 
@@ -316,10 +318,6 @@ class Tree(Lookup):
             if node.idle:  # others when the last below them has gone, or their last user
                 self._remove(node)
         return found
-
-    def _forget_checkpoint(self, kept: Kept) -> None:
-        del kept.node.checkpoints[kept.pos]
-        self._order.checkpoints.count(kept.node.retention.owner, -1)
 
     def discarding(self, nodes: Sequence[Node]) -> Iterator[int]:
         """Remove what no sequence uses of nodes and those below them, pinned or not. Yields the tokens that went at
@@ -342,8 +340,7 @@ class Tree(Lookup):
         self._claims.drop(self._claims.split(leaf.claim, pos))
         self._order.leaves.count(leaf.retention.owner, pos - leaf.end)
         leaf.edge, leaf.hashed = leaf.edge[: (pos - leaf.start) * TOKEN], None
-        for kept in [kept for at, kept in leaf.checkpoints.items() if at > pos]:
-            self._forget_checkpoint(kept)
+        self._order.checkpoints.count(leaf.retention.owner, -len(leaf.checkpoints.cut(pos)))
 
     def _remove(self, leaf: Node) -> None:
         """A leaf that no sequence uses is evicted, and then what is left of no use above it."""
@@ -360,8 +357,7 @@ class Tree(Lookup):
             self._watch.lost(leaf, leaf.start)
         self._order.leaves.count(leaf.retention.owner, -leaf.tokens)
         self._claims.drop(leaf.claim)
-        for kept in list(leaf.checkpoints.values()):
-            self._forget_checkpoint(kept)
+        self._order.checkpoints.count(leaf.retention.owner, -len(leaf.checkpoints.cut(leaf.start)))
         del parent.children[leaf.edge[:TOKEN]]
         leaf.parent, leaf.edge = None, b""  # a use may refer to it for long
         return parent
@@ -389,7 +385,7 @@ class Tree(Lookup):
 
     def _useful(self, leaf: Node) -> int:
         """The last position at which a leaf can be resumed; 0: it has none."""
-        return leaf.end if self._anywhere or leaf.retention.pinned else max(leaf.checkpoints, default=0)
+        return leaf.end if self._anywhere or leaf.retention.pinned else leaf.checkpoints.last(leaf.end)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -402,7 +398,7 @@ class Tree(Lookup):
             assert node.parent is not None
             assert node.edge and len(node.edge) % TOKEN == 0
             assert node.start == node.parent.end and node.parent.children[node.edge[:TOKEN]] is node
-            assert sorted(node.checkpoints) == list(self._claims.of(node.claim).positions)
+            assert list(node.checkpoints) == list(self._claims.of(node.claim).positions)
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert all(one.node is node for one in node.checkpoints.values())

@@ -205,9 +205,11 @@ class Order:
 
     def _saves(self, kept: Kept) -> int:
         """The tokens from the checkpoint before it on, of one that is not spare from the last such one on."""
-        points = kept.node.checkpoints
-        before = (pos for pos, one in points.items() if pos < kept.pos and (kept.spare or not one.spare))
-        return kept.pos - max(before, default=kept.node.start)
+        points, start = kept.node.checkpoints, kept.node.start
+        before = points.last(kept.pos - 1, start)
+        while before > start and points[before].spare and not kept.spare:
+            before = points.last(before - 1, start)
+        return kept.pos - before
 
     def advance(self, evicted: Kept | Tail) -> None:
         """What was not used since then falls behind."""
@@ -217,14 +219,16 @@ class Order:
     def thin(self, kept: Kept) -> None:
         """A node has a checkpoint no more. Those behind it save what it did, too: so they become sparser, and none are
         the last ones to go."""
-        points = kept.node.checkpoints
-        behind = sorted((one for one in points.values() if one.pos > kept.pos), key=lambda one: one.pos)
-        heirs = {one.pos: one for one in (*behind[:1], *[one for one in behind if not one.spare][:1])}
-        before = {pos: self._saves(one) for pos, one in heirs.items()}
+        points, pos, heirs = kept.node.checkpoints, kept.pos, list[Kept]()
+        while (after := points.next(pos)) is not None:
+            heirs.append(points[pos := after])
+            if kept.spare or not points[pos].spare:
+                break
+        before = [self._saves(one) for one in heirs]
         del points[kept.pos]
         self.checkpoints.count(kept.node.retention.owner, -1)
-        for pos, one in heirs.items():
-            if more := self._saves(one) - before[pos]:
+        for one, saved in zip(heirs, before, strict=True):
+            if more := self._saves(one) - saved:
                 self._rank(one, one.value, more)
 
     def enter_tail(self, node: Node) -> None:

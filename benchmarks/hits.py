@@ -70,6 +70,11 @@ class Serving:
                 if self.tokens < tokens:
                     self.ask([*system, *self.some(ASKED)], 1)
 
+    def overfill(self) -> None:
+        """Until each further request evicts."""
+        for _ in range(max(self.manager.free().values()) // ASKED + FAMILY):
+            self.ask([*self.texts[-1], *self.some(ASKED)], 1)
+
     def hit(self) -> int:
         """A request that goes on behind a text of one of the last families; returns the cached tokens."""
         return self.ask([*self._draw.choice(self.texts[-20:]), *self.some(ASKED)])
@@ -109,23 +114,18 @@ class Hits(NamedTuple):
 
 def measure(kind: str, sizes: Sequence[int], *, rounds: int, each: int) -> list[Hits]:
     """Of trees of so many tokens, which take turns; first with room, then without."""
-    room_for = 2 * (rounds + 1) * each  # requests
-    servings = [_filled(kind, tokens, room_for * (ASKED + DRAWN)) for tokens in sizes]
+    room = 2 * (rounds + 1) * each * (ASKED + DRAWN)
+    servings = [Serving(kind, cells=room + tokens + tokens // 3, rows=tokens // 3) for tokens in sizes]
+    for serving, tokens in zip(servings, sizes, strict=True):
+        serving.fill(tokens)
     with settled():
-        room = _medians(servings, rounds, each)
+        with_room = _medians(servings, rounds, each)
     for serving in servings:
-        for _ in range(2 * room_for):
-            serving.ask([*serving.texts[-1], *serving.some(ASKED)], 1)
+        serving.overfill()
     with settled():
         full = _medians(servings, rounds, each)
     nodes = [sum(1 for _ in one.manager.prefixes.tree.nodes()) for one in servings]
-    return [Hits(*found) for found in zip([one.tokens for one in servings], nodes, room, full, strict=True)]
-
-
-def _filled(kind: str, tokens: int, room: int) -> Serving:
-    serving = Serving(kind, cells=tokens + room, rows=tokens // 4)
-    serving.fill(tokens)
-    return serving
+    return [Hits(*found) for found in zip([one.tokens for one in servings], nodes, with_room, full, strict=True)]
 
 
 def _medians(servings: Sequence[Serving], rounds: int, each: int) -> list[float]:

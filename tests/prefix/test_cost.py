@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hits import Serving
 from benchmarks.prefix import NODE, Spans, _insert, bushy, grown
 from benchmarks.replay import Replay, Turn, _completion
 from kvcellar.engine.core.request import Completion, Status
@@ -143,6 +144,32 @@ def test_an_eviction_of_a_checkpoint_costs_the_same_beside_any_number(kind: str,
     assert max(costs[1]) <= max(costs[0]) < 1500
 
 
+def dense(tokens: int) -> Replay:
+    """One text with a checkpoint every 16 tokens."""
+    replay = Replay("hybrid", cells=2 * tokens, rows=tokens)
+    replay.manager.prefixes._every = 16
+    replay.serve(Turn(some(1, tokens), [1]))
+    assert replay.checkpoints >= tokens // 16
+    return replay
+
+
+def test_resuming_and_evicting_cost_the_same_beside_any_number_of_checkpoints_of_a_node() -> None:
+    costs: list[tuple[int, ...]] = []
+    for tokens in (1000, 16_000):
+        replay, text = dense(tokens), some(1, tokens)
+        tree, manager = replay.manager.prefixes.tree, replay.manager
+        costs.append(
+            (
+                lookup(tree, text),
+                lines(lambda r=replay, t=text: r.serve(Turn([*t, *some(2, 20)], [1])), below="/memory/prefix/"),
+                lines(lambda m=manager: m.evict(None, 1)),
+                lines(lambda t=tree: t.evict_leaf(300)),
+            )
+        )
+    for few, many in zip(*costs, strict=True):
+        assert many <= 1.05 * few + 30, costs
+
+
 def test_a_cached_prompt_costs_the_same_for_any_number_of_cached_tokens() -> None:
     costs: list[int] = []
     for tokens in (256, 4096):
@@ -240,3 +267,35 @@ def test_the_cache_is_cleared_in_slices() -> None:
     while manager.clear_some():
         pass
     assert not list(manager.prefixes.tree.nodes())
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_a_request_costs_the_same_beside_any_number_of_entries(kind: str) -> None:
+    """From its arrival until the engine rests. After few requests, few uses have reached a further span of ages."""
+    costs: list[int] = []
+    for tokens in (1000, 10_000):
+        serving = Serving(kind, cells=tokens * 4 // 3, rows=0)
+        serving.fill(tokens)
+        costs.append(lines(lambda s=serving: [s.hit() for _ in range(16)]))
+    assert costs[1] <= 1.25 * costs[0], costs
+
+
+def test_a_request_costs_about_the_same_beside_any_number_of_entries_while_it_evicts() -> None:
+    """Texts are in somewhat more runs there."""
+    costs: list[int] = []
+    for tokens in (1000, 10_000):
+        serving = Serving("full", cells=tokens * 4 // 3, rows=0)
+        serving.fill(tokens)
+        serving.overfill()
+        costs.append(lines(lambda s=serving: [s.hit() for _ in range(16)]))
+        assert serving.manager.prefixes.losses.cause, "nothing was evicted"
+    assert costs[1] <= 1.5 * costs[0], costs
+
+
+def test_an_engine_that_rests_costs_the_same_beside_any_number_of_entries() -> None:
+    costs: list[int] = []
+    for tokens in (500, 5000):
+        serving = Serving("sliding", cells=2 * tokens, rows=0)
+        serving.fill(tokens)
+        costs.append(lines(lambda s=serving: s.loop.turn()))
+    assert costs[0] == costs[1] < 100

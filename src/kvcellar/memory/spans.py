@@ -1,15 +1,18 @@
-"""spans: half-open ranges of positions, printed as `[a,b)`, and the whole numbers that they are made of.
+"""spans: half-open ranges of positions, printed as `[a,b)`, the whole numbers that they are made of, and things that
+each have a position.
 
 Several spans of one text, such as those whose queries looked ahead, are in order, do not overlap, and are not empty.
 """
 
 import operator
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvcellar.errors import BadRequest, shown
 
+T = TypeVar("T")
 _MOST = 2**63 - 1  # of a whole number: what `len` returns, tensors hold and messages print
 
 
@@ -48,6 +51,47 @@ class Span:
 
 
 Spans = tuple[Span, ...]
+
+
+class ByPosition(MutableMapping[int, T]):
+    """Things by position, in order of position: the one before a position is found in a logarithm of steps."""
+
+    __slots__ = ("_places", "_things")
+
+    def __init__(self) -> None:
+        self._things: dict[int, T] = {}
+        self._places: list[int] = []
+
+    def __getitem__(self, pos: int) -> T:
+        return self._things[pos]
+
+    def __setitem__(self, pos: int, thing: T) -> None:
+        if pos not in self._things:
+            insort(self._places, pos)
+        self._things[pos] = thing
+
+    def __delitem__(self, pos: int) -> None:
+        del self._things[pos]
+        del self._places[bisect_left(self._places, pos)]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def last(self, upto: int, default: int = 0) -> int:
+        """The last position up to `upto`; `default` if there is none."""
+        at = bisect_right(self._places, upto)
+        return self._places[at - 1] if at else default
+
+    def cut(self, pos: int) -> "ByPosition[T]":
+        """Remove what lies behind `pos`; returns it. Costs what is removed."""
+        at, behind = bisect_right(self._places, pos), ByPosition[T]()
+        behind._places = self._places[at:]
+        behind._things = {place: self._things.pop(place) for place in behind._places}
+        del self._places[at:]
+        return behind
 
 
 def around(spans: Sequence[Span], pos: int) -> Span | None:

@@ -7,7 +7,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.memory.cells.rows import Rows
 from kvcellar.memory.cells.tables import Table, close_all
 from kvcellar.memory.kv.storage import GroupStore
-from kvcellar.memory.spans import Span, around, check_spans, deepest
+from kvcellar.memory.spans import ByPosition, Span, around, check_spans, deepest
 
 
 def within(mark: int | None, span: Span) -> int | None:
@@ -43,7 +43,7 @@ class Claim:
     span: Span
     tables: dict[int, Table]
     tail: int
-    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position
+    checkpoints: ByPosition[Checkpoint] = field(default_factory=ByPosition[Checkpoint])
     ahead: tuple[Span, ...] = ()
     derived: int | None = None
     digest: str | None = None  # of the input
@@ -51,7 +51,7 @@ class Claim:
     @property
     def positions(self) -> list[int]:
         """The positions of the checkpoints, in order."""
-        return sorted(self.checkpoints)
+        return list(self.checkpoints)
 
     def whole(self, pos: int) -> int:
         """The last position up to `pos` that is not inside a span that looked ahead, so that the claim can be split."""

@@ -210,7 +210,7 @@ class Claims:
             self._check_same_input(claims[0], claim)
         checkpoint = last.checkpoints.get(pos)
         if checkpoint is None and not self._have_window(claims, pos):
-            there = sorted(last.checkpoints)
+            there = last.positions
             raise BadRequest(f"the last claim has no checkpoint at {pos}, only at {there or 'no position'}")
         whole_claim = Claim(Span(0, pos), {}, pos)
         with undone(lambda: whole_claim.close(self._rows)):
@@ -238,7 +238,7 @@ class Claims:
     def split(self, claim: int, pos: int) -> int:
         """Split a claim at `pos`: it keeps the first part; returns the number of a new claim with the second part.
 
-        Checkpoints are sorted by position; none is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
+        No checkpoint is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
         or is inside a span that looked ahead.
         """
         self._idle("split")
@@ -251,7 +251,7 @@ class Claims:
             self._share_span(right, left.tables)
         for table in left.tables.values():
             table.cut(pos)
-        right.checkpoints = {at: left.checkpoints.pop(at) for at in sorted(left.checkpoints) if at > pos}
+        right.checkpoints = left.checkpoints.cut(pos)
         right.ahead = tuple(span for span in left.ahead if span.start >= pos)
         left.ahead = tuple(span for span in left.ahead if span.start < pos)
         right.derived, left.span = within(left.derived, right.span), Span(left.span.start, pos)
@@ -279,7 +279,7 @@ class Claims:
                 table.close()
             else:
                 left.tables[index].append(table.hand_over())
-        left.checkpoints |= right.checkpoints
+        left.checkpoints.update(right.checkpoints)
         left.ahead += right.ahead
         left.span = Span(left.span.start, right.span.end)
         left.derived = left.derived if left.derived is not None else right.derived
@@ -380,8 +380,7 @@ class Claims:
     def _checkpoint(claim: Claim, pos: int) -> Checkpoint:
         found = claim.checkpoints.get(pos)
         if found is None:
-            there = sorted(claim.checkpoints)
-            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {there or 'no position'}")
+            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {claim.positions or 'no position'}")
         return found
 
     def _check_same_input(self, one: Claim, other: Claim) -> None:

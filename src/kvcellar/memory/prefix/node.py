@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import ADAPTED, adapter_of, with_adapter
-from kvcellar.memory.spans import reach_back
+from kvcellar.memory.spans import ByPosition, reach_back
 
 TOKEN = 8  # bytes of a token in a key
 BLOCK = 512  # tokens that are compared first
@@ -137,7 +137,7 @@ class Node(Ranked):
     start: int
     edge: bytes
     claim: int = 0
-    checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
+    checkpoints: ByPosition[Kept] = field(default_factory=ByPosition[Kept])
     children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
     users: int = 0
     namespace: str = ""
@@ -243,7 +243,7 @@ class Lookup:
         pos = self._claims.of(node.claim).whole(limit)  # a span that looked ahead may begin with the node
         if pos > node.start and (self._anywhere or (tails and self.resumes(node, pos))):
             return pos
-        return max((pos for pos in node.checkpoints if pos <= limit), default=0)
+        return node.checkpoints.last(limit)
 
     def resumes(self, node: Node, pos: int) -> bool:
         """Whether a sequence can be resumed at a position of a node without a checkpoint. Costs the nodes that the next

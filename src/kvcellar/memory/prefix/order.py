@@ -192,8 +192,7 @@ class Order:
 
     def enter_checkpoint(self, kept: Kept) -> None:
         node, ranking = kept.node, self.checkpoints
-        before = max((pos for pos in node.checkpoints if pos < kept.pos), default=node.start)
-        saves, priority = kept.pos - before, node.retention.priority
+        saves, priority = kept.pos - node.checkpoints.last(kept.pos - 1, node.start), node.retention.priority
         kept.value = value(ranking.clock, hits=kept.hits, saves=saves, costs=1, priority=priority)
         ranking.push(kept, node.retention.owner)
 

@@ -252,8 +252,8 @@ class Tree(Lookup):
         parent.children[node.edge[:TOKEN]] = above
         node.parent, node.start, node.edge, node.claim = above, pos, node.edge[at:], rest
         above.children[node.edge[:TOKEN]] = node
-        for at in [at for at in node.checkpoints if at <= pos]:
-            kept = above.checkpoints[at] = node.checkpoints.pop(at)
+        above.checkpoints, node.checkpoints = node.checkpoints, node.checkpoints.cut(pos)
+        for kept in above.checkpoints.values():
             kept.node = above
         if self._watch is not None:
             self._watch.parted(above, node)
@@ -274,10 +274,11 @@ class Tree(Lookup):
         self._claims.join(node.claim, child.claim)
         for kept in node.checkpoints.values():
             kept.node = child
+        node.checkpoints.update(child.checkpoints)
         if node.use.at > child.use.at:
             child.use = node.use
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
-        child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints | child.checkpoints
+        child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child
         node.parent, node.edge, node.tail = None, b"", None  # entries of heaps are stale; a use may refer to it long
         self._order.enter_leaf(child)
@@ -293,7 +294,7 @@ class Tree(Lookup):
         most = max(most, LEAST, leaf.tokens // PART)
         cut = self._claims.of(leaf.claim).whole(max(leaf.start, leaf.end - most))
         if not self.resumes(leaf, cut):  # what lies behind the last checkpoint serves no request
-            cut = max((pos for pos in leaf.checkpoints if pos <= cut), default=leaf.start)
+            cut = leaf.checkpoints.last(cut, leaf.start)
         n = leaf.end - cut
         self._order.returns.lose(leaf, cut)
         if cut > leaf.start:
@@ -333,7 +334,8 @@ class Tree(Lookup):
             self._forget(found.thing, found.heap, tokens)
         else:
             self._claims.drop_checkpoint(found.thing.node.claim, found.thing.pos)
-            self._forget_checkpoint(found.thing)
+            del found.thing.node.checkpoints[found.thing.pos]
+            ranking.count(found.thing.node.retention.owner, -1)
         self._settle(found.thing.node, evicted=True)
         return found.thing
 
@@ -358,10 +360,6 @@ class Tree(Lookup):
                 self._remove(node)
         return found
 
-    def _forget_checkpoint(self, kept: Kept) -> None:
-        del kept.node.checkpoints[kept.pos]
-        self._order.checkpoints.count(kept.node.retention.owner, -1)
-
     def discarding(self, nodes: Sequence[Node]) -> Iterator[int]:
         """Remove what no sequence uses of nodes and those below them, pinned or not. Yields the tokens that went at
         each node that was looked at; the tree may change between two of them. What is idle only after that stays."""
@@ -383,8 +381,7 @@ class Tree(Lookup):
         self._claims.drop(self._claims.split(leaf.claim, pos))
         self._order.leaves.count(leaf.retention.owner, pos - leaf.end)
         leaf.edge, leaf.hashed = leaf.edge[: (pos - leaf.start) * TOKEN], None
-        for kept in [kept for at, kept in leaf.checkpoints.items() if at > pos]:
-            self._forget_checkpoint(kept)
+        self._order.checkpoints.count(leaf.retention.owner, -len(leaf.checkpoints.cut(pos)))
         if self._claims.of(leaf.claim).tail == pos:
             leaf.tail = None
 
@@ -403,8 +400,7 @@ class Tree(Lookup):
             self._watch.lost(leaf, leaf.start)
         self._order.leaves.count(leaf.retention.owner, -leaf.tokens)
         self._claims.drop(leaf.claim)
-        for kept in list(leaf.checkpoints.values()):
-            self._forget_checkpoint(kept)
+        self._order.checkpoints.count(leaf.retention.owner, -len(leaf.checkpoints.cut(leaf.start)))
         del parent.children[leaf.edge[:TOKEN]]
         leaf.parent, leaf.edge, leaf.tail = None, b"", None  # a use may refer to it for long
         return parent
@@ -434,7 +430,7 @@ class Tree(Lookup):
         """The last position at which a leaf can be resumed; 0: it has none."""
         if leaf.retention.pinned or self.resumes(leaf, leaf.end):
             return leaf.end
-        return max(leaf.checkpoints, default=0)
+        return leaf.checkpoints.last(leaf.end)
 
     # -- checks -------------------------------------------------------------------------------------------------
 
@@ -447,7 +443,7 @@ class Tree(Lookup):
             assert node.parent is not None
             assert node.edge and len(node.edge) % TOKEN == 0
             assert node.start == node.parent.end and node.parent.children[node.edge[:TOKEN]] is node
-            assert sorted(node.checkpoints) == list(self._claims.of(node.claim).positions)
+            assert list(node.checkpoints) == list(self._claims.of(node.claim).positions)
             assert all(node.start < pos <= node.end for pos in node.checkpoints)
             assert node.users >= sum(child.users for child in node.children.values())
             assert all(one.node is node for one in node.checkpoints.values())

@@ -136,12 +136,12 @@ def test_an_eviction_passes_over_few_checkpoints_that_would_free_nothing() -> No
 @pytest.mark.parametrize(("kind", "group"), [("sliding", "window"), ("chunked", "chunk"), ("hybrid", None)])
 def test_an_eviction_of_a_checkpoint_costs_the_same_beside_any_number(kind: str, group: str | None) -> None:
     costs: list[list[int]] = []
-    for texts in (4, 40):
+    for texts in (20, 60):
         replay = Replay(kind, cells=100_000, rows=1000)
         for seed in range(texts):
             replay.serve(Turn(some(seed, 520), [1]))
         costs.append([lines(lambda r=replay: r.manager.evict(group, 1)) for _ in range(8)])
-    assert max(costs[1]) <= max(costs[0]) < 1500
+    assert max(costs[1]) <= max(costs[0]) < 2000
 
 
 def dense(tokens: int) -> Replay:

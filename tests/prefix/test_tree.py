@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcellar.memory.prefix.node import Kept, Node, Tail, ids_of, key_of, path_key, root_of
+from kvcellar.memory.prefix.node import Node, ids_of, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import Tree
 from tests.prefix.claims import TokenClaims
 
@@ -36,6 +36,7 @@ ACTION = st.one_of(
     RUN,
     st.tuples(st.just("leaf"), st.integers(1, 5)),
     st.tuples(st.just("checkpoint"), st.integers(0, 6)),
+    st.tuples(st.just("window"), st.integers(1, 40)),
     st.tuples(st.just("release"), st.integers(0, 5)),
 )
 
@@ -141,20 +142,22 @@ class World:
             assert now <= prefixes
             assert len(prefixes) - len(now) >= gone
             assert not self.anywhere or len(prefixes) - len(now) == gone
+        elif what == "window":
+            before = self.tails()
+            gone = self.tree.evict_window(lambda kept: most % 2 > 0, most)
+            _, now = self.held()
+            assert gone == bool(points or before)
+            assert now <= points
+            assert not gone or len(now) < len(points) or self.tails() < before
         else:
             values = [kept.value for node in self.tree.nodes() for kept in node.checkpoints.values()]
             assert len(values) == len(points)
-            held = self.tails()
             worth = (
                 self.tree._order.checkpoints.clock + most if most else float("inf")
             )  # of a new checkpoint that saves `most`
             gone = self.tree.evict_checkpoint(saves=most or None)
             _, now = self.held()
             assert now <= points
-            if isinstance(gone, Tail) or (self.window and held):  # it may be of more value than when it was ranked
-                assert gone is None or gone.value <= min([*values, worth])
-                assert len(now) < len(points) if isinstance(gone, Kept) else self.tails() < held or gone is None
-                return
             assert (gone is not None) == (bool(values) and min(values) <= worth)
             assert gone is None or gone.value == min(values)
             assert len(points) - len(now) == (gone is not None)

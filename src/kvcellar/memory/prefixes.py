@@ -360,10 +360,8 @@ class Prefixes:
         self.losses.cause = f"cells of {group} layers were needed"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
-        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0, tokens=tokens) is not None:
-            return True
         # Checkpoints may have the same window, which is free once all of them are gone.
-        return self.tree.evict_checkpoint() is not None
+        return self.tree.evict_window(lambda kept: self._frees(kept)[0][group] > 0, tokens)
 
     def evict_row(self, saves: int | None = None, *, spare: bool = False) -> bool:
         """Free a row of state that no sequence uses, or, with `saves`, only one that is of no more value than a new
@@ -383,7 +381,8 @@ class Prefixes:
         checkpoints and leaves. False if there was nothing."""
         found, self.losses.cause = False, cause
         for _ in range(most) if most is not None else count():
-            if self.tree.evict_checkpoint(tokens=1 << 40) is None and not self.tree.evict_leaf(1 << 40):
+            window = not self.anywhere and self.tree.evict_window(lambda kept: True, 1 << 40)
+            if not window and not self.tree.evict_leaf(1 << 40):
                 break
             found = True
         return found

@@ -161,7 +161,10 @@ class Order:
     def __init__(self, quota: Part) -> None:
         self.returns = Returns(self.enter_leaf)
         self.leaves = Ranking[Node](lambda node: node.evictable, quota.tokens)
-        self.checkpoints = Ranking[Kept | Tail](_held, quota.checkpoints)  # tails are ranked among them, not counted
+        self.checkpoints = Ranking[Kept](
+            lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
+        )
+        self.tails = Heap[Tail](lambda tail: tail.node.tail is tail)
         self._clocks = {False: 0.0, True: SPARE}  # values of the last ones that were evicted, of spare ones, too
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
 
@@ -235,20 +238,16 @@ class Order:
         """The claim of a node has a tail, of the value that it has now."""
         assert node.use is not None, "a root is not ranked"
         tail = node.tail = node.tail or Tail(node)
-        tail.used = node.use.at
-        priority = node.retention.priority
+        tail.used, priority = node.use.at, node.retention.priority
         tail.value = value(self._clocks[False], hits=1, saves=TAIL, costs=1, priority=priority)
-        self.checkpoints.push(tail, node.retention.owner)
+        self.tails.push(tail)
 
-    def next_checkpoint(self) -> Next[Kept | Tail] | None:
-        """The checkpoint or tail that is evicted next; None if there is none. Tails that were used since they were
+    def next_tail(self) -> Tail | None:
+        """The tail of least value, which stays; None if there is none. Those of nodes that were used since they were
         ranked are ranked again."""
-        while (found := self.checkpoints.pop()) is not None:
-            tail = found.thing
-            if isinstance(tail, Kept) or (use := tail.node.use) is None or use.at <= tail.used:
-                return found
+        while (tail := self.tails.first()) is not None and tail.node.use is not None and tail.node.use.at > tail.used:
             self.enter_tail(tail.node)
-        return None
+        return tail
 
     def enter_lease(self, node: Node) -> None:
         """A node expires at another time, or not any more."""
@@ -271,11 +270,12 @@ class Order:
     def check(self, nodes: list[Node]) -> None:
         """Assert what is always true, where `nodes` are all of the tree."""
         leaves, kept = (set(map(id, ranking.things())) for ranking in (self.leaves, self.checkpoints))
+        tails = set(map(id, self.tails.things()))
         tokens, points = Counter[str](), Counter[str]()
         for node in nodes:
             assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"
             assert all((id(one) in kept) == (not one.pinned) for one in node.checkpoints.values())
-            assert node.tail is None or (node.tail.node is node and id(node.tail) in kept)
+            assert node.tail is None or (node.tail.node is node and id(node.tail) in tails)
             assert (node.lease.value if node.lease is not None else None) == node.retention.expires
             if owner := node.retention.owner:
                 tokens[owner] += node.tokens
@@ -283,10 +283,3 @@ class Order:
         self.returns.check()
         self.leaves.check(tokens, sum(node.tokens for node in nodes))
         self.checkpoints.check(+points, sum(len(node.checkpoints) for node in nodes))
-
-
-def _held(one: Kept | Tail) -> bool:
-    """Whether a node has a checkpoint, which is not pinned, or a tail."""
-    if isinstance(one, Tail):
-        return one.node.tail is one
-    return one.node.checkpoints.get(one.pos) is one and not one.pinned

@@ -29,13 +29,12 @@ from kvcellar.memory.prefix.node import (
     Lookup,
     Match,
     Node,
-    Tail,
     Use,
     Watch,
     below,
     path_digest,
 )
-from kvcellar.memory.prefix.order import UNLIMITED, Heap, Next, Order, Part
+from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.memory.prefix.pins import Pins
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
 
@@ -317,46 +316,49 @@ class Tree(Lookup):
             self._remove(leaf)
         return n
 
-    def evict_checkpoint(
-        self, frees: Callable[[Kept], bool] = lambda kept: True, worth: float = inf, tokens: int = LEAST
-    ) -> Kept | Tail | None:
-        """Drop the checkpoint that is evicted next of those for which `frees` is true, or, if that is next, the first
-        `tokens` of a tail, or somewhat more; returns it. None if there is none, or none of at most this `worth`, that
-        of a new one, or of an owner above its quota. Where `frees` is false for the next `TRIES`, the first of them is
-        dropped, or none for a new one."""
-        passed: list[Next[Kept | Tail]] = []
-        while (found := self._order.next_checkpoint()) is not None and isinstance(found.thing, Kept):
+    def evict_checkpoint(self, frees: Callable[[Kept], bool] = lambda kept: True, worth: float = inf) -> Kept | None:
+        """Drop the checkpoint that is evicted next of those for which `frees` is true; returns it. None if there is
+        none, or none of at most this `worth`, such as that of a new one, or of an owner above its quota. Where `frees`
+        is false for the next `TRIES`, the first of them is dropped, or none with a `worth`."""
+        ranking = self._order.checkpoints
+        passed: list[Next[Kept]] = []
+        while (found := ranking.pop()) is not None:
+            if not found.over and found.thing.value > worth:
+                passed.append(found)
+                found = None
+                break
             if frees(found.thing):
                 break
             passed.append(found)
             if len(passed) == TRIES:
                 found = passed.pop(0) if worth == inf else None
                 break
-        if found is not None and not found.over and found.thing.value > worth:
-            passed.append(found)
-            found = None
         for one in passed:
             one.heap.put_back(one.thing)
         if found is None:
             return None
-        self._order.advance(found.thing)
-        if isinstance(found.thing, Tail):
-            self._forget(found.thing, found.heap, tokens)
-        else:
-            self._claims.drop_checkpoint(found.thing.node.claim, found.thing.pos)
-            self._order.thin(found.thing)
-        self._settle(found.thing.node, evicted=True)
-        return found.thing
+        kept = found.thing
+        self._order.advance(kept)
+        self._claims.drop_checkpoint(kept.node.claim, kept.pos)
+        self._order.thin(kept)
+        self._settle(kept.node, evicted=True)
+        return kept
 
-    def _forget(self, tail: Tail, heap: Heap[Kept | Tail], tokens: int) -> None:
-        """Drop the first tokens of a tail, which was popped from a heap."""
-        node = tail.node
-        held = node.end - self._claims.of(node.claim).tail
-        self._claims.forget(node.claim, most := max(tokens, LEAST, held // PART))
-        if most < held:
-            heap.put_back(tail)
-        else:
-            node.tail = None
+    def evict_window(self, frees: Callable[[Kept], bool], tokens: int) -> bool:
+        """Drop the first `tokens`, or somewhat more, of the tail of least value, or a checkpoint for which `frees` is
+        true that is of less value or of an owner above its quota; where there is no tail, the checkpoint that is
+        evicted next, if need be one for which it is false. False if there is none."""
+        if (tail := self._order.next_tail()) is None:
+            return (self.evict_checkpoint(frees) or self.evict_checkpoint()) is not None
+        if self.evict_checkpoint(frees, tail.value) is None:
+            node = tail.node
+            self._order.advance(tail)
+            held = node.end - self._claims.of(node.claim).tail
+            self._claims.forget(node.claim, most := max(tokens, LEAST, held // PART))
+            if most >= held:
+                node.tail = None
+            self._settle(node, evicted=True)
+        return True
 
     def expire(self, most: int) -> bool:
         """Remove what has expired and no sequence uses, at up to `most` leaves. False if there is nothing."""

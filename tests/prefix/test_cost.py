@@ -124,7 +124,7 @@ def test_an_eviction_passes_over_few_checkpoints_that_would_free_nothing() -> No
         tree, tried = replay.manager.prefixes.tree, list[Kept]()
         number = sum(len(one.checkpoints) for one in tree.nodes())
         assert number > 16
-        assert tree.evict_checkpoint(lambda kept, tried=tried: bool(tried.append(kept)), saves=1 << 40) is None
+        assert tree.evict_checkpoint(lambda kept, tried=tried: bool(tried.append(kept)), worth=2.0**60) is None
         assert len(tried) == 16
         found = tree.evict_checkpoint(lambda kept: False)
         assert found is tried[0], "it was not the next one"
@@ -167,7 +167,7 @@ def test_resuming_and_evicting_cost_the_same_beside_any_number_of_checkpoints_of
             )
         )
     for few, many in zip(*costs, strict=True):
-        assert many <= 1.05 * few + 30, costs
+        assert many <= 1.25 * few + 30, costs  # a request is compared at lengths that double
 
 
 def test_a_cached_prompt_costs_the_same_for_any_number_of_cached_tokens() -> None:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcellar.memory.prefix.node import Node, ids_of, key_of, path_key, root_of
@@ -121,7 +122,7 @@ class World:
             if end <= at:
                 continue
             claim = self.claims.make(tokens[:end], at, marks & set(range(at + 1, end + 1)))
-            node, had = self.tree.insert(root, key[: 8 * end], claim, at, node)
+            node, had = self.tree.insert(root, key[: 8 * end], claim, at, node, spare=lambda pos: pos % 3 == 1)
             assert had == max(n for n in range(end + 1) if not n or (run.space, tuple(tokens[:n])) in prefixes)
             prefixes, _ = self.held()
             at = end
@@ -152,10 +153,8 @@ class World:
         else:
             values = [kept.value for node in self.tree.nodes() for kept in node.checkpoints.values()]
             assert len(values) == len(points)
-            worth = (
-                self.tree._order.checkpoints.clock + most if most else float("inf")
-            )  # of a new checkpoint that saves `most`
-            gone = self.tree.evict_checkpoint(saves=most or None)
+            worth = self.tree.worth(most, spare=most % 2 > 0) if most else inf
+            gone = self.tree.evict_checkpoint(worth=worth)
             _, now = self.held()
             assert now <= points
             assert (gone is not None) == (bool(values) and min(values) <= worth)
@@ -217,3 +216,27 @@ def test_nodes_of_one_class_become_one_when_the_last_branch_but_one_goes() -> No
     assert world.tree.evict_leaf(1) == 1
     assert [(one.start, one.end) for one in world.tree.nodes()] == [(0, 3)]
     world.check()
+
+
+@given(
+    gone=st.integers(0, 60),
+    lasting=st.sets(st.integers(1, 63)),
+)
+@settings(max_examples=50)
+def test_spare_checkpoints_become_sparser_and_go_before_any_other(gone: int, lasting: set[int]) -> None:
+    """Of those of one text: no two that are left are much farther apart than others, while any could be spared."""
+    claims = TokenClaims()
+    tree = Tree(claims, anywhere=False)
+    root, tokens = tree.root(""), list(range(65))
+    claim = claims.make(tokens, 0, set(range(1, 65)))
+    node, _ = tree.insert(root, key_of(tokens[:64]), claim, 0, root, spare=lambda pos: pos not in lasting and pos < 64)
+    for _ in range(gone):
+        tree.evict_checkpoint()
+    left = sorted(node.checkpoints)
+    kept = [pos for pos in left if pos not in lasting and pos < 64]
+    assert len(left) == 64 - gone
+    assert not kept or lasting <= {*left}, "one that is not spare went before one that is"
+    if kept:
+        saved = [pos - before for before, pos in zip([0, *left], left, strict=False) if pos in kept]
+        assert max(saved) <= 2 * (1 + gone // max(1, len(kept))) + 2
+    tree.check()

@@ -220,19 +220,14 @@ class Order:
         self._clocks[spare] = max(self._clocks[spare], evicted.value)
 
     def thin(self, kept: Kept) -> None:
-        """A node has a checkpoint no more. Those behind it save what it did, too: so they become sparser, and none are
-        the last ones to go."""
-        points, pos, heirs = kept.node.checkpoints, kept.pos, list[Kept]()
-        while (after := points.next(pos)) is not None:
-            heirs.append(points[pos := after])
-            if kept.spare or not points[pos].spare:
-                break
-        before = [self._saves(one) for one in heirs]
+        """A node has a checkpoint no more. A spare one behind it saves what it did, too: so those of a text become
+        sparser, and none of them is the last one to go."""
+        points, saved = kept.node.checkpoints, kept.pos - kept.node.checkpoints.last(kept.pos - 1, kept.node.start)
         del points[kept.pos]
         self.checkpoints.count(kept.node.retention.owner, -1)
-        for one, saved in zip(heirs, before, strict=True):
-            if more := self._saves(one) - saved:
-                self._rank(one, one.value, more)
+        after = points.next(kept.pos)
+        if after is not None and (heir := points[after]).spare:
+            self._rank(heir, heir.value, saved)
 
     def enter_tail(self, node: Node) -> None:
         """The claim of a node has a tail, of the value that it has now."""

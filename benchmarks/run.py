@@ -13,6 +13,7 @@ from benchmarks import (
     against,
     attention,
     bookkeeping,
+    checkpoints,
     cluster_cost,
     cluster_kills,
     cluster_replay,
@@ -48,6 +49,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
     {
         "attention": attention.row,
         "bookkeeping": bookkeeping.row,
+        "checkpoints": checkpoints.row,
         "cluster-cost": cluster_cost.row,
         "cluster-kills": cluster_kills.row,
         "cluster-kills-ray": cluster_kills.ray_row,

@@ -26,6 +26,7 @@ from kvcellar.memory.retention import DEFAULT, NO_OPTIONS, Retention, RetentionO
 from kvcellar.memory.spans import Span
 
 LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
+DECODE = 4  # times as far apart are spare checkpoints of answers, where each takes a step's time of its own
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
@@ -259,7 +260,8 @@ class Prefixes:
         found += _multiples(self._every, max(new.start, prompt), new.end)  # in decode
         if spare and self._spare:
             last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
-            found = sorted({*found, *last, *_multiples(self._spare, new.start, new.end)})
+            apart = self._spare if new.start < prompt else min(EVERY, DECODE * self._spare)
+            found = sorted({*found, *last, *_multiples(apart, new.start, new.end)})
         return tuple(found)
 
     def spare(self, prefix: Prefix, pos: int) -> bool:

@@ -38,8 +38,10 @@ from kvcellar.memory.prefix.order import UNLIMITED, Next, Order, Part
 from kvcellar.memory.prefix.pins import Pins
 from kvcellar.memory.retention import DEFAULT, Retention, stronger
 
-LEAST = 16  # tokens that are evicted together, of a leaf or a tail,
-PART = 64  # and the part of a long one: cutting a leaf costs its tokens
+LEAST = 16  # tokens that are evicted together,
+PART = 64  # and the part of a long leaf: cutting one costs its tokens
+LEAST_OF_TAIL = 64  # tokens that are dropped together of a tail,
+PART_OF_TAIL = 8  # and the part of a long one: cells that checkpoints hold, too, are not free then
 TRIES = 16  # checkpoints that are looked at for one that is evicted
 
 
@@ -354,7 +356,7 @@ class Tree(Lookup):
             node = tail.node
             self._order.advance(tail)
             held = node.end - self._claims.of(node.claim).tail
-            self._claims.forget(node.claim, most := max(tokens, LEAST, held // PART))
+            self._claims.forget(node.claim, most := max(tokens, LEAST_OF_TAIL, held // PART_OF_TAIL))
             if most >= held:
                 node.tail = None
             self._settle(node, evicted=True)

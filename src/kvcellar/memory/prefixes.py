@@ -27,6 +27,7 @@ from kvcellar.memory.spans import Span
 
 LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
 DECODE = 4  # times as far apart are spare checkpoints of answers, where each takes a step's time of its own
+BRANCHES, LIKELY = 1024, 8  # places where prompts part that are known, and that one prompt has checkpoints for
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
@@ -84,6 +85,31 @@ class Totals:
             self.missed[recall.reason] += recall.asked - recall.restored
 
 
+class Branches:
+    """Where prompts have parted from what was known, such as before a date, by the number of marks before and the
+    tokens since the last one: there, prompts of the same form with other texts part, too.
+
+    Always true: at most `BRANCHES` places are known; those that were seen least often are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._seen = Counter[tuple[int, int]]()
+
+    def note(self, marks: Sequence[int], pos: int) -> None:
+        """A prompt with these marks, in order, has parted at `pos`."""
+        number = bisect_right(marks, pos)
+        if behind := pos - (marks[number - 1] if number else 0):
+            self._seen[number, behind] += 1
+        if len(self._seen) > BRANCHES:
+            self._seen = Counter(dict(self._seen.most_common(BRANCHES // 2)))
+
+    def expected(self, marks: Sequence[int], length: int) -> list[int]:
+        """The places in a prompt of so many tokens that were seen several times, at most `LIKELY`."""
+        starts, ends = [0, *marks], [*marks, length]
+        often = [place for place, times in self._seen.most_common(LIKELY) if times > 1 and place[0] <= len(marks)]
+        return [starts[number] + behind for number, behind in often if starts[number] + behind < ends[number]]
+
+
 class Prefixes:
     """The prefix tree of one memory."""
 
@@ -105,7 +131,7 @@ class Prefixes:
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
-        self.losses = Losses(time.monotonic)
+        self.losses, self._branches = Losses(time.monotonic), Branches()
         self._elsewhere = Elsewhere(Sightings(), Sightings())
         self.tree = Tree(
             memory.claims,
@@ -169,7 +195,7 @@ class Prefixes:
         if match.resume:
             self._memory.claims.assemble(seq, [node.claim for node in match.path], match.resume)
         node = self.tree.lock(root, match)
-        wanted = [] if self.anywhere else self._wanted(length, match.matched, marks)
+        wanted = [] if self.anywhere else self._wanted(length, match.matched, sorted({*marks}))
         del wanted[: bisect_right(wanted, match.resume)]
         return Prefix(seq, root, key, node, match.matched, match.resume, match.resume, wanted, options)
 
@@ -239,10 +265,13 @@ class Prefixes:
         self.totals.forks += 1
         return replace(prefix, seq=seq, wanted=[])
 
-    def _wanted(self, length: int, matched: int, marks: Iterable[int]) -> list[int]:
-        """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
-        where the same prompt resumes, and every so many tokens, unless one of these is near."""
-        wanted = sorted(pos for pos in {matched, *marks, length - 1} if 0 < pos < length)
+    def _wanted(self, length: int, matched: int, marks: Sequence[int]) -> list[int]:
+        """Where a prompt leaves checkpoints: where it diverges from what is known, and where others of its form have,
+        at its marks, before its last token, where the same prompt resumes, and every so many tokens, unless one of
+        these is near."""
+        likely = self._branches.expected(marks, length)
+        self._branches.note(marks, matched)
+        wanted = sorted(pos for pos in {matched, *likely, *marks, length - 1} if 0 < pos < length)
         regular = range(self._every, length, self._every)
         return sorted({*wanted, *(pos for pos in regular if not _near(wanted, pos))})
 

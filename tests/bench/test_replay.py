@@ -7,7 +7,7 @@ import pytest
 from benchmarks.replay import CHUNK, KINDS, TRACES, Turn, Writer, clairvoyant, ideal, replay
 
 # Prompts of a quarter of their length have checkpoints as far apart as others: so more is computed between them.
-MOST = {"full": 1.02, "sliding": 1.3, "chunked": 1.3, "hybrid": 1.3}
+MOST = {"full": 1.02, "sliding": 1.0, "chunked": 1.0, "hybrid": 1.3}
 # Windows are as long as in whole prompts, and take four times the share of the cells.
 TENTH = {"full": 1.25, "sliding": 1.4, "chunked": 1.25, "hybrid": 1.25}
 AT_RANDOM = 1.3  # of `users`, whatever the kind: see `informed`

@@ -12,8 +12,8 @@ Always true:
   * a child begins where its parent ends; no edge is empty, and siblings differ in their first token;
   * every node but a root has a claim on exactly its span, whose checkpoints are those of the node;
   * `users` of a node counts the locks on it and on all nodes below it; a node with users is not evicted;
-  * every node without children and users that is not pinned, and every checkpoint, is in its heap; other entries of the
-    heaps are stale and skipped;
+  * every node without children and users that is not pinned, every checkpoint and every tail of a claim is in its heap;
+    other entries of the heaps are stale and skipped; two nodes whose tails have a gap between them stay apart;
   * a node is kept at least as long as all below it: its priority is as high, it expires no earlier, and it is pinned if
     one of them is. Nothing that has expired is matched.
 """
@@ -61,7 +61,7 @@ class Tree(Lookup):
         lowest: Callable[[int], int] | None = None,
     ) -> None:
         """`evicted` is called before the tokens of a node behind a position are evicted. `pins` is the most that may be
-        pinned, `quota` what one owner may have before its entries are evicted first."""
+        pinned, `quota` what one owner may have before its entries are evicted first; tails have none."""
         super().__init__(claims, anywhere=anywhere, clock=clock, lowest=lowest)
         self._evicted, self._watch = evicted, watch
         self._order = Order(quota)
@@ -288,8 +288,7 @@ class Tree(Lookup):
         for kept in node.checkpoints.values():
             kept.node = child
         node.checkpoints.update(child.checkpoints)
-        if node.use.at > child.use.at:
-            child.use = node.use
+        child.use = max(child.use, node.use, key=lambda use: use.at)
         child.parent, child.start, child.claim = node.parent, node.start, node.claim
         child.edge, child.checkpoints = node.edge + child.edge, node.checkpoints
         node.parent.children[child.edge[:TOKEN]] = child

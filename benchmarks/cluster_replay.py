@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any, NamedTuple, cast
 
 from benchmarks.cluster_sim import PrefixAffinity, PrefixAffinity10, RoundRobin, Rule
-from benchmarks.replay import TRACES, Turn, Writer
+from benchmarks.replay import FIRST, TRACES, Turn, Writer
 from benchmarks.row import Given, Lines
 from kvcellar.bench.network import TINY, write
 from kvcellar.cluster.address import Address
@@ -135,7 +135,7 @@ def row(given: Given) -> Lines:
     write(TINY, given.directory)
     found: dict[str, dict[str, float]] = {}
     yield f"{'trace, replicas':18} {'tokens':>9} {'one engine':>11} " + " ".join(f"{name:>19}" for name in RULES)
-    for name in TRACES:
+    for name in FIRST:
         for replicas in (2,) if given.quick else (2, 4):
             every = sessions(name, COPIES[name] * replicas, 0.02 if given.quick else SCALE)
             tokens = sum(len(turn.prompt) for turns in every for turn in turns)

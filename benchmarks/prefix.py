@@ -138,6 +138,9 @@ class Spans:
     def drop(self, claim: int) -> None:
         del self._spans[claim]
 
+    def forget(self, claim: int, tokens: int) -> None:
+        raise AssertionError("these claims have no tails")
+
     def drop_checkpoint(self, claim: int, pos: int) -> None:
         raise AssertionError("these claims have no checkpoints")
 
@@ -146,6 +149,10 @@ class Spans:
 
     def of(self, claim: int) -> "Spans":
         return self
+
+    @property
+    def tail(self) -> int:
+        return 1 << 60
 
     @property
     def positions(self) -> Sequence[int]:

@@ -10,7 +10,7 @@ import heapq
 import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 import torch
@@ -26,13 +26,13 @@ from kvcellar.memory.cells.layouts import Causal, Chunked, Sliding
 from kvcellar.memory.kv.group import Group
 from kvcellar.memory.layout import Layout
 from kvcellar.memory.memory import Memory
-from kvcellar.memory.plan import Batch, Plan
+from kvcellar.memory.plan import Batch, Feed, Plan
 from kvcellar.memory.prefix.node import common_prefix, key_of
+from kvcellar.memory.prefixes import EVERY
 from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
 from kvcellar.sampling_params import SamplingParams
 
 STEP_TOKENS = 512
-CHUNK = 16  # tokens of a node of the clairvoyant cache
 WINDOW = 256
 QUICK = 0.05  # of the lengths of all texts, to test the row
 STATE = Recurrent({9: (StatePlane("sum", (1,), "float32"),)})
@@ -56,7 +56,8 @@ class Counts(NamedTuple):
     tokens: int
     computed: int
     ideal: int
-    clairvoyant: int | None  # None without a limit
+    clairvoyant: int | None  # None without a limit, as the next one
+    last_use: int | None
     share: float  # of the cells that the whole trace takes
     cells: int
 
@@ -128,9 +129,114 @@ def chats(writer: Writer) -> Iterator[Turn]:
             text += answer
 
 
+def documents(writer: Writer) -> Iterator[Turn]:
+    """Questions on some of eight documents behind instructions, in an order that changes."""
+    draw, instructions = writer.draw, writer.some(300)
+    texts = [writer.some(400, 1500) for _ in range(8)]
+    for _ in range(60):
+        some = draw.sample(texts, draw.randrange(2, 5))
+        yield Turn([*instructions, *(token for text in some for token in text), *writer.some(20, 60)], writer.some(60))
+
+
+def questions(writer: Writer) -> Iterator[Turn]:
+    """Several on each of ten long documents, in turn, one after the other by draw."""
+    texts = [writer.some(2000, 6000) for _ in range(10)]
+    for _ in range(80):
+        yield Turn([*writer.draw.choice(texts), *writer.some(15, 60)], writer.some(30, 120))
+
+
+def popular(writer: Writer) -> Iterator[Turn]:
+    """Prompts of which few are asked for often (Zipf), and between them scans of texts that come once."""
+    draw = writer.draw
+    texts = [writer.some(300, 1500) for _ in range(60)]
+    weights = [1 / rank for rank in range(1, len(texts) + 1)]
+    for _ in range(250):
+        text = writer.some(800, 2000) if draw.random() < 0.25 else draw.choices(texts, weights)[0]
+        yield Turn([*text, *writer.some(10, 40)], writer.some(20, 80))
+
+
+def reasoning(writer: Writer) -> Iterator[Turn]:
+    """Chats whose template leaves the reasoning of earlier answers out."""
+    system = writer.some(400)
+    for chat in range(6):
+        text = list(system)
+        for _ in range(8):
+            text += writer.some(30, 150)
+            answer, said = writer.some(300, 1000), len(writer.some(40, 200))
+            yield Turn(list(text), answer, chat)
+            text += answer[-said:]
+
+
+def examples(writer: Writer) -> Iterator[Turn]:
+    """A task with the same examples, of which those behind the first ones are chosen anew each time."""
+    draw, task = writer.draw, writer.some(200)
+    shots = [writer.some(80, 300) for _ in range(20)]
+    for _ in range(120):
+        chosen = [*shots[:4], *draw.sample(shots[4:], 4)]
+        yield Turn([*task, *(token for shot in chosen for token in shot), *writer.some(30, 120)], writer.some(10, 40))
+
+
+def completion(writer: Writer) -> Iterator[Turn]:
+    """At the end of three files that grow: what was completed is taken, changed or thrown away."""
+    draw, head = writer.draw, writer.some(60)
+    files = [writer.some(600) for _ in range(3)]
+    for _ in range(180):
+        file = draw.choice(files)
+        answer = writer.some(10, 60)
+        yield Turn([*head, *file], answer)
+        file += answer[: draw.randrange(len(answer) + 1)] if draw.random() < 0.7 else []
+        file += writer.some(1, 40)
+
+
+def again(writer: Writer) -> Iterator[Turn]:
+    """Chats whose answers are drawn again at times, or whose messages are written anew."""
+    draw, system = writer.draw, writer.some(500)
+    for chat in range(6):
+        text = list(system)
+        for _ in range(10):
+            message = writer.some(30, 200)
+            while True:
+                answer = writer.some(50, 250)
+                yield Turn([*text, *message], answer, chat)
+                if (drawn := draw.random()) > 0.4:
+                    break
+                message = writer.some(30, 200) if drawn < 0.15 else message
+            text += [*message, *answer]
+
+
+def compacting(writer: Writer) -> Iterator[Turn]:
+    """Two agents whose context is replaced by a summary where it is long."""
+    system = writer.some(1500)
+    for task in range(2):
+        context = [*system, *writer.some(300)]
+        for _ in range(60):
+            answer = writer.some(40, 200)
+            yield Turn(list(context), answer, task)
+            context += [*answer, *writer.some(100, 700)]
+            if len(context) > 4 * len(system):
+                context = [*system, *writer.some(400)]
+
+
+def mixed(writer: Writer) -> Iterator[Turn]:
+    """The beginnings of three of the others at once, in an order and with texts that the seed draws."""
+    draw = writer.draw
+    some = [(at, islice(TRACES[name](writer), 60)) for at, name in enumerate(draw.sample([*TRACES][:-1], 3))]
+    while some:
+        at, turns = draw.choice(some)
+        for _ in range(draw.randrange(1, 5)):
+            if (turn := next(turns, None)) is None:
+                some.remove((at, turns))
+                break
+            yield turn._replace(conversation=10_000 * at + turn.conversation)
+
+
 TRACES: dict[str, Callable[[Writer], Iterator[Turn]]] = {
-    "agent": agent, "users": users, "edits": edits, "chats": chats,
+    "agent": agent, "users": users, "edits": edits, "chats": chats, "documents": documents, "questions": questions,
+    "popular": popular, "reasoning": reasoning, "examples": examples, "completion": completion, "again": again,
+    "compacting": compacting, "mixed": mixed,
 }  # fmt: skip
+FIRST = ("agent", "users", "edits", "chats")  # for what takes long
+ANEW = ("edits", "documents", "questions", "popular", "examples")  # whose prompts do not go on from answers
 
 
 # -- ours --------------------------------------------------------------------------------------------------------------
@@ -139,7 +245,7 @@ TRACES: dict[str, Callable[[Writer], Iterator[Turn]]] = {
 class Replay:
     """Serves a trace. `cells` of every group and `rows` are its limits."""
 
-    def __init__(self, kind: str, *, cells: int, rows: int) -> None:
+    def __init__(self, kind: str, *, cells: int, rows: int, spare: int = EVERY) -> None:
         layouts, recurrent = KINDS[kind]
         plane = Plane("k", 1, 1)
         self._layers = range(len(layouts))
@@ -153,7 +259,7 @@ class Replay:
             recurrent=STATE if recurrent else None,
             rows=rows if recurrent else 0,
         )
-        self.manager = SequenceManager(self.memory, Drafting(None, context=0))
+        self.manager = SequenceManager(self.memory, Drafting(None, context=0), spare=spare)
         self.computed = 0  # prompt tokens
         self.checkpoints = 0  # the most that were kept at once
 
@@ -177,15 +283,18 @@ class Replay:
         for group, free in self.manager.free().items():
             while free < tokens and self.manager.evict(group, tokens - free):
                 free = self.manager.free()[group]
-        scheduled = [Scheduled(completion, tokens)]
-        plan = self.memory.begin(Batch(self.manager.feeds(scheduled)))
+        claims = self.compute(self.manager.feeds([Scheduled(completion, tokens)]), tokens)
+        assert completion.seq is not None
+        self.manager.keep(completion, tokens, claims.get(completion.seq))
+
+    def compute(self, feeds: tuple[Feed, ...], tokens: int) -> dict[int, int]:
+        """A step of so many tokens of one sequence; returns its claims."""
+        plan = self.memory.begin(Batch(feeds))
         for layer in self._layers:
             self.memory.put(layer, k=torch.zeros(tokens, 1, 1))
         if self._recurrent:
             self._write_states(plan, tokens)
-        claims = self.memory.commit()
-        assert completion.seq is not None
-        self.manager.keep(completion, tokens, claims.get(completion.seq))
+        return self.memory.commit()
 
     def _write_states(self, plan: Plan, tokens: int) -> None:
         def at(indices: Sequence[int], counts: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -214,80 +323,92 @@ def ideal(turns: Sequence[Turn]) -> int:
     return computed
 
 
-class _Chunks:
-    """The chunks of all texts of a trace as a tree: `parent` of each, and the requests that need it."""
+class _Tokens:
+    """The tokens of all texts of a trace as a tree: the `parent` of each, and the requests that need it."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
-        numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        numbers: dict[tuple[int, int], int] = {}
         self.texts: list[list[int]] = []
         self.uses: dict[int, list[int]] = {}
+        self.parent = [0]
         for at, turn in enumerate(turns):
-            text, above, chunks = [*turn.prompt, *turn.answer[:-1]], 0, list[int]()
-            for start in range(0, len(text) - CHUNK + 1, CHUNK):
-                above = numbers.setdefault((above, tuple(text[start : start + CHUNK])), len(numbers) + 1)
-                chunks.append(above)
-            self.texts.append(chunks)
-            for chunk in chunks[: (len(turn.prompt) - 1) // CHUNK]:
-                self.uses.setdefault(chunk, []).append(at)
-        self.parent = {number: above for (above, _), number in numbers.items()}
-        self.cells = len(numbers) * CHUNK
+            above, path = 0, list[int]()
+            for token in (*turn.prompt, *turn.answer[:-1]):
+                before, above = above, numbers.setdefault((above, token), len(numbers) + 1)
+                if above == len(self.parent):
+                    self.parent.append(before)
+                path.append(above)
+            self.texts.append(path)
+            for one in path[: len(turn.prompt) - 1]:
+                self.uses.setdefault(one, []).append(at)
+        self.count = len(numbers)
 
-    def next_use(self, chunk: int, after: int) -> float:
-        uses = self.uses.get(chunk, [])
+    def next_use(self, token: int, after: int) -> float:
+        uses = self.uses.get(token, [])
         at = bisect_right(uses, after)
         return uses[at] if at < len(uses) else float("inf")
 
 
-def clairvoyant(turns: Sequence[Turn], cells: int) -> int:
-    """Prompt tokens that a cache of `cells` computes which evicts the leaf that is needed again last."""
-    chunks = _Chunks(turns)
-    there, children, computed = set[int](), dict[int, int](), 0
+def _limited(turns: Sequence[Turn], cells: int, worth: Callable[["_Tokens", int, int], float]) -> int:
+    """Prompt tokens that a cache of `cells` computes which evicts the leaf that was worth least when it was used last.
+    `worth`: that of a token at a turn."""
+    tokens = _Tokens(turns)
+    children, values = [0] * (tokens.count + 1), [0.0] * (tokens.count + 1)
+    there, computed, count = bytearray(tokens.count + 1), 0, 0
     heap: list[tuple[float, int]] = []
     for at, turn in enumerate(turns):
-        text = chunks.texts[at]
-        most = (len(turn.prompt) - 1) // CHUNK
-        found = next((n for n, chunk in enumerate(text[:most]) if chunk not in there), min(most, len(text)))
-        computed += len(turn.prompt) - found * CHUNK
-        for chunk in text:
-            if chunk not in there:
-                there.add(chunk)
-                children[chunks.parent[chunk]] = children.get(chunks.parent[chunk], 0) + 1
-            heapq.heappush(heap, (-chunks.next_use(chunk, at), chunk))
-        passed: list[tuple[float, int]] = []
-        while len(there) * CHUNK > cells and heap:
-            value, chunk = heapq.heappop(heap)
-            if chunk not in there or -value != chunks.next_use(chunk, at):
+        text = tokens.texts[at]
+        most = len(turn.prompt) - 1
+        computed += len(turn.prompt) - next((n for n, one in enumerate(text[:most]) if not there[one]), most)
+        for one in text:
+            if not there[one]:
+                there[one] = True
+                count += 1
+                children[tokens.parent[one]] += 1
+            values[one] = worth(tokens, one, at)
+        heapq.heappush(heap, (values[text[-1]], text[-1]))
+        while count > cells:
+            value, one = heapq.heappop(heap)
+            if not there[one] or children[one] or value != values[one]:
                 continue
-            if children.get(chunk, 0):
-                passed.append((value, chunk))
-                continue
-            there.remove(chunk)
-            above = chunks.parent[chunk]
+            there[one], above = False, tokens.parent[one]
+            count -= 1
             children[above] -= 1
-            if above in there:
-                heapq.heappush(heap, (-chunks.next_use(above, at), above))
-        for entry in passed:
-            heapq.heappush(heap, entry)
+            if not children[above]:
+                heapq.heappush(heap, (values[above], above))
     return computed
 
 
-def replay(name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed: int = 1) -> Counts:
+def clairvoyant(turns: Sequence[Turn], cells: int) -> int:
+    """By what is needed again last."""
+    return _limited(turns, cells, lambda tokens, one, at: -tokens.next_use(one, at))
+
+
+def last_use(turns: Sequence[Turn], cells: int) -> int:
+    """By what was used last longest ago."""
+    return _limited(turns, cells, lambda tokens, one, at: at)
+
+
+def replay(
+    name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed: int = 1, spare: int = EVERY
+) -> Counts:
     """Replay a trace with cells for this share of all its tokens, and rows for this share of the checkpoints that it
     leaves without a limit."""
     turns = list(TRACES[name](Writer(seed, scale)))
-    cells = _Chunks(turns).cells + len(turns) * CHUNK + STEP_TOKENS
+    cells = _Tokens(turns).count + STEP_TOKENS
     longest = max(len(turn.prompt) + len(turn.answer) for turn in turns)
-    free = Replay(kind, cells=2 * cells, rows=1 << 16)
+    free = Replay(kind, cells=2 * cells, rows=1 << 18, spare=spare)
     for turn in turns:
         free.serve(turn)
     tokens, best = sum(len(turn.prompt) for turn in turns), ideal(turns)
     if share == 1.0:
-        return Counts(tokens, free.computed, best, None, share, cells)
+        return Counts(tokens, free.computed, best, None, None, share, cells)
     limited = max(int(share * cells), longest + STEP_TOKENS)
-    ours = Replay(kind, cells=limited, rows=2 + max(2, int(share * free.checkpoints)))
+    ours = Replay(kind, cells=limited, rows=2 + max(2, int(share * free.checkpoints)), spare=spare)
     for turn in turns:
         ours.serve(turn)
-    return Counts(tokens, ours.computed, best, clairvoyant(turns, limited), limited / cells, limited)
+    others = clairvoyant(turns, limited), last_use(turns, limited)
+    return Counts(tokens, ours.computed, best, *others, limited / cells, limited)
 
 
 # -- on a server that draws the answers itself -------------------------------------------------------------------------
@@ -323,15 +444,15 @@ def computed(name: str, serve: Callable[[list[int], int], Served], *, scale: flo
 
 
 def row(given: Given) -> Lines:
-    """With all cells, as a ratio to the ideal cache, and with a tenth of them, to the clairvoyant one."""
+    """With all cells, as a ratio to the ideal cache, and with a tenth of them, to those that evict by other rules."""
     found = dict[str, list[dict[str, object]]]()
-    names = ("trace", "kind", "tokens", "computed", "ideal", "ratio", "in a", "computed", "best", "ratio")
-    yield "{:8} {:8} {:>9} {:>9} {:>9} {:>6}   {:>5} {:>9} {:>9} {:>6}".format(*names)
+    names = ("trace", "kind", "tokens", "computed", "ideal", "ratio", "in a", "computed", "best", "ratio", "last use")
+    yield "{:10} {:8} {:>9} {:>9} {:>9} {:>6}   {:>5} {:>9} {:>9} {:>6} {:>9}".format(*names)
     for trace, kind in product(TRACES, KINDS):
         whole, part = (replay(trace, kind, share=share, scale=QUICK if given.quick else 1.0) for share in (1.0, 0.1))
         found[f"{trace} {kind}"] = [whole._asdict(), part._asdict()]
         yield (
-            f"{trace:8} {kind:8} {whole.tokens:9} {whole.computed:9} {whole.ideal:9} {whole.ratio:6.3f}   "
-            f"{part.share:5.0%} {part.computed:9} {part.clairvoyant:9} {part.ratio:6.3f}"
+            f"{trace:10} {kind:8} {whole.tokens:9} {whole.computed:9} {whole.ideal:9} {whole.ratio:6.3f}   "
+            f"{part.share:5.0%} {part.computed:9} {part.clairvoyant:9} {part.ratio:6.3f} {part.last_use:9}"
         )
     return found

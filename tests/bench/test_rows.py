@@ -129,6 +129,23 @@ def test_the_costs_of_the_prefix_tree_are_measured(capsys: pytest.CaptureFixture
     assert math.isclose(found["cached_ratio"], found["cached"] / found["forward"])
 
 
+def test_what_checkpoints_take_of_a_prompt_is_measured_with_them_and_without(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "checkpoints")
+    assert [line.split()[0] for line in table[1:]] == list(found)
+    assert {one["spare"] > 0 for one in found.values()} == {False, True}
+    assert all(one["ratio"] > 0 and one["seconds"] > 0 for one in found.values())
+
+
+def test_hits_are_measured_with_room_and_without(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "hits")
+    assert list(found) == ["full", "sliding", "hybrid"]
+    assert len(table) == 1 + sum(map(len, found.values()))
+    for few, many in found.values():
+        assert 0 < few["tokens"] < many["tokens"]
+        assert 0 < few["nodes"] < many["nodes"]
+        assert min(few["room"], few["full"], many["room"], many["full"]) > 0
+
+
 def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, "turns")
     assert list(last) == ["32"]

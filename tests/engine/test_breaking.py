@@ -174,17 +174,17 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
     "drafting": ["chain", "learn", "close", "fork", "report", "conclude"],
     "prefixes": [
         "restorable", "restore", "use", "fork", "want", "checkpoints", "publish", "release", "evict", "_insert",
-        "_share", "_frees", "_add_checkpoint",
+        "_share", "_frees", "_add_checkpoint", "claimed",
     ],
     "tree": [
         "root", "peek", "match", "touch", "share", "lock", "unlock", "insert", "evict_leaf", "evict_checkpoint",
         "_lock", "_append", "_take_checkpoints", "_split", "_merge", "_cut", "_removed", "_settle",
-        "_add_checkpoint", "_useful", "strengthen", "expire",
+        "_add_checkpoint", "_useful", "strengthen", "expire", "evict_window", "resumes", "_rank_tail",
     ],
-    "order": ["enter_leaf", "enter_lease"],
+    "order": ["enter_leaf", "enter_lease", "enter_tail"],
     "claims": [
         "of", "exclusive", "make", "assemble", "split", "join", "drop", "drop_checkpoint", "move_checkpoint",
-        "share_with",
+        "share_with", "forget",
     ],
     "memory": ["begin", "commit", "fork", "remove", "drop", "can_cut", "length", "has", "free", "used"],
     "guest": ["forward"],
@@ -197,6 +197,7 @@ OF_MANY = {  # of a step, or of what a completion's operation needs: one request
 
 RARE = {
     "shift",
+    "remove",
     "drop",
     "preempt_last",
     "_frees",

@@ -89,13 +89,13 @@ def test_groups_are_full_together_and_one_token_more_would_not_fit(demands, budg
 
 
 @given(DEMANDS, st.integers(1, 10**8), SIZES)
-def test_bounded_groups_have_cells_for_as_many_checkpoints_as_a_sixteenth_of_the_bytes_holds(demands, budget, sizes):
+def test_bounded_groups_have_cells_for_as_many_checkpoints_as_a_quarter_of_the_bytes_holds(demands, budget, sizes):
     got = resolved(demands, budget, sizes)
     assume(got is not None)
     bounded = [demand for demand in demands if demand.bounded(sizes["context"])]
     window = sum(d.bytes(d.layout.most_cells(sizes["context"], 0)) - d.bytes(0) for d in bounded)
-    assert 0 <= got.windows * window <= budget / 16
-    assert got.windows == 1024 or not window or (got.windows + 1) * window > budget / 16
+    assert 0 <= got.windows * window <= budget / 4
+    assert not window or (got.windows + 1) * window > budget / 4
     assert (f"windows of {got.windows} checkpoints" in str(got)) == (got.windows > 0)
 
 
@@ -104,7 +104,7 @@ def test_windows_of_checkpoints_do_not_take_the_cells_of_running_sequences():
     full = made("full", Causal(), 10, 1, 0, 0)
     sizes = {"context": 1000, "max_sequences": 4, "step_tokens": 50}
     got = resolved([full, window], 50_000, sizes)
-    assert (got.windows, got.cells["window"]) == (3, (4 + 3) * 100 + 50)
+    assert (got.windows, got.cells["window"]) == (12, (4 + 12) * 100 + 50)
     assert resolved([full], 50_000, sizes).windows == 0
 
 
@@ -150,7 +150,7 @@ def test_without_cells_the_largest_step_that_is_allowed_is_set_aside_or_the_mode
         return
     most = got.states.sequences
     assert got.scratch == step(sizes["context"], most * sizes["context"] + sizes["step_tokens"], most)
-    assert got.total == got.states.bytes + got.scratch <= budget
+    assert budget - row < got.total == got.states.bytes + got.scratch <= budget or got.states.checkpoints >= 1 << 16
     assert f"{most} sequences of any length" in str(got)
 
 

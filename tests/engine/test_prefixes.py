@@ -3,6 +3,7 @@
 K and V say which token they are of, at which position; a state is the sum of what came before it.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -16,7 +17,7 @@ from kvcellar.memory.kv.group import Group
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.prefix.node import key_of
-from kvcellar.memory.prefixes import Prefix, Prefixes
+from kvcellar.memory.prefixes import LIKELY, Branches, Prefix, Prefixes
 from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
 from kvcellar.memory.spans import Span
 
@@ -69,7 +70,7 @@ class World:
     def __post_init__(self) -> None:
         self.memory = memory(self.kind)
         self.layers = range(len(KINDS[self.kind][0]))
-        self.prefixes = Prefixes(self.memory, every=4)
+        self.prefixes = Prefixes(self.memory, every=8, spare=4)
 
     def begin(self, space: str, tokens: list[int], marks: list[int]) -> None:
         self.seqs += 1
@@ -89,7 +90,8 @@ class World:
         new = Span(one.read, min(one.read + n, len(one.tokens)))
         if not len(new):
             return
-        plan = self.memory.begin(Batch((Feed(one.seq, new, checkpoints=self.prefixes.checkpoints(one.prefix, new)),)))
+        places, claimed = self.prefixes.checkpoints(one.prefix, new, spare=True), self.prefixes.claimed(one.prefix, new)
+        plan = self.memory.begin(Batch((Feed(one.seq, new, checkpoints=places, claimed=claimed),)))
         self._put(one, new)
         if plan.states:
             self._put_states(one, new, plan)
@@ -196,3 +198,34 @@ def test_what_was_computed_twice_is_held_once(kind) -> None:
     for one in world.running:
         world.step(one, 7)
     assert world.memory.free()["full"] == 200 - 7
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "recurrent"])
+def test_where_prompts_have_parted_several_times_those_with_other_texts_resume_the_second_time(kind: str) -> None:
+    """As before a date behind instructions, with a mark before them."""
+    world, restored = World(kind), list[int]()
+    world.prefixes = Prefixes(world.memory, every=64)
+    for first, date in [(1, 1), (1, 2), (1, 3), (2, 1), (2, 2)]:
+        world.begin("", [9, 9, *[first] * 7, date, 5, 5, 5], [2])
+        (one,) = world.running
+        restored.append(one.prefix.restored)
+        world.step(one, 99)
+        world.end(one, True)
+    assert restored == [0, 2, 9, 2, 9]
+
+
+@given(prompts=st.lists(st.tuples(st.lists(st.integers(1, 30), max_size=4), st.integers(0, 40)), max_size=60))
+def test_expected_branches_are_inside_their_segment_and_were_seen_twice(prompts) -> None:
+    branches, seen = Branches(), Counter[tuple[int, int]]()
+    for given_marks, pos in prompts:
+        marks = sorted({*given_marks})
+        number = len([mark for mark in marks if mark <= pos])
+        expected = branches.expected(marks, 50)
+        for at in expected:
+            place = len([mark for mark in marks if mark <= at])
+            assert at < 50
+            assert seen[place, at - [0, *marks][place]] > 1
+        assert len(expected) <= LIKELY
+        branches.note(marks, pos)
+        if pos - [0, *marks][number]:
+            seen[number, pos - [0, *marks][number]] += 1

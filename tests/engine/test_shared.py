@@ -16,8 +16,8 @@ from tests.engine.mixes import Ear, assert_at_rest, bytes_for, small_engine, tok
 from tests.engine.test_limits import held
 
 HOW: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
-ANYWHERE = ["llama", "deepseek-v3"]  # these resume at any token
-AT_CHECKPOINTS = ["gemma3", "llama4", "qwen3.5", "mamba2", "lfm3"]  # sliding, chunked, hybrid, recurrent
+ANYWHERE = ["llama", "deepseek-v3", "gemma3", "llama4"]  # these resume at any token
+AT_CHECKPOINTS = ["qwen3.5", "mamba2", "lfm3"]  # hybrid, recurrent, with windows, too
 KINDS = [*ANYWHERE, "bloom", *AT_CHECKPOINTS]
 CONTEXT = 48
 TEXT = tokens(random.Random(0), 100)
@@ -91,21 +91,21 @@ def test_where_two_prompts_diverge_a_third_one_resumes(name: str) -> None:
             cached.append(result.usage.cached_tokens)
             assert result.token_ids == cold(name, prompt, max_tokens=3)
         assert cached[2] == 30
-        assert cached[1] in ((0,) if name in AT_CHECKPOINTS else (30,))
+        assert cached[1] == (25 if name in AT_CHECKPOINTS else 30), "a spare checkpoint, or there"
 
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_prompt_leaves_checkpoints_where_they_are_wanted(name: str, marked: bool) -> None:
     with small_engine(name) as engine:
         ear = Ear()
-        positions = [20, 35] if marked else []
+        positions = [29, 37] if marked else []
         engine.submit(TEXT[:60], SamplingParams(max_tokens=1, **HOW), deliver=ear, checkpoint_positions=positions)
         ear.wait()
         anywhere = name not in AT_CHECKPOINTS
-        for at, wanted in ((38, 38 if anywhere else 35), (30, 30 if anywhere else 20)):
+        for at, mark, spare in ((38, 37, 35), (30, 29, 27)):
             prompt = [*TEXT[:at], 99, 99]
             result = engine.generate(prompt, max_tokens=3, **HOW)
-            assert result.usage.cached_tokens == (wanted if marked or anywhere else 0)
+            assert result.usage.cached_tokens == (at if anywhere else mark if marked else spare)
             assert result.token_ids == cold(name, prompt, max_tokens=3)
 
 

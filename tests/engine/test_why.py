@@ -65,13 +65,12 @@ def test_a_prompt_that_diverges_shows_the_tokens_on_both_sides() -> None:
         assert again.entry != found.entry, "the entry was split where the other prompt diverged"
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gemma3", "sliding"), ("lfm2", "recurrent")])
-def test_layers_that_cannot_resume_where_a_prompt_diverged_are_named(name, kind) -> None:
-    with small_engine(name) as engine:
+def test_layers_that_cannot_resume_where_a_prompt_diverged_are_named() -> None:
+    with small_engine("lfm2") as engine:
         asked(engine, PROMPT)
         found = asked(engine, [*PROMPT[:20], 5 if PROMPT[20] != 5 else 6])
         assert (found.reason, found.matched, found.restored) == ("no checkpoint", 20, 0)
-        assert kind in found.detail
+        assert "recurrent" in found.detail
         assert (found.ours[0], found.theirs[0]) == (5 if PROMPT[20] != 5 else 6, PROMPT[20])
         assert asked(engine, [*PROMPT[:20], 7 if PROMPT[20] != 7 else 8, 9]).restored == 20, (
             "a checkpoint was left there"

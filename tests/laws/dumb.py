@@ -111,7 +111,8 @@ class Line:
 
 @dataclass
 class Claimed:
-    """A claim: for each group without a window the cells of its span, for each checkpoint those of the windows."""
+    """A claim: for each group without a window the cells of its span, for each with one those of the last positions of
+    its span, without a gap; for each checkpoint those of the windows."""
 
     span: Span
     held: dict[int, dict[int, Cell]]  # by group, position
@@ -197,7 +198,10 @@ class Dumb:
         rows = range(feed.pos.start, feed.pos.end)
         return [[now[k] for k in range(end) if kind.sees(q, k, ahead)] for q in rows]
 
-    def commit(self, accepted: Mapping[int, int]) -> None:
+    def commit(self, accepted: Mapping[int, int]) -> dict[int, Claimed]:
+        """Returns the claims that feeds ask for, by sequence: made before anything slides out of windows."""
+        made: dict[int, Claimed] = {}
+        asking = {feed.seq: feed for feed in (self.batch.feeds if self.batch else ()) if feed.claims}
         for seq, new in self.pending.items():
             line = self.lines[seq]
             kept = new[: accepted.get(seq, len(new))]
@@ -209,9 +213,16 @@ class Dumb:
             for kind, held in zip(self.kinds, line.held, strict=True):
                 if not kind.of_input:
                     held.update((pos, Cell(token)) for pos, token in enumerate(kept, start))
+            if seq in asking and kept:
+                span = Span(start, len(line.tokens))
+                claim = self.claim(seq, span, [pos for pos in asking[seq].checkpoints if pos <= span.end])
+                assert claim is not None
+                made[seq] = claim
+            for kind, held in zip(self.kinds, line.held, strict=True):
                 for pos in [pos for pos in held if not kind.stays(len(line.tokens), pos)]:
                     del held[pos]
         self.batch, self.pending = None, {}
+        return made
 
     def abandon(self) -> None:
         for seq in self.opened:
@@ -335,11 +346,21 @@ class Dumb:
                 made.held[index] = dict(held)
             elif not self.bounded(index):
                 made.held[index] = {pos: held[pos] for pos in range(span.start, span.end)}
+        self.give_tails(made, line)
         made.checkpoints = {pos: found for pos, found in windows.items() if found is not None}
         made.ahead = [one for one in line.ahead if span.start <= one.start < span.end]
         if line.derived is not None and line.derived < span.end:
             made.derived = max(span.start, line.derived)
         return made
+
+    def give_tails(self, made: Claimed, line: Line) -> None:
+        """What all groups with a window hold of the last positions of a claim."""
+        windows = [index for index in range(len(self.kinds)) if self.bounded(index)]
+        start = made.span.end
+        while start > made.span.start and all(start - 1 in line.held[index] for index in windows):
+            start -= 1
+        for index in windows:
+            made.held[index] = {pos: line.held[index][pos] for pos in range(start, made.span.end)}
 
     def assembled(self, path: Sequence[int], pos: int) -> Line | None:
         """None if it is refused."""
@@ -348,8 +369,9 @@ class Dumb:
         if not claims or any(claim.span.start != end for claim, end in zip(claims, ends, strict=False)):
             return None
         last = claims[-1]
-        resumes = pos in last.checkpoints or not any(map(self.bounded, range(len(self.kinds))))
-        if not last.span.start < pos <= last.span.end or last.parts(pos) or not resumes:
+        if not last.span.start < pos <= last.span.end or last.parts(pos):
+            return None
+        if (windows := self.windows_at(claims, pos)) is None:
             return None
         line = Line([], [{} for _ in self.kinds], digest=claims[0].digest)
         for index, kind in enumerate(self.kinds):
@@ -358,7 +380,7 @@ class Dumb:
                     return None
                 line.held[index] = dict(claims[0].held[index])
             elif self.bounded(index):
-                line.held[index] = dict(last.checkpoints[pos][index])
+                line.held[index] = windows[index]
             else:
                 for claim in claims:
                     line.held[index] |= {k: cell for k, cell in claim.held[index].items() if k < pos}
@@ -366,6 +388,20 @@ class Dumb:
         line.ahead = [span for claim in claims for span in claim.ahead if span.end <= pos]
         line.derived = min((c.derived for c in claims if c.derived is not None and c.derived < pos), default=None)
         return line
+
+    def windows_at(self, claims: Sequence[Claimed], pos: int) -> dict[int, dict[int, Cell]] | None:
+        """Those of the checkpoint at `pos`, or else of what the tails have; None if they have not all of it."""
+        windows: dict[int, dict[int, Cell]] = {}
+        for index in filter(self.bounded, range(len(self.kinds))):
+            held = {k: cell for claim in claims for k, cell in claim.held[index].items()}
+            seen = [k for k in range(pos) if self.kinds[index].sees(pos, k)]
+            if pos in claims[-1].checkpoints:
+                windows[index] = dict(claims[-1].checkpoints[pos][index])
+            elif all(k in held for k in seen):
+                windows[index] = {k: held[k] for k in seen}
+            else:
+                return None
+        return windows
 
     def split(self, number: int, pos: int) -> Claimed | None:
         """The right part, taken from the claim; None if it is refused."""
@@ -391,7 +427,8 @@ class Dumb:
         if left.span.end != right.span.start or any(left.held[i] != right.held[i] for i in inputs):
             return False
         for index in left.held:
-            left.held[index] |= right.held[index]
+            gap = self.bounded(index) and right.span.start not in right.held[index]
+            left.held[index] = right.held[index] if gap else left.held[index] | right.held[index]
         left.checkpoints |= right.checkpoints
         left.ahead += right.ahead
         left.derived = right.derived if left.derived is None else left.derived
@@ -407,11 +444,17 @@ class Dumb:
         def copy(index: int, held: Mapping[int, Cell]) -> dict[int, Cell]:
             return {pos: new.setdefault((index, cell), replace(cell)) for pos, cell in held.items()}
 
-        held = {index: copy(index, of) for index, of in claim.held.items()}
+        held = {index: {} if self.bounded(index) else copy(index, of) for index, of in claim.held.items()}
         checkpoints = {
             pos: {index: copy(index, of) for index, of in windows.items()} for pos, windows in claim.checkpoints.items()
         }
         return Claimed(claim.span, held, checkpoints, list(claim.ahead), claim.derived, None)
+
+    def forget(self, number: int, tokens: int) -> None:
+        """The first tokens of its tail."""
+        claim = self.claims[number]
+        for index in filter(self.bounded, range(len(self.kinds))):
+            claim.held[index] = dict(sorted(claim.held[index].items())[tokens:])
 
     def exclusive(self, number: int, group: int, checkpoint: int | None) -> int:
         """Cells that no line and no other claim holds, or, of a checkpoint, nothing else."""

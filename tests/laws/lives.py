@@ -24,7 +24,7 @@ OPERATIONS = {  # and how often, compared with the others
     "some_tokens": 8, "one_prompt": 2, "one_token_each": 2, "only_ask": 1, "reserve": 1, "fork": 3, "fork_to_many": 1,
     "remove_the_end": 2, "remove_from_the_middle": 5, "drop": 1, "clear": 0.2, "ask": 1, "write_input": 3,
     "share_input": 3, "read_inputs": 1, "claim": 3, "assemble": 3, "split": 1, "join": 1.5, "drop_claim": 1,
-    "drop_checkpoint": 1, "ask_claim": 0.5, "copy_claim": 2, "damaged_copy": 0.3,
+    "drop_checkpoint": 1, "forget": 1, "ask_claim": 0.5, "copy_claim": 2, "damaged_copy": 0.3,
     "compact": 2, "compact_all": 0.5, "leave_room": 1,
 }  # fmt: skip
 OF_INPUTS = {"write_input", "share_input", "read_inputs"}
@@ -96,10 +96,13 @@ class Life:
             seq: {draw.randint(0, n) for _ in range(4)} for seq, n in feeds.items() if n > 1 and draw.random() < 0.3
         }
         asks = {seq: self._ask(seq) for seq in (self._seq(), self._seq()) if draw.random() < 0.3}
-        self.player.step(self.player.batch(feeds, borders, list(asks.values())), self._end())
+        claimed = [seq for seq in feeds if draw.random() < 0.3]
+        self.player.step(self.player.batch(feeds, borders, list(asks.values()), claimed), self._end())
 
     def one_prompt(self) -> None:
-        self.player.step(self.player.batch({self._seq(): self.draw.randint(6, 24)}))
+        seq = self._seq()
+        claimed = [seq] if self.draw.random() < 0.5 else []
+        self.player.step(self.player.batch({seq: self.draw.randint(6, 24)}, claimed=claimed))
 
     def one_token_each(self) -> None:
         for _ in range(self.draw.randint(1, 4)):
@@ -184,7 +187,8 @@ class Life:
                 break
         if path and draw.random() < 0.1:
             path.insert(draw.randrange(len(path)), draw.choice(sorted(claims)))
-        places = [*claims[path[-1]].checkpoints, end] if path else [1]
+        tails = [pos + 1 for of in claims[path[-1]].held.values() for pos in of] if path else []
+        places = [*claims[path[-1]].checkpoints, end, *tails[-3:]] if path else [1]
         return path, draw.choice([*places, draw.randint(0, 30)])
 
     def assemble(self) -> None:
@@ -222,6 +226,11 @@ class Life:
         if claims:
             number, claim = self.draw.choice(sorted(claims.items()))
             self.player.drop_checkpoint(number, self.draw.choice([*claim.checkpoints, claim.span.end]))
+
+    def forget(self) -> None:
+        number = self._claim()
+        if number in self.player.dumb.claims:
+            self.player.forget(number, self.draw.choice([1, 3, 40]))
 
     def copy_claim(self) -> None:
         number = self._claim()

@@ -5,7 +5,7 @@ raises changes nothing, be it that something was refused, or that there was no r
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -87,11 +87,16 @@ class Player:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def batch(
-        self, feeds: Mapping[int, int], borders: Mapping[int, set[int]] | None = None, asks: Sequence[Feed] = ()
+        self,
+        feeds: Mapping[int, int],
+        borders: Mapping[int, set[int]] | None = None,
+        asks: Sequence[Feed] = (),
+        claimed: Collection[int] = (),
     ) -> Batch:
-        """So many new tokens for each sequence; between every two borders of these a span looks ahead."""
+        """So many new tokens for each sequence; between every two borders of these a span looks ahead. The step makes
+        claims of those of the sequences `claimed`."""
         starts = {seq: self.dumb.length(seq) for seq in feeds}
-        new = [Feed(seq, Span(starts[seq], starts[seq] + n)) for seq, n in feeds.items()]
+        new = [Feed(seq, Span(starts[seq], starts[seq] + n), claimed=seq in claimed) for seq, n in feeds.items()]
         ahead: list[tuple[int, Span]] = []
         for seq, found in (borders or {}).items():
             within = sorted(border for border in found if border <= feeds.get(seq, -1))
@@ -144,8 +149,10 @@ class Player:
                 if span.start < at < span.end:
                     self._refused(BadRequest, "looks ahead", partial(memory.commit, accepted))
                     accepted = accepted | {seq: span.start - dumb.length(seq)}
-        self._do("accept" if accepted else "commit", partial(memory.commit, accepted))
-        dumb.commit(accepted)
+        made = self._do("accept" if accepted else "commit", partial(memory.commit, accepted))
+        claims = dumb.commit(accepted)
+        assert made.keys() == claims.keys()
+        dumb.claims |= {number: claims[seq] for seq, number in made.items()}
 
     def new(self, layer: int) -> list[Tensor]:
         """k [T,G,D] and v [T,G,Dv] of the open step's tokens."""
@@ -354,7 +361,7 @@ class Player:
             self._refused(BadRequest, "does not follow|inputs", act)
 
     def copy_claim(self, claim: int) -> None:
-        """Read it out, and write it back as another claim, which reads out as the same bytes."""
+        """Read it out, and write it back as another claim: it reads out as the same bytes, if it is in as few runs."""
         claims, free = self.memory.claims, self.memory.free()
         with claims.reading(claim) as reading:
             record, chunks = reading.record, list(reading)
@@ -367,6 +374,9 @@ class Player:
         number = self._do("copy", act)
         self.dumb.claims[number] = copy
         with claims.reading(number) as again:
+            if len(again.record.stretches) > len(record.stretches):  # there was no run of free cells for a window
+                assert sum(again.sizes()) == sum(map(len, chunks))
+                return
             assert again.record == replace(record, digest=None)
             assert [chunk.numpy().tobytes() for chunk in again] == [chunk.numpy().tobytes() for chunk in chunks]
 
@@ -388,6 +398,10 @@ class Player:
     def drop_claim(self, claim: int) -> None:
         self._do("drop_claim", partial(self.memory.claims.drop, claim))
         del self.dumb.claims[claim]
+
+    def forget(self, claim: int, tokens: int) -> None:
+        self._do("forget", partial(self.memory.claims.forget, claim, tokens))
+        self.dumb.forget(claim, tokens)
 
     def drop_checkpoint(self, claim: int, pos: int) -> None:
         act = partial(self.memory.claims.drop_checkpoint, claim, pos)

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[Member, ...]] = {
 STORED = ("fp8", "int8", "int4", "int8+hadamard", "k=int4+hadamard,v=fp8", "k=fp8+hadamard,v=int4", "k=float64,v=int8")
 
 ALWAYS = {"begin", "put", "attend", "commit", "accept", "abandon", "reserve", "fork", "remove", "drop", "clear"}
-ALWAYS |= {"claim", "assemble", "split", "join", "drop_claim", "drop_checkpoint", "copy"}
+ALWAYS |= {"claim", "assemble", "split", "join", "drop_claim", "drop_checkpoint", "forget", "copy"}
 ALWAYS |= {"compact", "moved", "leave_room", "broken", "BadRequest", "CacheFull", "CapacityTooSmall"}
 INPUTS = {"write_input", "share_input", "read_input"}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.hits import Serving
 from benchmarks.prefix import NODE, Spans, _insert, bushy, grown
 from benchmarks.replay import Replay, Turn, _completion
 from kvcellar.engine.core.request import Completion, Status
@@ -123,7 +124,7 @@ def test_an_eviction_passes_over_few_checkpoints_that_would_free_nothing() -> No
         tree, tried = replay.manager.prefixes.tree, list[Kept]()
         number = sum(len(one.checkpoints) for one in tree.nodes())
         assert number > 16
-        assert tree.evict_checkpoint(lambda kept, tried=tried: bool(tried.append(kept)), saves=1 << 40) is None
+        assert tree.evict_checkpoint(lambda kept, tried=tried: bool(tried.append(kept)), worth=2.0**60) is None
         assert len(tried) == 16
         found = tree.evict_checkpoint(lambda kept: False)
         assert found is tried[0], "it was not the next one"
@@ -135,12 +136,38 @@ def test_an_eviction_passes_over_few_checkpoints_that_would_free_nothing() -> No
 @pytest.mark.parametrize(("kind", "group"), [("sliding", "window"), ("chunked", "chunk"), ("hybrid", None)])
 def test_an_eviction_of_a_checkpoint_costs_the_same_beside_any_number(kind: str, group: str | None) -> None:
     costs: list[list[int]] = []
-    for texts in (4, 40):
+    for texts in (20, 60):
         replay = Replay(kind, cells=100_000, rows=1000)
         for seed in range(texts):
             replay.serve(Turn(some(seed, 520), [1]))
         costs.append([lines(lambda r=replay: r.manager.evict(group, 1)) for _ in range(8)])
-    assert max(costs[1]) <= max(costs[0]) < 1500
+    assert max(costs[1]) <= max(costs[0]) < 2000
+
+
+def dense(tokens: int) -> Replay:
+    """One text with a checkpoint every 16 tokens."""
+    replay = Replay("hybrid", cells=2 * tokens, rows=tokens)
+    replay.manager.prefixes._every = 16
+    replay.serve(Turn(some(1, tokens), [1]))
+    assert replay.checkpoints >= tokens // 16
+    return replay
+
+
+def test_resuming_and_evicting_cost_the_same_beside_any_number_of_checkpoints_of_a_node() -> None:
+    costs: list[tuple[int, ...]] = []
+    for tokens in (1000, 16_000):
+        replay, text = dense(tokens), some(1, tokens)
+        tree, manager = replay.manager.prefixes.tree, replay.manager
+        costs.append(
+            (
+                lookup(tree, text),
+                lines(lambda r=replay, t=text: r.serve(Turn([*t, *some(2, 20)], [1])), below="/memory/prefix/"),
+                lines(lambda m=manager: m.evict(None, 1)),
+                lines(lambda t=tree: t.evict_leaf(300)),
+            )
+        )
+    for few, many in zip(*costs, strict=True):
+        assert many <= 1.25 * few + 30, costs  # a request is compared at lengths that double
 
 
 def test_a_cached_prompt_costs_the_same_for_any_number_of_cached_tokens() -> None:
@@ -240,3 +267,35 @@ def test_the_cache_is_cleared_in_slices() -> None:
     while manager.clear_some():
         pass
     assert not list(manager.prefixes.tree.nodes())
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_a_request_costs_the_same_beside_any_number_of_entries(kind: str) -> None:
+    """From its arrival until the engine rests. After few requests, few uses have reached a further span of ages."""
+    costs: list[int] = []
+    for tokens in (1000, 10_000):
+        serving = Serving(kind, cells=tokens * 4 // 3, rows=0)
+        serving.fill(tokens)
+        costs.append(lines(lambda s=serving: [s.hit() for _ in range(16)]))
+    assert costs[1] <= 1.25 * costs[0], costs
+
+
+def test_a_request_costs_about_the_same_beside_any_number_of_entries_while_it_evicts() -> None:
+    """Texts are in somewhat more runs there."""
+    costs: list[int] = []
+    for tokens in (1000, 10_000):
+        serving = Serving("full", cells=tokens * 4 // 3, rows=0)
+        serving.fill(tokens)
+        serving.overfill()
+        costs.append(lines(lambda s=serving: [s.hit() for _ in range(16)]))
+        assert serving.manager.prefixes.losses.cause, "nothing was evicted"
+    assert costs[1] <= 1.5 * costs[0], costs
+
+
+def test_an_engine_that_rests_costs_the_same_beside_any_number_of_entries() -> None:
+    costs: list[int] = []
+    for tokens in (500, 5000):
+        serving = Serving("sliding", cells=2 * tokens, rows=0)
+        serving.fill(tokens)
+        costs.append(lines(lambda s=serving: s.loop.turn()))
+    assert costs[0] == costs[1] < 100

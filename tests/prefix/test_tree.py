@@ -1,12 +1,14 @@
 """The tree against sets of prefixes, on random histories: what it finds, keeps and evicts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcellar.memory.prefix.node import Node, key_of
+from kvcellar.memory.prefix.node import Node, ids_of, key_of, path_key, root_of
 from kvcellar.memory.prefix.tree import Tree
 from tests.prefix.claims import TokenClaims
 
@@ -35,6 +37,7 @@ ACTION = st.one_of(
     RUN,
     st.tuples(st.just("leaf"), st.integers(1, 5)),
     st.tuples(st.just("checkpoint"), st.integers(0, 6)),
+    st.tuples(st.just("window"), st.integers(1, 40)),
     st.tuples(st.just("release"), st.integers(0, 5)),
 )
 
@@ -42,14 +45,16 @@ ACTION = st.one_of(
 @dataclass
 class World:
     """A tree, and what must be in it: every prefix of a token sequence whose memory is held, and every one that has a
-    checkpoint."""
+    checkpoint. With a `window`, claims have tails, and a token sees so many, its own included."""
 
     anywhere: bool
-    claims: TokenClaims = field(default_factory=TokenClaims)
+    window: int = 0
     locked: list[tuple[str, Tokens, Node]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tree = Tree(self.claims, anywhere=self.anywhere)
+        self.claims = TokenClaims(tails=self.window > 0)
+        lowest = (lambda pos: max(0, pos - self.window + 1)) if self.window else None
+        self.tree = Tree(self.claims, anywhere=self.anywhere, lowest=lowest)
 
     def held(self) -> tuple[set[tuple[str, Tokens]], set[tuple[str, Tokens]]]:
         """By walking all nodes: the prefixes that claims hold, and those that have a checkpoint."""
@@ -68,6 +73,23 @@ class World:
                     points.add((space, seen))
                 rest += [(tokens, child) for child in node.children.values()]
         return prefixes, points
+
+    def tails(self) -> set[tuple[str, Tokens]]:
+        """The prefixes whose last token is in the tail of a claim."""
+        return {
+            (root_of(node).namespace, tokens[:n])
+            for node in self.tree.nodes()
+            for tokens in [tuple(ids_of(path_key(node, node.end)))]
+            for n in range(self.claims.tails[node.claim] + 1, node.end + 1)
+        }
+
+    def resumable(self, space: str, tokens: Tokens, points: set[tuple[str, Tokens]], borders: Sequence[int]) -> bool:
+        """Whether a checkpoint is behind these tokens, or else tails have what the next one sees."""
+        seen = range(max(0, len(tokens) - self.window + 1), len(tokens))
+        within = self.window and len(tokens) in borders
+        return (space, tokens) in points or bool(
+            within and {(space, tokens[: pos + 1]) for pos in seen} <= self.tails()
+        )
 
     def check(self) -> None:
         self.tree.check()
@@ -88,7 +110,7 @@ class World:
         possible = [0] + [
             n
             for n in range(1, min(match.matched, len(tokens) - 1) + 1)
-            if (n in borders if self.anywhere else (run.space, tuple(tokens[:n])) in points)
+            if (n in borders if self.anywhere else self.resumable(run.space, tuple(tokens[:n]), points, borders))
         ]
         assert match.resume == possible[-1]
         assert [node.start for node in match.path] == [0, *(node.end for node in match.path[:-1])][: len(match.path)]
@@ -100,7 +122,7 @@ class World:
             if end <= at:
                 continue
             claim = self.claims.make(tokens[:end], at, marks & set(range(at + 1, end + 1)))
-            node, had = self.tree.insert(root, key[: 8 * end], claim, at, node)
+            node, had = self.tree.insert(root, key[: 8 * end], claim, at, node, spare=lambda pos: pos % 3 == 1)
             assert had == max(n for n in range(end + 1) if not n or (run.space, tuple(tokens[:n])) in prefixes)
             prefixes, _ = self.held()
             at = end
@@ -121,17 +143,22 @@ class World:
             assert now <= prefixes
             assert len(prefixes) - len(now) >= gone
             assert not self.anywhere or len(prefixes) - len(now) == gone
+        elif what == "window":
+            before = self.tails()
+            gone = self.tree.evict_window(lambda kept: most % 2 > 0, most)
+            _, now = self.held()
+            assert gone == bool(points or before)
+            assert now <= points
+            assert not gone or len(now) < len(points) or self.tails() < before
         else:
             values = [kept.value for node in self.tree.nodes() for kept in node.checkpoints.values()]
-            worth = (
-                self.tree._order.checkpoints.clock + most if most else float("inf")
-            )  # of a new checkpoint that saves `most`
-            gone = self.tree.evict_checkpoint(saves=most or None)
-            _, now = self.held()
             assert len(values) == len(points)
+            worth = self.tree.worth(most, spare=most % 2 > 0) if most else inf
+            gone = self.tree.evict_checkpoint(worth=worth)
+            _, now = self.held()
+            assert now <= points
             assert (gone is not None) == (bool(values) and min(values) <= worth)
             assert gone is None or gone.value == min(values)
-            assert now <= points
             assert len(points) - len(now) == (gone is not None)
 
     def _used(self, space: str, tokens: Tokens) -> bool:
@@ -148,10 +175,10 @@ class World:
                 self.evict(what, most)
 
 
-@pytest.mark.parametrize("anywhere", [True, False])
+@pytest.mark.parametrize(("anywhere", "window"), [(True, 0), (False, 0), (False, 1), (False, 3), (False, 9)])
 @given(actions=st.lists(ACTION, max_size=25))
-def test_it_finds_and_keeps_what_the_sets_of_prefixes_say(anywhere, actions) -> None:
-    world = World(anywhere)
+def test_it_finds_and_keeps_what_the_sets_of_prefixes_say(anywhere, window, actions) -> None:
+    world = World(anywhere, window)
     for action in actions:
         world.play(action)
         world.check()
@@ -189,3 +216,27 @@ def test_nodes_of_one_class_become_one_when_the_last_branch_but_one_goes() -> No
     assert world.tree.evict_leaf(1) == 1
     assert [(one.start, one.end) for one in world.tree.nodes()] == [(0, 3)]
     world.check()
+
+
+@given(
+    gone=st.integers(0, 60),
+    lasting=st.sets(st.integers(1, 63)),
+)
+@settings(max_examples=50)
+def test_spare_checkpoints_become_sparser_and_go_before_any_other(gone: int, lasting: set[int]) -> None:
+    """Of those of one text: no two that are left are much farther apart than others, while any could be spared."""
+    claims = TokenClaims()
+    tree = Tree(claims, anywhere=False)
+    root, tokens = tree.root(""), list(range(65))
+    claim = claims.make(tokens, 0, set(range(1, 65)))
+    node, _ = tree.insert(root, key_of(tokens[:64]), claim, 0, root, spare=lambda pos: pos not in lasting and pos < 64)
+    for _ in range(gone):
+        tree.evict_checkpoint()
+    left = sorted(node.checkpoints)
+    kept = [pos for pos in left if pos not in lasting and pos < 64]
+    assert len(left) == 64 - gone
+    assert not kept or lasting <= {*left}, "one that is not spare went before one that is"
+    if kept:
+        saved = [pos - before for before, pos in zip([0, *left], left, strict=False) if pos in kept]
+        assert max(saved) <= 2 * (1 + gone // max(1, len(kept))) + 2
+    tree.check()

@@ -207,7 +207,7 @@ class Memory:
     def commit(self, accepted: Mapping[int, int] | None = None) -> dict[int, int]:
         """End the step: keep the first `accepted[seq]` new tokens of each sequence, by default all.
 
-        Returns the claims of feeds with checkpoints, by sequence, if tokens of them are kept. Cells that slide out of
+        Returns the claims that feeds ask for, by sequence, if tokens of them are kept. Cells that slide out of
         windows are freed only now.
 
         Raises `WrongStage`, and the step stays open, if any token is kept and a layer has not put all its planes.
@@ -217,7 +217,7 @@ class Memory:
         counts = step.counts(accepted or {})
         self.states.settle(step.batch, counts)
         made: dict[int, Claim] = {}
-        if any(feed.checkpoints for feed in step.batch.feeds):
+        if any(feed.claims for feed in step.batch.feeds):
             made = self.claims.of_step(step.batch, counts, step.taken)  # before cells slide out of windows
         self.step = None
         self._sequences.commit(step.batch, counts, step.taken)

@@ -33,7 +33,7 @@ class Feed(NamedTuple):
     kept; the commit may keep a part of the tokens only if the feed is `revertible`.
 
     `checkpoints` are positions in (pos.start, pos.end], in order: the commit makes a claim of the kept tokens, with a
-    checkpoint at each of these positions that is not behind the kept tokens.
+    checkpoint at each of these positions that is not behind the kept tokens. With `claimed` it makes one without, too.
 
     `adapter` is the number of the adapter that the tokens are computed with; 0: none.
     """
@@ -45,6 +45,12 @@ class Feed(NamedTuple):
     revertible: bool = False
     checkpoints: tuple[int, ...] = ()
     adapter: int = 0
+    claimed: bool = False
+
+    @property
+    def claims(self) -> bool:
+        """Whether the commit makes a claim of the kept tokens, if there are any."""
+        return self.claimed or bool(self.checkpoints)
 
     @property
     def between(self) -> tuple[int, ...]:
@@ -88,7 +94,7 @@ class Batch:
         if self.look_ahead:
             self._check_look_ahead()
         for feed in self.feeds:
-            if feed.checkpoints:
+            if feed.claims:
                 self._check_checkpoints(feed)
 
     def _check_checkpoints(self, feed: Feed) -> None:

@@ -8,7 +8,7 @@ Always true:
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, pairwise
 from math import inf
@@ -17,7 +17,7 @@ from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Feed
 from kvcellar.memory.prefix.node import TOKEN, Watch, common
 from kvcellar.memory.prefix.why import ReadBack
-from kvcellar.memory.prefixes import NEAR, USUAL, Prefix, Prefixes, Shares
+from kvcellar.memory.prefixes import EVERY, NEAR, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.restores import Fetch
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.spans import Span
@@ -34,15 +34,18 @@ class PrefixCache:
         memory: Memory,
         *,
         in_parts: bool = True,
+        spare: int = EVERY,
         shares: Shares = USUAL,
         watch: Watch | None = None,
         open_store: OpenStore | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `watch` is told of what the tree
+        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `spare`: tokens between spare ones
+        then. `watch` is told of what the tree
         has. `clock` is that of retention."""
         self.memory, self.in_parts, self.clock = memory, in_parts, clock
-        self._new_tree = partial(Prefixes, memory, shares=shares, clock=clock, watch=watch)
+        spare = spare if memory.rows.capacity is not None else 0
+        self._new_tree = partial(Prefixes, memory, spare=spare, shares=shares, clock=clock, watch=watch)
         self.prefixes = self._new_tree()
         self.store = None if open_store is None else open_store(memory, self.prefixes, self.evict)
         self._numbers = count(1)
@@ -114,18 +117,22 @@ class PrefixCache:
 
     def checkpoints(self, prefix: Prefix, new: Span) -> tuple[int, ...]:
         """Where a step that computes the tokens `new` leaves checkpoints."""
-        wanted = self.prefixes.checkpoints(prefix, new)
+        wanted = self.prefixes.checkpoints(prefix, new, spare=self.in_parts)
         return wanted if self.in_parts else tuple(pos for pos in wanted if pos == new.end)
 
-    def with_rows(self, feeds: Sequence[Feed], evict: Callable[[None, int], bool]) -> tuple[Feed, ...]:
+    def with_rows(
+        self, feeds: Sequence[Feed], evict: Callable[[None, int], bool], places: Mapping[int, Prefix]
+    ) -> tuple[Feed, ...]:
         """The feeds of a step. Where too few state rows are free, checkpoints inside feeds replace those of the tree
-        that are of less value, and are left out otherwise. `evict` frees a row that the step needs."""
+        that are of less value, and are left out otherwise. `evict` frees a row that the step needs. `places`: those of
+        sequences that have one."""
         if self.memory.rows.capacity is None:
             return tuple(feeds)
         self.free_rows(len(feeds), lambda: evict(None, 1))
         need, left_out = len(feeds), set[tuple[int, int]]()
-        for saves, pos, seq in sorted((one for feed in feeds for one in _inside(feed)), reverse=True):
-            if self.free_rows(need + 1, partial(self.prefixes.evict_row, saves)):
+        inside = (one for feed in feeds if feed.between for one in self._inside(feed, places[feed.seq]))
+        for lasts, saves, pos, seq in sorted(inside, reverse=True):
+            if self.free_rows(need + 1, partial(self.prefixes.evict_row, saves, spare=not lasts)):
                 need += 1
             else:
                 left_out.add((seq, pos))
@@ -133,6 +140,17 @@ class PrefixCache:
             feed._replace(checkpoints=tuple(pos for pos in feed.checkpoints if (feed.seq, pos) not in left_out))
             for feed in feeds
         )
+
+    def _inside(self, feed: Feed, place: Prefix) -> Iterator[tuple[bool, int, int, int]]:
+        """The checkpoints inside a feed: whether it is not spare; how many tokens it saves, counted from the one
+        before, or from such a one; its position; and the sequence."""
+        last = feed.pos.start
+        for before, pos in pairwise((feed.pos.start, *feed.between)):
+            if self.prefixes.spare(place, pos):
+                yield False, pos - before, pos, feed.seq
+            else:
+                yield True, pos - last, pos, feed.seq
+                last = pos
 
     def free_rows(self, need: int, evict: Callable[[], bool]) -> bool:
         """Call `evict` until so many state rows are free. False if it returns False before."""
@@ -197,10 +215,3 @@ class PrefixCache:
             self.store.check()
             locked += self.store.restores.locks()
         self.prefixes.check(locked)
-
-
-def _inside(feed: Feed) -> Iterator[tuple[int, int, int]]:
-    """The checkpoints inside a feed: how many tokens each saves, counted from the one before; its position; and the
-    sequence."""
-    for before, pos in pairwise((feed.pos.start, *feed.between)):
-        yield pos - before, pos, feed.seq

@@ -10,11 +10,14 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, islice
+from math import inf
 from typing import NamedTuple
 
 from kvcellar.events import Recall
 from kvcellar.memory.memory import Memory
+from kvcellar.memory.policy import EVERY
 from kvcellar.memory.prefix.node import TOKEN, Kept, Match, Node, Reuse, Use, Watch, everyone, key_of
 from kvcellar.memory.prefix.order import UNLIMITED, Part
 from kvcellar.memory.prefix.tree import Tree
@@ -22,7 +25,9 @@ from kvcellar.memory.prefix.why import Elsewhere, Losses, ReadBack, Sightings, e
 from kvcellar.memory.retention import DEFAULT, NO_OPTIONS, Retention, RetentionOptions
 from kvcellar.memory.spans import Span
 
-EVERY = 256  # tokens between checkpoints, where resuming needs one
+LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
+DECODE = 4  # times as far apart are spare checkpoints of answers, where each takes a step's time of its own
+BRANCHES, LIKELY = 1024, 8  # places where prompts part that are known, and that one prompt has checkpoints for
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
@@ -80,6 +85,31 @@ class Totals:
             self.missed[recall.reason] += recall.asked - recall.restored
 
 
+class Branches:
+    """Where prompts have parted from what was known, such as before a date, by the number of marks before and the
+    tokens since the last one: there, prompts of the same form with other texts part, too.
+
+    Always true: at most `BRANCHES` places are known; those that were seen least often are forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._seen = Counter[tuple[int, int]]()
+
+    def note(self, marks: Sequence[int], pos: int) -> None:
+        """A prompt with these marks, in order, has parted at `pos`."""
+        number = bisect_right(marks, pos)
+        if behind := pos - (marks[number - 1] if number else 0):
+            self._seen[number, behind] += 1
+        if len(self._seen) > BRANCHES:
+            self._seen = Counter(dict(self._seen.most_common(BRANCHES // 2)))
+
+    def expected(self, marks: Sequence[int], length: int) -> list[int]:
+        """The places in a prompt of so many tokens that were seen several times, at most `LIKELY`."""
+        starts, ends = [0, *marks], [*marks, length]
+        often = [place for place, times in self._seen.most_common(LIKELY) if times > 1 and place[0] <= len(marks)]
+        return [starts[number] + behind for number, behind in often if starts[number] + behind < ends[number]]
+
+
 class Prefixes:
     """The prefix tree of one memory."""
 
@@ -88,18 +118,20 @@ class Prefixes:
         memory: Memory,
         *,
         every: int = EVERY,
+        spare: int = 0,
         shares: Shares = USUAL,
         clock: Callable[[], float] = time.time,
         watch: Watch | None = None,
         totals: Totals | None = None,
     ) -> None:
-        """`clock` is that of retention: seconds of the wall clock. `totals` are continued."""
+        """`spare`: tokens between spare checkpoints, which are also before the end of a prompt; 0: there are none.
+        `clock` is that of retention: seconds of the wall clock. `totals` are continued."""
         self.totals = totals if totals is not None else Totals()
-        self._memory, self._every, self._clock = memory, every, clock
+        self._memory, self._every, self._spare, self._clock = memory, every, spare, clock
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
-        self.losses = Losses(time.monotonic)
+        self.losses, self._branches = Losses(time.monotonic), Branches()
         self._elsewhere = Elsewhere(Sightings(), Sightings())
         self.tree = Tree(
             memory.claims,
@@ -109,8 +141,11 @@ class Prefixes:
             quota=part(memory, shares.tenant),
             clock=clock,
             watch=watch,
+            lowest=memory.claims.lowest if memory.rows.capacity is None else None,
         )
         self._windows = windows(memory)
+        tails = self._windows and memory.rows.capacity is None
+        self._part = max(1, min(every, *(cells // 2 for cells in self._windows.values()))) if tails else 0
         recurrent = ("recurrent",) if memory.rows.capacity is not None else ()
         self._kinds = " and ".join([*sorted(self._bounded), *recurrent])
 
@@ -160,7 +195,7 @@ class Prefixes:
         if match.resume:
             self._memory.claims.assemble(seq, [node.claim for node in match.path], match.resume)
         node = self.tree.lock(root, match)
-        wanted = [] if self.anywhere else self._wanted(length, match.matched, marks)
+        wanted = [] if self.anywhere else self._wanted(length, match.matched, sorted({*marks}))
         del wanted[: bisect_right(wanted, match.resume)]
         return Prefix(seq, root, key, node, match.matched, match.resume, match.resume, wanted, options)
 
@@ -184,6 +219,8 @@ class Prefixes:
         recurring = prefix.options.recurring
         prefix.last = self.tree.touch(prefix.node, prefix.key, prefix.matched, recurring=recurring)
         self.tree.strengthen(prefix.node, self.retention(prefix))
+        if prefix.restored and not self.anywhere:  # where one has parted from what was known, others may
+            self._add_checkpoint(prefix, prefix.restored)
 
     def retention(self, prefix: Prefix) -> Retention:
         """How what a sequence computed is kept from now on. Pins are those of a request, not of a sequence."""
@@ -228,10 +265,13 @@ class Prefixes:
         self.totals.forks += 1
         return replace(prefix, seq=seq, wanted=[])
 
-    def _wanted(self, length: int, matched: int, marks: Iterable[int]) -> list[int]:
-        """Where a prompt leaves checkpoints: where it diverges from what is known, at its marks, before its last token,
-        where the same prompt resumes, and every so many tokens, unless one of these is near."""
-        wanted = sorted(pos for pos in {matched, *marks, length - 1} if 0 < pos < length)
+    def _wanted(self, length: int, matched: int, marks: Sequence[int]) -> list[int]:
+        """Where a prompt leaves checkpoints: where it diverges from what is known, and where others of its form have,
+        at its marks, before its last token, where the same prompt resumes, and every so many tokens, unless one of
+        these is near."""
+        likely = self._branches.expected(marks, length)
+        self._branches.note(marks, matched)
+        wanted = sorted(pos for pos in {matched, *likely, *marks, length - 1} if 0 < pos < length)
         regular = range(self._every, length, self._every)
         return sorted({*wanted, *(pos for pos in regular if not _near(wanted, pos))})
 
@@ -240,15 +280,29 @@ class Prefixes:
         if not self.anywhere and pos not in prefix.wanted:
             insort(prefix.wanted, pos)
 
-    def checkpoints(self, prefix: Prefix, new: Span) -> tuple[int, ...]:
-        """Where a step that computes the tokens `new` leaves checkpoints."""
+    def checkpoints(self, prefix: Prefix, new: Span, *, spare: bool) -> tuple[int, ...]:
+        """Where a step that computes the tokens `new` leaves checkpoints, also `spare` ones."""
         if self.anywhere:
             return ()
         wanted, prompt = prefix.wanted, len(prefix.key) // TOKEN
         found = wanted[bisect_right(wanted, new.start) : bisect_right(wanted, new.end)]
-        first = max(new.start, prompt) // self._every + 1
-        found += range(first * self._every, new.end + 1, self._every)  # in decode
+        found += _multiples(self._every, max(new.start, prompt), new.end)  # in decode
+        if spare and self._spare:
+            last = [prompt - n for n in LAST if new.start < prompt - n <= new.end]
+            apart = self._spare if new.start < prompt else min(EVERY, DECODE * self._spare)
+            found = sorted({*found, *last, *_multiples(apart, new.start, new.end)})
         return tuple(found)
+
+    def spare(self, prefix: Prefix, pos: int) -> bool:
+        """Whether a checkpoint that a step of a sequence leaves at `pos` is spare."""
+        return pos % self._every > 0 and pos not in prefix.wanted
+
+    def claimed(self, prefix: Prefix, new: Span) -> bool:
+        """Whether a step that computes the tokens `new` leaves a claim, for its tail: all of a prompt do, and in decode
+        those that end a part of so many tokens that windows still have all of it."""
+        if not self._part:
+            return False
+        return new.start < len(prefix.key) // TOKEN or new.start // self._part < new.end // self._part
 
     def next_wanted(self, prefix: Prefix, pos: int) -> int | None:
         """The next position behind `pos` where the sequence will leave a checkpoint."""
@@ -277,7 +331,7 @@ class Prefixes:
         elif claim is None and end in at and not self.anywhere and end:
             self._add_checkpoint(prefix, end)
         if claim is not None:
-            self._insert(prefix, claim, end)
+            self._insert(prefix, claim, end, partial(self.spare, prefix))
         del prefix.wanted[: bisect_right(prefix.wanted, end)]
 
     def _add_checkpoint(self, prefix: Prefix, end: int) -> None:
@@ -288,10 +342,12 @@ class Prefixes:
             start = self._memory.claims.of(node.claim).whole(end - 1) if node.start < end - 1 else node.start
             self._insert(prefix, self._memory.claims.make(prefix.seq, Span(start, end), (end,)), end)
 
-    def _insert(self, prefix: Prefix, claim: int, end: int) -> None:
+    def _insert(self, prefix: Prefix, claim: int, end: int, spare: Callable[[int], bool] = lambda pos: False) -> None:
         start = self._memory.claims.of(claim).span.start
         key, retention = prefix.key[: end * TOKEN], self.retention(prefix)
-        prefix.node, known = self.tree.insert(prefix.root, key, claim, start, prefix.node, retention, last=prefix.last)
+        prefix.node, known = self.tree.insert(
+            prefix.root, key, claim, start, prefix.node, retention, last=prefix.last, spare=spare
+        )
         prefix.published = end
         if known > start:
             self._share(prefix.seq, prefix.node, Span(start, known))
@@ -335,29 +391,29 @@ class Prefixes:
         self.losses.cause = f"cells of {group} layers were needed"
         if group not in self._bounded:
             return self.tree.evict_leaf(max(tokens, 1)) > 0
-        if self.tree.evict_checkpoint(lambda kept: self._frees(kept)[0][group] > 0) is not None:
-            return True
         # Checkpoints may have the same window, which is free once all of them are gone.
-        return self.tree.evict_checkpoint() is not None
+        return self.tree.evict_window(lambda kept: self._frees(kept)[0][group] > 0, tokens)
 
-    def evict_row(self, saves: int | None = None) -> bool:
-        """Free a row of state that no sequence uses, or, with `saves`, only one that is of less value than a new
+    def evict_row(self, saves: int | None = None, *, spare: bool = False) -> bool:
+        """Free a row of state that no sequence uses, or, with `saves`, only one that is of no more value than a new
         checkpoint which saves so many tokens. False if there is none."""
         if self.expire():
             return True
         self.losses.cause = "rows of recurrent state were needed"
-        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, saves) is not None
+        worth = inf if saves is None else self.tree.worth(saves, spare=spare)
+        return self.tree.evict_checkpoint(lambda kept: self._frees(kept)[1] > 0, worth) is not None
 
     def _frees(self, kept: Kept) -> tuple[Mapping[str, int], int]:
         """Cells by group, and rows, that are free without a checkpoint."""
         return self._memory.claims.exclusive(kept.node.claim, kept.pos)
 
     def clear(self, cause: str, most: int | None = None) -> bool:
-        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` checkpoints and
-        leaves. False if there was nothing."""
+        """Evict what no sequence uses and is not pinned, for a `cause` in words: all of it, or `most` tails,
+        checkpoints and leaves. False if there was nothing."""
         found, self.losses.cause = False, cause
         for _ in range(most) if most is not None else count():
-            if self.tree.evict_checkpoint() is None and not self.tree.evict_leaf(1 << 40):
+            window = not self.anywhere and self.tree.evict_window(lambda kept: True, 1 << 40)
+            if not window and not self.tree.evict_leaf(1 << 40):
                 break
             found = True
         return found
@@ -393,6 +449,11 @@ class Prefixes:
 def _near(ordered: Sequence[int], pos: int) -> bool:
     at = bisect_right(ordered, pos - NEAR)
     return at < len(ordered) and ordered[at] < pos + NEAR
+
+
+def _multiples(of: int, start: int, end: int) -> range:
+    """Those in (start, end]."""
+    return range(start // of * of + of, end + 1, of)
 
 
 def part(memory: Memory, share: float) -> Part:

@@ -224,7 +224,8 @@ class Store:
             if key in self._on_way or key in self.catalogue:  # another completion had the same tokens
                 writing.at, writing.parent = span.end, key
                 continue
-            reading = self._memory.claims.reading(node.claim, span)
+            spare = {pos for pos, kept in node.checkpoints.items() if kept.spare}
+            reading = self._memory.claims.reading(node.claim, span, without=spare)
             record, sizes = to_bytes(reading.record), reading.sizes()
             snapshot = Snapshot(key, writing.parent, writing.namespace, span, tokens, record, sizes)
             transfer = self.transfers.reserve(snapshot) if snapshot.size <= self.transfers.largest else None

@@ -22,7 +22,7 @@ from kvcellar.memory.plan import Feed
 from kvcellar.memory.prefix.kv_events import KvEvents
 from kvcellar.memory.prefix.node import TOKEN, Reuse, key_of
 from kvcellar.memory.prefix_cache import PrefixCache
-from kvcellar.memory.prefixes import SLICE, USUAL, Prefix, Prefixes, Shares
+from kvcellar.memory.prefixes import EVERY, SLICE, USUAL, Prefix, Prefixes, Shares
 from kvcellar.memory.spans import Span
 from kvcellar.memory.store import OpenStore, Store
 
@@ -47,14 +47,16 @@ class SequenceManager:
         drafting: Drafting,
         *,
         in_parts: bool = True,
+        spare: int = EVERY,
         shares: Shares = USUAL,
         events: KvEvents | None = None,
         open_store: OpenStore | None = None,
     ) -> None:
-        """`in_parts`: a step can leave checkpoints inside the tokens of a sequence. `events`: what is in memory is
-        published there."""
+        """`in_parts` and `spare` as `PrefixCache` has them. `events`: what is in memory is published there."""
         self.memory, self.drafting, self.events = memory, drafting, events
-        self.cache = PrefixCache(memory, in_parts=in_parts, shares=shares, watch=events, open_store=open_store)
+        self.cache = PrefixCache(
+            memory, in_parts=in_parts, spare=spare, shares=shares, watch=events, open_store=open_store
+        )
         self._waiting: dict[Completion, _Waiting] = {}
         self._running: dict[int, tuple[Completion, Prefix]] = {}  # those that have a prefix, by sequence
         self.pins_refused = self.pins_released = 0
@@ -211,15 +213,18 @@ class SequenceManager:
 
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
         """The feeds of a step (see `PrefixCache.with_rows`)."""
-        return self.cache.with_rows(list(map(self._feed, scheduled)), self.evict)
+        places = {seq: prefix for seq, (_, prefix) in self._running.items()}
+        return self.cache.with_rows(list(map(self._feed, scheduled)), self.evict, places)
 
     def _feed(self, scheduled: Scheduled) -> Feed:
         completion, seq = scheduled.completion, scheduled.completion.seq
         assert seq is not None, "a completion without a sequence was scheduled"
         new, found = Span(completion.computed, completion.computed + scheduled.rows), self._running.get(seq)
         positions = self.cache.checkpoints(found[1], new) if found is not None else ()
+        claimed = found is not None and self.prefixes.claimed(found[1], new)
         adapter = use.number if (use := completion.request.adapter) is not None else 0
-        return Feed(seq, new, checkpoints=positions, revertible=scheduled.drafts > 0, adapter=adapter)
+        revertible = scheduled.drafts > 0
+        return Feed(seq, new, checkpoints=positions, revertible=revertible, adapter=adapter, claimed=claimed)
 
     def keep(self, completion: Completion, tokens: int, claim: int | None, drafts: Sequence[int] = ()) -> None:
         """A step has computed so many tokens of the completion, of which `drafts` are not in its text yet: those of its

@@ -49,6 +49,7 @@ from kvcellar.kernels.compiled import NotCompiled
 from kvcellar.kernels.sampling import SampleKernel
 from kvcellar.memory.attention.choose import named
 from kvcellar.memory.memory import Memory
+from kvcellar.memory.policy import distance
 from kvcellar.memory.prefix.kv_events import KvEvents
 from kvcellar.memory.prefixes import Shares
 from kvcellar.memory.shapes import StoredAs
@@ -223,6 +224,7 @@ def _assembled(
         memory,
         drafting,
         in_parts=guest.no_partial_commit is None,
+        spare=distance(needs.bytes_per_row, guest.weight_bytes, guest.device.type),
         shares=shares,
         events=events,
         open_store=partial(tiers, source=source_of(loaded, guest), share=1 - part, events=events),

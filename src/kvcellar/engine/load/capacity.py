@@ -2,14 +2,14 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcellar.errors import CapacityTooSmall
 from kvcellar.memory.layout import Layout
 from kvcellar.progress import rounded
 
-MOST_CHECKPOINTS = 1024  # windows of checkpoints; of state rows, which are for checkpoints alone, twice as many
-WINDOW_SHARE = 16  # windows of checkpoints get one such part of the cache's bytes
+MOST_CHECKPOINTS = 1 << 15  # half of the state rows that are for checkpoints, at most
+SHARE = 4  # what prompts resume from, in windows or in state rows, gets one such part of the cache's bytes
 
 
 def sized(count: int) -> str:
@@ -62,14 +62,15 @@ class RowShare:
 
 def share_windows(demands: Sequence[Demand], *, budget: int, context: int) -> int:
     """The number of checkpoints whose windows the bounded groups have cells for, beside those of running sequences:
-    as many as a sixteenth of `budget` holds, up to `MOST_CHECKPOINTS`; 0 without bounded groups."""
+    as many as a quarter of `budget` holds; 0 without bounded groups. Of these cells, tails have what checkpoints do not
+    need."""
     bounded = [demand for demand in demands if demand.bounded(context)]
     window = sum(demand.bytes(demand.layout.most_cells(context, 0)) - demand.bytes(0) for demand in bounded)
-    return min(MOST_CHECKPOINTS, budget // WINDOW_SHARE // window) if window > 0 else 0
+    return budget // SHARE // window if window > 0 else 0
 
 
 def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: int) -> RowShare:
-    """Rows for as many sequences as fit into half of `budget`, up to `max_sequences`; checkpoints take a sixteenth of
+    """Rows for as many sequences as fit into half of `budget`, up to `max_sequences`; checkpoints take a quarter of
     it, but at least two for each sequence and at most twice `MOST_CHECKPOINTS`.
 
     Raises `CapacityTooSmall` if not even one sequence fits.
@@ -82,7 +83,7 @@ def share_rows(bytes_per_row: int, *, budget: int, because: str, max_sequences: 
             f"{budget} bytes ({because}) are too few: a row of recurrent state has {bytes_per_row}, five are the least "
             f"that can work, and they may take half. Raise cache_bytes."
         )
-    checkpoints = 2 * max(sequences, min(MOST_CHECKPOINTS, budget // 32 // bytes_per_row))
+    checkpoints = 2 * max(sequences, min(MOST_CHECKPOINTS, budget // SHARE // 2 // bytes_per_row))
     return RowShare(sequences, checkpoints, bytes_per_row)
 
 
@@ -148,7 +149,8 @@ def resolve_capacity(
     groups (`share_windows`; 0 in others). The largest such `x` is taken, and no more than full contexts need.
     `scratch` returns the bytes of a step, given the longest sequence, how many tokens fit, and how many sequences
     decode; and the staging of one group is left for edits. Recurrent state, of `bytes_per_row` a sequence, is allocated
-    first (`share_rows`). Without groups, tokens take no bytes, and only the largest step has to fit.
+    first (`share_rows`). Without groups, tokens take no bytes, only the largest step has to fit, and rows for
+    checkpoints get the rest.
 
     A sequence that can fill the context, alone in memory, can also be shifted there: what that takes beside cells is
     part of the bytes of a step, as both never happen at once. If it does not fit, no sequence can fill the context.
@@ -180,13 +182,16 @@ def resolve_capacity(
 
     most = max_sequences * context + step_tokens
     if not demands:
+        states = replace(states, checkpoints=min(states.checkpoints, 2 * max_sequences))
         found = capacity(most, because)
         if found.total > budget:
             raise CapacityTooSmall(
                 f"{budget} bytes ({because}) are too few: {states.rows} rows of recurrent state take {states.bytes}, "
                 f"and a step {found.scratch} more. Raise cache_bytes; or lower step_tokens or max_sequences."
             )
-        return found
+        rest = (budget - found.total) // bytes_per_row if bytes_per_row else 0
+        more = min(rest, max(0, 2 * (MOST_CHECKPOINTS - max_sequences)))
+        return replace(found, states=replace(states, checkpoints=states.checkpoints + more))
     full = bisect_left(range(most), True, key=lambda n: all(d.layout.most_cells(context, 1) <= n for d in demands))
     low = _largest(most, full, lambda tokens: capacity(tokens, because).total <= budget)
     if low < 2:

@@ -160,13 +160,17 @@ class DraftMemory:
     def feeds(self, wanted: Sequence[tuple[Key, int]]) -> tuple[Feed, ...]:
         """The feeds of a step that computes so many new tokens of each of these completions."""
         feeds = [self._feed(self._places[key], tokens) for key, tokens in wanted]
-        return self.cache.with_rows(feeds, self.cache.evict)
+        places = {self._places[key].prefix.seq: self._places[key].prefix for key, _ in wanted}
+        return self.cache.with_rows(feeds, self.cache.evict, places)
 
     def _feed(self, place: _Place, tokens: int) -> Feed:
         seq = place.prefix.seq
         start = self.memory.length(seq)
         new = Span(start, start + tokens)
-        return Feed(seq, new, checkpoints=() if place.apart else self.cache.checkpoints(place.prefix, new))
+        if place.apart:
+            return Feed(seq, new)
+        claimed = self.cache.prefixes.claimed(place.prefix, new)
+        return Feed(seq, new, checkpoints=self.cache.checkpoints(place.prefix, new), claimed=claimed)
 
     def keep(self, text: Text, claim: int | None) -> None:
         """What a text began with is kept for others at once, what followed when it is over."""

@@ -7,6 +7,7 @@ Always true:
   * pieces cover [1, capacity] without gap or overlap, linked in order;
   * a piece is free exactly when its `holders` is 0, and no two free pieces are adjacent;
   * `free` is the sum of the lengths of the free pieces, each of which is in the bin of its size;
+  * `runs` are the held runs, and `held` the sum of their lengths: a shared cell counts once per holder;
   * `reserved` of the free cells, at most all, are for the steps to come (see `Memory.reserve`): `spare` are the others;
   * a held run starts where a piece starts, and all its cells have at least one holder;
   * adjacent pieces have different numbers of holders, unless a held run begins at their border.
@@ -39,6 +40,7 @@ class Cells:
         self.capacity = capacity
         self.near = 0  # new runs are placed below this cell as long as there is a wide free piece
         self.free = self.reserved = 0
+        self.held = self.runs = 0
         self._at: dict[int, Piece] = {}  # by first cell
         self._bins: dict[int, dict[int, Piece]] = {}  # free pieces by size class, then by start
         self._head: Piece | None = None
@@ -55,11 +57,6 @@ class Cells:
     def spare(self) -> int:
         """Free cells that are not reserved for a step."""
         return self.free - self.reserved
-
-    def held(self) -> tuple[int, int]:
-        """Total cells of all held runs, shared cells counted once per holder, and the number of runs. O(pieces)."""
-        pieces = self._at.values()
-        return sum(len(piece) * piece.holders for piece in pieces), sum(piece.begins for piece in pieces)
 
     def free_runs(self) -> list[Run]:
         """All free runs, in order. Linear in the number of free pieces."""
@@ -116,6 +113,8 @@ class Cells:
             self._shelve(self._split(piece, piece.start + n))
         piece.holders = piece.begins = 1
         self.free -= n
+        self.held += n
+        self.runs += 1
         return Run(piece.start, n)
 
     def weld(self, cell: int) -> None:
@@ -124,6 +123,7 @@ class Cells:
         So a sequence that grows one token at a time stays one piece.
         """
         self._at[cell].begins -= 1
+        self.runs -= 1
         self._mend(cell)
 
     # -- holders ------------------------------------------------------------------------------------------------
@@ -134,11 +134,14 @@ class Cells:
             for piece in self._pieces(run):
                 piece.holders += 1
             self._at[run.cell].begins += 1
+            self.held += run.n
+            self.runs += 1
 
     def drop(self, runs: Iterable[Run]) -> None:
         """Remove a holder; cells without holders are freed."""
         for run in runs:
             self._at[run.cell].begins -= 1
+            self.runs -= 1
             self._remove_holder(run)
 
     def hold_part(self, run: Run, skip: int, n: int) -> Run:
@@ -173,6 +176,7 @@ class Cells:
         """Split a held run into its first `n` cells and the rest, as two held runs; 0 < n < run.n."""
         left, right = self._part(run, n)
         self._at[right.cell].begins += 1
+        self.runs += 1
         return left, right
 
     def divide_all(self, runs: Iterable[Run], n: int) -> tuple[list[Run], list[Run]]:
@@ -256,6 +260,7 @@ class Cells:
 
     def _remove_holder(self, run: Run) -> None:
         """Remove a holder from the cells of `run`, whose start is not (or no longer) counted in `begins`."""
+        self.held -= run.n
         pieces = self._pieces(run)
         borders = [*(piece.start for piece in pieces), run.end]
         for piece in pieces:
@@ -321,6 +326,8 @@ class Cells:
             at, before, piece, seen = piece.end, piece, piece.next, seen + 1
         assert at == self.capacity + 1, f"pieces end at {at}, the cells at {self.capacity + 1}"
         assert free == self.free, f"{free} cells are free, {self.free} were counted"
+        assert self.held == sum(len(piece) * piece.holders for piece in self._at.values()), f"{self.held} are not held"
+        assert self.runs == sum(piece.begins for piece in self._at.values()), f"{self.runs} runs are not held"
         assert 0 <= self.reserved <= self.free, f"{self.reserved} of {self.free} free cells are reserved"
         assert seen == len(self._at), "there are pieces outside the chain"
         assert sum(map(len, self._bins.values())) == sum(p.holders == 0 for p in self._at.values())

@@ -51,6 +51,7 @@ class Rows:
     def __init__(self, capacity: int | None) -> None:
         self.capacity = capacity
         self._free = list(range(capacity or 0, 0, -1))
+        self.used = 0  # rows that are the present state of sequences
         self.reserved = 0  # for the steps to come (see `Memory.reserve`)
         self._rows: dict[int, Row] = {}
         self._kept: set[int] = set()  # rows that are referenced as checkpoints only
@@ -65,11 +66,6 @@ class Rows:
     def spare(self) -> int | None:
         """Free rows beside those that are reserved: below 0 if that are more than are free."""
         return None if self.capacity is None else len(self._free) - self.reserved
-
-    @property
-    def used(self) -> int:
-        """How many rows are the present state of sequences. Costs the rows that are referenced."""
-        return sum(row.own > 0 for row in self._rows.values())
 
     # -- holds --------------------------------------------------------------------------------------------------
 
@@ -168,6 +164,7 @@ class Rows:
         if not row:
             return
         found = self._rows[row]
+        self.used += (found.own + own > 0) - (found.own > 0)
         found.held += held
         found.own += own
         (self._kept.add if found.kept else self._kept.discard)(row)
@@ -197,6 +194,7 @@ class Rows:
             assert (found.checkpoint_of, found.saves) == (checkpoint_of.get(row, {}), saves[row])
             assert len(set(found.checkpoint_of.values())) <= 1, f"row {row} is a checkpoint at different positions"
             assert found.stands_for >= 1 and 0 <= found.used <= self._uses
+        assert self.used == sum(found.own > 0 for found in self._rows.values())
         assert self._kept == {row for row, found in self._rows.items() if found.kept}
         assert sorted([*self._free, *self._rows]) == list(range(1, (self.capacity or 0) + 1))
 

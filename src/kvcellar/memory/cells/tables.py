@@ -280,7 +280,8 @@ class Table:
     def share(self, upto: int, start: int = 0) -> Self:
         """A new table that shares the cells of [max(first, start), upto); each gets one more holder."""
         twin = type(self)(self._tables, min(max(self.first, start), upto))
-        for pos, run in zip(self._starts, self.runs, strict=True):
+        first, end = max(0, bisect_right(self._starts, twin.first) - 1), bisect_left(self._starts, upto)
+        for pos, run in zip(self._starts[first:end], self.runs[first:end], strict=True):
             skip, n = max(0, twin.first - pos), min(run.n, upto - pos)
             if skip < n:
                 twin._add(self._cells.hold_part(run, skip, n - skip), pos + skip)

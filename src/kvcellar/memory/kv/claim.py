@@ -7,7 +7,7 @@ from kvcellar.errors import BadRequest
 from kvcellar.memory.cells.rows import Rows
 from kvcellar.memory.cells.tables import Table, close_all
 from kvcellar.memory.kv.storage import GroupStore
-from kvcellar.memory.spans import Span, around, check_spans, deepest
+from kvcellar.memory.spans import ByPosition, Span, around, check_spans, deepest
 
 
 def within(mark: int | None, span: Span) -> int | None:
@@ -37,11 +37,13 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Claim:
-    """One claim. `tables` has a table for each unbounded group, by index of the group."""
+    """One claim. `tables` has a table for each group, by index of the group: those of bounded groups begin at `tail`,
+    which is within the span or at its end."""
 
     span: Span
     tables: dict[int, Table]
-    checkpoints: dict[int, Checkpoint] = field(default_factory=dict)  # by position
+    tail: int
+    checkpoints: ByPosition[Checkpoint] = field(default_factory=ByPosition[Checkpoint])
     ahead: tuple[Span, ...] = ()
     derived: int | None = None
     digest: str | None = None  # of the input
@@ -49,7 +51,7 @@ class Claim:
     @property
     def positions(self) -> list[int]:
         """The positions of the checkpoints, in order."""
-        return sorted(self.checkpoints)
+        return list(self.checkpoints)
 
     def whole(self, pos: int) -> int:
         """The last position up to `pos` that is not inside a span that looked ahead, so that the claim can be split."""
@@ -66,7 +68,9 @@ class Claim:
         for index, table in self.tables.items():
             table.check()
             if not stores[index].group.of_input:
-                assert (table.first, table.end) == (self.span.start, self.span.end)
+                first = self.tail if stores[index].group.bounded else self.span.start
+                assert (table.first, table.end) == (first, self.span.end)
+        assert self.span.start <= self.tail <= self.span.end
         for pos, checkpoint in self.checkpoints.items():
             assert self.span.start < pos <= self.span.end
             assert around(self.ahead, pos) is None, f"a checkpoint at {pos} is inside a span that looked ahead"

@@ -1,11 +1,15 @@
 """claims: reference-counted holds on cells and state rows that are not sequences.
 
-A claim covers a span [a,b) of a text. It holds the cells of the span in unbounded groups, and checkpoints: the window
-of each bounded group and the state row at a position. A claim is made from a sequence, and a sequence can be assembled
-from claims again. Operations cost runs, not tokens, and copy integers, no K/V.
+A claim covers a span [a,b) of a text. It holds the cells of the span in unbounded groups, those of the last positions
+of the span, its *tail*, in bounded ones, and checkpoints: the window of each bounded group and the state row at a
+position. A claim is made from a sequence, and a sequence can be assembled from claims again: at a checkpoint, and, in a
+model without recurrent layers, where tails have what the next token sees. Operations cost runs, not tokens, and copy
+integers, no K/V.
 
 Always true:
-  * the tables of a claim hold exactly the cells of its span; in groups of an input, all of the input or nothing;
+  * the tables of a claim hold exactly the cells of its span, in bounded groups those of its tail; in groups of an
+    input, all of the input or nothing;
+  * in a model with recurrent layers, and in claims that were written back, tails are empty;
   * the checkpoints of a claim are at positions in (a,b], none of them inside a span that looks ahead; each holds, in
     every bounded group, the cells [lowest(pos),pos), which may begin before the claim does, and the state row of `pos`
     in a model with recurrent layers;
@@ -13,7 +17,7 @@ Always true:
   * an operation that raises has changed nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 
 from torch import Tensor
@@ -29,7 +33,7 @@ from kvcellar.memory.kv.sequences import Sequences
 from kvcellar.memory.kv.states import States
 from kvcellar.memory.kv.storage import GroupStore
 from kvcellar.memory.plan import Batch, Run
-from kvcellar.memory.spans import Span, until, whole
+from kvcellar.memory.spans import Span, reach_back, until, whole
 
 
 class Claims:
@@ -49,6 +53,7 @@ class Claims:
         self._idle = idle
         self._bounded = [index for index, one in enumerate(stores) if one.group.bounded]
         self._unbounded = [index for index, one in enumerate(stores) if not one.group.bounded]
+        self._tails = self._rows.capacity is None  # a window without its state serves no request
         self._claims: dict[int, Claim] = {}
         self._readings: list[Reading] = []
         self._numbers = count(1)
@@ -64,6 +69,10 @@ class Claims:
         if found is None:
             raise BadRequest(f"there is no claim {shown(claim)}")
         return found
+
+    def lowest(self, pos: int) -> int:
+        """The lowest position that a token at `pos` sees in bounded groups; `pos` if it sees none before it there."""
+        return min((self._stores[index].group.layout.lowest(pos) for index in self._bounded), default=pos)
 
     def input(self, digest: str) -> list[Table] | None:
         """The tables of the input with this digest; None if no claim holds it."""
@@ -95,7 +104,8 @@ class Claims:
     # -- changes ------------------------------------------------------------------------------------------------
 
     def make(self, seq: int, span: Span, checkpoints: Iterable[int] = ()) -> int:
-        """Make a claim on `span` of a sequence, with checkpoints at these positions; returns its number.
+        """Make a claim on `span` of a sequence, with checkpoints at these positions; returns its number. Its tail is
+        what the sequence still holds of the span.
 
         Raises `BadRequest` if the span is empty or not in the sequence, if one of its ends or checkpoints is inside a
         span that looked ahead, or if the sequence no longer holds what resuming at a checkpoint needs.
@@ -112,10 +122,12 @@ class Claims:
         for pos in positions:
             if (obstacle := self._sequences.obstacle(seq, pos)) is not None:
                 raise BadRequest(f"sequence {seq} has no checkpoint at {pos}: {obstacle}")
-        claim = Claim(span, {}, derived=within(record.derived, span), digest=record.digest)
+        first = max((record.tables[index].first for index in self._bounded), default=span.start)
+        tail = min(max(first, span.start), span.end) if self._tails else span.end
+        claim = Claim(span, {}, tail, derived=within(record.derived, span), digest=record.digest)
         claim.ahead = tuple(one for one in record.ahead if span.start <= one.start < span.end)
         with undone(lambda: claim.close(self._rows)):
-            self._share(claim.tables, record.tables, self._unbounded, span)
+            self._share_span(claim, record.tables)
             for pos in positions:
                 windows = {index: record.tables[index] for index in self._bounded}
                 self._hold(claim, pos, windows, record.states.at(pos))
@@ -134,13 +146,16 @@ class Claims:
 
         with undone(undo):
             for number, (feed, count) in enumerate(zip(batch.feeds, counts, strict=True)):
-                if not (feed.checkpoints and count):
+                if not (feed.claims and count):
                     continue
                 record, kept = self._sequences.record(feed.seq), Span(feed.pos.start, feed.pos.start + count)
-                claim = made[feed.seq] = Claim(kept, {}, derived=within(record.derived, kept), digest=record.digest)
+                tail = kept if self._tails else Span(kept.end, kept.end)
+                claim = Claim(kept, {}, tail.start, derived=within(record.derived, kept), digest=record.digest)
+                made[feed.seq] = claim
                 claim.ahead = until(batch.ahead(feed.seq), kept.end)
-                for index in self._unbounded:
-                    claim.tables[index] = self._with_new(index, record, kept, taken[index][number])
+                for index in (*self._unbounded, *self._bounded):
+                    span = tail if index in self._bounded else kept
+                    claim.tables[index] = self._with_new(index, record, span, taken[index][number])
                 for pos in feed.checkpoints:
                     if pos > kept.end:
                         break
@@ -173,9 +188,9 @@ class Claims:
     def assemble(self, seq: int, path: Sequence[int], pos: int) -> None:
         """Make the new sequence `seq` of the first `pos` tokens of claims that are consecutive from position 0 on.
 
-        The windows and the state are those of the checkpoint at `pos` of the last claim; a model without bounded groups
-        and recurrent layers needs none. Raises `BadRequest` if the claims are not consecutive or have different inputs,
-        if `seq` exists, or if there is no checkpoint at `pos`.
+        The windows and the state are those of the checkpoint at `pos` of the last claim, or else the windows are those
+        of tails; a model without bounded groups and recurrent layers needs none. Raises `BadRequest` if the claims are
+        not consecutive or have different inputs, if `seq` exists, or if there is no checkpoint at `pos` that is needed.
         """
         self._idle("assemble")
         seq, pos = whole(seq, "a sequence"), whole(pos, "a position")
@@ -194,16 +209,19 @@ class Claims:
         for claim in claims[1:]:
             self._check_same_input(claims[0], claim)
         checkpoint = last.checkpoints.get(pos)
-        if checkpoint is None:
-            if self._bounded or self._rows.capacity is not None:
-                there = sorted(last.checkpoints)
-                raise BadRequest(f"the last claim has no checkpoint at {pos}, only at {there or 'no position'}")
-            checkpoint = Checkpoint({}, 0)
-        whole_claim = Claim(Span(0, pos), {})
+        if checkpoint is None and not self._have_window(claims, pos):
+            there = last.positions
+            raise BadRequest(f"the last claim has no checkpoint at {pos}, only at {there or 'no position'}")
+        whole_claim = Claim(Span(0, pos), {}, pos)
         with undone(lambda: whole_claim.close(self._rows)):
             for claim in claims:
                 self._append(whole_claim, claim, Span(claim.span.start, min(pos, claim.span.end)))
-            self._hold(whole_claim, pos, checkpoint.windows, checkpoint.row)
+            if checkpoint is not None:
+                self._hold(whole_claim, pos, checkpoint.windows, checkpoint.row)
+            else:
+                found = whole_claim.checkpoints[pos] = Checkpoint({}, 0)
+                for index in self._bounded:
+                    found.windows[index] = self._window(claims, index, pos)
         resumed = whole_claim.checkpoints.pop(pos)
         marks = [claim.derived for claim in claims if claim.derived is not None and claim.derived < pos]
         states = SequenceStates(self._rows)
@@ -220,7 +238,7 @@ class Claims:
     def split(self, claim: int, pos: int) -> int:
         """Split a claim at `pos`: it keeps the first part; returns the number of a new claim with the second part.
 
-        Checkpoints are sorted by position; none is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
+        No checkpoint is made at `pos`. Raises `BadRequest` if `pos` is not inside the claim,
         or is inside a span that looked ahead.
         """
         self._idle("split")
@@ -228,20 +246,21 @@ class Claims:
         if not left.span.start < pos < left.span.end:
             raise BadRequest(f"a claim on {left.span} cannot be split at {pos}")
         check_whole(left.ahead, pos)
-        right = Claim(Span(pos, left.span.end), {}, digest=left.digest)
+        right = Claim(Span(pos, left.span.end), {}, max(pos, left.tail), digest=left.digest)
         with undone(lambda: right.close(self._rows)):
-            self._share(right.tables, left.tables, self._unbounded, right.span)
+            self._share_span(right, left.tables)
         for table in left.tables.values():
             table.cut(pos)
-        right.checkpoints = {at: left.checkpoints.pop(at) for at in sorted(left.checkpoints) if at > pos}
+        right.checkpoints = left.checkpoints.cut(pos)
         right.ahead = tuple(span for span in left.ahead if span.start >= pos)
         left.ahead = tuple(span for span in left.ahead if span.start < pos)
         right.derived, left.span = within(left.derived, right.span), Span(left.span.start, pos)
-        left.derived = within(left.derived, left.span)
+        left.derived, left.tail = within(left.derived, left.span), min(left.tail, pos)
         return self.enter(right)
 
     def join(self, claim: int, following: int) -> None:
-        """Extend a claim by the claim that follows it, which is removed.
+        """Extend a claim by the claim that follows it, which is removed. The tail of the first is dropped unless that
+        of the second has all of its span.
 
         Raises `BadRequest` if the second does not begin where the first ends, or if their inputs differ.
         """
@@ -250,12 +269,17 @@ class Claims:
         if left.span.end != right.span.start:
             raise BadRequest(f"a claim on {right.span} does not follow one on {left.span}")
         self._check_same_input(left, right)
+        if right.tail > right.span.start:
+            left.tail = right.tail
+            for index in self._bounded:
+                left.tables[index].close()
+                left.tables[index] = right.tables.pop(index)
         for index, table in right.tables.items():
             if self._stores[index].group.of_input:
                 table.close()
             else:
                 left.tables[index].append(table.hand_over())
-        left.checkpoints |= right.checkpoints
+        left.checkpoints.update(right.checkpoints)
         left.ahead += right.ahead
         left.span = Span(left.span.start, right.span.end)
         left.derived = left.derived if left.derived is not None else right.derived
@@ -267,6 +291,14 @@ class Claims:
         found = self.of(claim)
         del self._claims[claim]
         found.close(self._rows)
+
+    def forget(self, claim: int, tokens: int) -> None:
+        """Drop the first tokens of the tail of a claim, so many or all that it has."""
+        self._idle("forget")
+        found = self.of(claim)
+        found.tail = min(found.tail + tokens, found.span.end)
+        for index in self._bounded:
+            found.tables[index].forget_below(found.tail)
 
     def drop_checkpoint(self, claim: int, pos: int) -> None:
         """Drop the checkpoint of a claim at `pos`. Raises `BadRequest` if there is none."""
@@ -312,11 +344,15 @@ class Claims:
 
     # -- bytes --------------------------------------------------------------------------------------------------
 
-    def reading(self, claim: int, span: Span | None = None) -> Reading:
-        """A reading of the content of a claim, or of a span within it, in chunks. Steps may run meanwhile, and the
-        claim may be dropped."""
+    def reading(self, claim: int, span: Span | None = None, *, without: Collection[int] = ()) -> Reading:
+        """A reading of the content of a claim, or of a span within it, in chunks, `without` the checkpoints at some
+        positions. Steps may run meanwhile, and the claim may be dropped."""
         found = self.of(claim)
-        reading = Reading.of(found, span or found.span, self._stores, self._states, self.shape)
+        span = span or found.span
+        points = {
+            pos: one for pos, one in found.checkpoints.items() if span.start < pos <= span.end and pos not in without
+        }
+        reading = Reading.of(found, span, points, self._stores, self._states, self.shape)
         self._readings = [one for one in self._readings if one.parts or one.rows] + [reading]
         return reading
 
@@ -348,14 +384,18 @@ class Claims:
     def _checkpoint(claim: Claim, pos: int) -> Checkpoint:
         found = claim.checkpoints.get(pos)
         if found is None:
-            there = sorted(claim.checkpoints)
-            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {there or 'no position'}")
+            raise BadRequest(f"there is no checkpoint at {shown(pos)}, only at {claim.positions or 'no position'}")
         return found
 
     def _check_same_input(self, one: Claim, other: Claim) -> None:
         for index in self._unbounded:
             if self._stores[index].group.of_input and one.tables[index].runs != other.tables[index].runs:
                 raise BadRequest(f"claims on {one.span} and {other.span} have different inputs")
+
+    def _share_span(self, claim: Claim, tables: Mapping[int, Table] | Sequence[Table]) -> None:
+        """Let a claim that has no tables yet share the cells of its span and its tail."""
+        self._share(claim.tables, tables, self._unbounded, claim.span)
+        self._share(claim.tables, tables, self._bounded, Span(claim.tail, claim.span.end))
 
     def _share(
         self, into: dict[int, Table], tables: Mapping[int, Table] | Sequence[Table], indices: Sequence[int], span: Span
@@ -372,6 +412,21 @@ class Claims:
                 windows[index] = table.share(pos, self._stores[index].group.layout.lowest(pos))
         self._rows.hold(row)
         claim.checkpoints[pos] = Checkpoint(windows, row)
+
+    def _have_window(self, claims: Sequence[Claim], pos: int) -> bool:
+        """Whether resuming at `pos`, in the last of consecutive claims, needs no more than their tails."""
+        lowest = self.lowest(pos)
+        parts = ((claim.span.start, claim.tail) for claim in reversed(claims))
+        return self._tails and (lowest == pos or reach_back(lowest, parts))
+
+    def _window(self, claims: Iterable[Claim], index: int, pos: int) -> Table:
+        """A table over what a token at `pos` sees before it in a bounded group, of the tails of consecutive claims."""
+        table = self._stores[index].tables.new(self._stores[index].group.layout.lowest(pos))
+        with undone(table.close):
+            for claim in claims:
+                if claim.span.end > table.end:
+                    table.append(claim.tables[index].share(min(pos, claim.span.end), table.end).hand_over())
+        return table
 
     def _append(self, whole_claim: Claim, claim: Claim, span: Span) -> None:
         """Append the cells of `span` in `claim` to `whole_claim`."""
@@ -393,7 +448,8 @@ class Claims:
     def check(self) -> None:
         """Assert the invariants of claims; `Memory.check` asserts the holders of cells."""
         for claim in self._claims.values():
-            assert claim.tables.keys() == set(self._unbounded)
+            assert claim.tables.keys() == set(self._unbounded) | set(self._bounded)
+            assert self._tails or claim.tail == claim.span.end
             assert all(one.windows.keys() == set(self._bounded) for one in claim.checkpoints.values())
             assert all((one.row > 0) == (self._rows.capacity is not None) for one in claim.checkpoints.values())
             claim.check(self._stores)

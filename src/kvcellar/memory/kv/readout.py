@@ -119,15 +119,24 @@ class Reading(AbstractContextManager["Reading"]):
         self._states = states
 
     @classmethod
-    def of(cls, claim: Claim, span: Span, stores: Sequence[GroupStore], states: States, shape: str) -> Self:
-        """A reading of `span` of a claim, and of its checkpoints there, in a memory of this shape."""
+    def of(
+        cls,
+        claim: Claim,
+        span: Span,
+        checkpoints: Mapping[int, Checkpoint],
+        stores: Sequence[GroupStore],
+        states: States,
+        shape: str,
+    ) -> Self:
+        """A reading of `span` of a claim, and of `checkpoints` that it has there, in a memory of this shape."""
         check_whole(claim.ahead, span.start)
         check_whole(claim.ahead, span.end)
         reading = cls(states)
-        checkpoints = {pos: one for pos, one in claim.checkpoints.items() if span.start < pos <= span.end}
         windows: dict[int, list[tuple[str, tuple[tuple[int, Span], ...]]]] = {pos: [] for pos in checkpoints}
         with undone(reading.close):
             for index, table in sorted(claim.tables.items()):
+                if stores[index].group.bounded:
+                    continue  # checkpoints have what is kept in tiers
                 reading.parts.append(Part(stores[index], table.share(span.end, span.start)))
             for index in (index for index, store in enumerate(stores) if store.group.bounded):
                 tables = {pos: checkpoint.windows[index] for pos, checkpoint in checkpoints.items()}
@@ -242,7 +251,7 @@ def written(
     """
     _check_free(record, stores, states)
     indices_of = {store.group.name: index for index, store in enumerate(stores)}
-    claim = Claim(record.span, {}, ahead=record.ahead, derived=record.derived, digest=record.digest)
+    claim = Claim(record.span, {}, record.span.end, ahead=record.ahead, derived=record.derived, digest=record.digest)
     with Reading(states) as new, undone(lambda: claim.close(states.rows)):
         for stretch in record.stretches:
             store = stores[indices_of[stretch.group]]
@@ -253,6 +262,8 @@ def written(
             if row := states.rows.take():
                 new.rows.append(row)
         _fill(new, iter(chunks), states)
+        for index in (index for index, store in enumerate(stores) if store.group.bounded):
+            claim.tables[index] = stores[index].tables.new(claim.tail)
         for part, stretch in zip(new.parts, record.stretches, strict=True):
             if not part.store.group.bounded:
                 claim.tables[indices_of[stretch.group]] = part.table.share(part.table.end, part.table.first)

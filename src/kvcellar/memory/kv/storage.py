@@ -188,11 +188,9 @@ class Storage:
         return [store.cells.free_runs() for store in self.stores]
 
     def fragments(self) -> dict[str, Fragments]:
-        """The fragmentation of each group, for deciding about `compact`. Costs the pieces of its cells."""
-        return {
-            store.group.name: Fragments(*store.cells.held(), store.tables.used, store.cells.free)
-            for store in self.stores
-        }
+        """The fragmentation of each group, for deciding about `compact`."""
+        all_cells = [(store.group.name, store.tables.used, store.cells) for store in self.stores]
+        return {name: Fragments(cells.held, cells.runs, used, cells.free) for name, used, cells in all_cells}
 
     def index_of(self, layer: int) -> int:
         """Index of the group that contains a layer. Raises `BadRequest` if there is none."""

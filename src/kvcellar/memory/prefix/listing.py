@@ -96,7 +96,7 @@ class Walk:
             whole.update(edge)
             self._rest.append(_places(place.namespace, name, node, whole))
         tokens = tuple(memoryview(edge[: SHOWN * TOKEN]).cast("q"))
-        places = tuple(sorted(node.checkpoints))
+        places = tuple(node.checkpoints)
         return Listed(
             *(requested(place.namespace), name, place.parent, place.start, node.end, tokens, places),
             *(node.users, node.use is not None and node.use.before > 0, node.value, not node.children),

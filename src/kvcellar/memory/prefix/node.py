@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from kvcellar.memory.retention import DEFAULT, Retention
 from kvcellar.memory.snapshot import ADAPTED, adapter_of, with_adapter
+from kvcellar.memory.spans import ByPosition, reach_back
 
 TOKEN = 8  # bytes of a token in a key
 BLOCK = 512  # tokens that are compared first
@@ -38,6 +39,11 @@ class ClaimView(Protocol):
         """Of the checkpoints, in order."""
         ...
 
+    @property
+    def tail(self) -> int:
+        """The first position of which it has the cells of groups with windows, beside those of checkpoints."""
+        ...
+
     def whole(self, pos: int) -> int:
         """The last position up to `pos` at which the claim can be split: not inside a span that looked ahead."""
         ...
@@ -53,6 +59,10 @@ class ClaimStore(Protocol):
     def join(self, claim: int, following: int) -> None: ...
 
     def drop(self, claim: int) -> None: ...
+
+    def forget(self, claim: int, tokens: int) -> None:
+        """Drop the first tokens of the tail of a claim, so many or all that it has."""
+        ...
 
     def drop_checkpoint(self, claim: int, pos: int) -> None: ...
 
@@ -73,12 +83,22 @@ class Ranked:
 
 @dataclass(eq=False, slots=True)
 class Kept(Ranked):
-    """A checkpoint of a node: what resuming at `pos` needs beside the cells of the span."""
+    """A checkpoint of a node: what resuming at `pos` needs beside the cells of the span. A `spare` one is there in case
+    a request diverges near it: it is not stored, and goes before others, until it was used."""
 
     node: "Node"
     pos: int
     hits: int = 1
+    spare: bool = False
     pinned: bool = False  # a pin ends here: it is not evicted
+
+
+@dataclass(eq=False, slots=True)
+class Tail(Ranked):
+    """The tail of a node's claim. `used` is when the node had been used last when its value was computed."""
+
+    node: "Node"
+    used: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -119,13 +139,14 @@ class Node(Ranked):
     start: int
     edge: bytes
     claim: int = 0
-    checkpoints: dict[int, Kept] = field(default_factory=dict[int, Kept])
+    checkpoints: ByPosition[Kept] = field(default_factory=ByPosition[Kept])
     children: dict[bytes, "Node"] = field(default_factory=dict[bytes, "Node"])
     users: int = 0
     namespace: str = ""
     use: Use | None = None  # the last one; of a root None
     retention: Retention = DEFAULT
     lease: Lease | None = None
+    tail: Tail | None = None  # if its claim has one
     hashed: blake2b | None = None  # the state of `path_digest` at the end, where it was needed
     blocks: NodeBlocks | None = None  # where the tree is watched by one that publishes blocks
 
@@ -186,10 +207,18 @@ class Match(NamedTuple):
 
 class Lookup:
     """What a tree has of a key; changes nothing. Nothing that has expired is matched. `anywhere`: a sequence can be
-    resumed at any position, without a checkpoint."""
+    resumed at any position, without a checkpoint. Else, with `lowest`, where tails have the cells from `lowest` of the
+    position on."""
 
-    def __init__(self, claims: ClaimStore, *, anywhere: bool, clock: Callable[[], float]) -> None:
-        self._claims, self._anywhere, self._now = claims, anywhere, clock
+    def __init__(
+        self,
+        claims: ClaimStore,
+        *,
+        anywhere: bool,
+        clock: Callable[[], float],
+        lowest: Callable[[int], int] | None = None,
+    ) -> None:
+        self._claims, self._anywhere, self._lowest, self._now = claims, anywhere, lowest, clock
         self._roots: dict[str, Node] = {}
 
     def root(self, namespace: str) -> Node:
@@ -200,21 +229,32 @@ class Lookup:
         """The same for looking only: a namespace without tokens does not become known."""
         return self._roots.get(namespace) or Node(None, 0, b"", namespace=namespace)
 
-    def match(self, root: Node, key: bytes, most: int) -> Match:
-        """What is in memory of `key`, to be resumed at position `most` at the latest. Changes nothing."""
+    def match(self, root: Node, key: bytes, most: int, *, tails: bool = True) -> Match:
+        """What is in memory of `key`, to be resumed at position `most` at the latest; without `tails` only where a
+        checkpoint is, if one is needed. Changes nothing."""
         path, matched = self._walk(root, key)
-        limit = min(matched, most)
-        while path and path[-1].start >= limit:
-            path.pop()
-        if self._anywhere:
-            resume = self._claims.of(path[-1].claim).whole(limit) if path else 0
-        else:
-            resume = 0
-            while path and not (resume := max((pos for pos in path[-1].checkpoints if pos <= limit), default=0)):
-                path.pop()
-        while path and path[-1].start >= resume:  # a span that looked ahead begins with the node
+        limit, resume = min(matched, most), 0
+        while path and not (resume := self._resume(path[-1], min(limit, path[-1].end), tails=tails)):
             path.pop()
         return Match(tuple(path), matched, resume)
+
+    def _resume(self, node: Node, limit: int, *, tails: bool) -> int:
+        """The last position of a node up to `limit` where a sequence can be resumed; 0: there is none."""
+        if limit <= node.start:
+            return 0
+        pos = self._claims.of(node.claim).whole(limit)  # a span that looked ahead may begin with the node
+        if pos > node.start and (self._anywhere or (tails and self.resumes(node, pos))):
+            return pos
+        return node.checkpoints.last(limit)
+
+    def resumes(self, node: Node, pos: int) -> bool:
+        """Whether a sequence can be resumed at a position of a node without a checkpoint. Costs the nodes that the next
+        token sees in windows."""
+        if self._anywhere or self._lowest is None:
+            return self._anywhere
+        lowest = self._lowest(pos)
+        tails = ((one.start, self._claims.of(one.claim).tail) for one in upwards(node))
+        return lowest == pos or reach_back(lowest, tails)
 
     def reached(self, namespace: str, key: bytes) -> tuple[Node, int]:
         """The last node that has tokens of a key, and how many of its own; the root, and 0, if there is none."""

@@ -1,4 +1,4 @@
-"""order: which leaf and which checkpoint of the prefix tree is evicted next, and which node has expired.
+"""order: which leaf and which checkpoint or tail of the prefix tree is evicted next, and which node has expired.
 
 Always true:
   * `total` counts all tokens, or checkpoints, of the tree;
@@ -13,10 +13,11 @@ from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Generic, NamedTuple, TypeVar
 
-from kvcellar.memory.policy import value
-from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked
+from kvcellar.memory.policy import TAIL, value
+from kvcellar.memory.prefix.node import Kept, Lease, Node, Ranked, Tail
 from kvcellar.memory.prefix.reuse_statistics import Returns
 
+SPARE = -(2.0**40)  # the clock of spare checkpoints at first: all of them are of less value than any other
 TRIES = 8  # leaves whose value has risen since it was computed
 
 T = TypeVar("T", bound=Ranked)
@@ -109,7 +110,6 @@ class Ranking(Generic[T]):
         self._over: set[str] = set()  # fewer than the quota is a part of the cache
         self.held = Counter[str]()
         self.total = self.lost = 0  # of all owners, now and since the start
-        self.clock = 0.0  # value of the last one that was evicted: what is not used falls behind
 
     def count(self, owner: str, change: int) -> None:
         """An owner has so much more in the tree. To be called before what is new is pushed."""
@@ -164,6 +164,8 @@ class Order:
         self.checkpoints = Ranking[Kept](
             lambda kept: kept.node.checkpoints.get(kept.pos) is kept and not kept.pinned, quota.checkpoints
         )
+        self.tails = Heap[Tail](lambda tail: tail.node.tail is tail)
+        self._clocks = {False: 0.0, True: SPARE}  # values of the last ones that were evicted, of spare ones, too
         self._leases = Heap[Lease](lambda lease: lease.node.parent is not None and lease.node.lease is lease)
 
     def total(self) -> Total:
@@ -193,11 +195,54 @@ class Order:
         return self.leaves.pop()
 
     def enter_checkpoint(self, kept: Kept) -> None:
-        node, ranking = kept.node, self.checkpoints
-        before = max((pos for pos in node.checkpoints if pos < kept.pos), default=node.start)
-        saves, priority = kept.pos - before, node.retention.priority
-        kept.value = value(ranking.clock, hits=kept.hits, saves=saves, costs=1, priority=priority)
-        ranking.push(kept, node.retention.owner)
+        self._rank(kept, self._clocks[kept.spare], self._saves(kept))
+
+    def _rank(self, kept: Kept, clock: float, saves: int) -> None:
+        retention = kept.node.retention
+        kept.value = value(clock, hits=kept.hits, saves=saves, costs=1, priority=retention.priority)
+        self.checkpoints.push(kept, retention.owner)
+
+    def worth(self, saves: int, *, spare: bool) -> float:
+        """The value of a new checkpoint that saves so many tokens."""
+        return value(self._clocks[spare], hits=1, saves=saves, costs=1)
+
+    def _saves(self, kept: Kept) -> int:
+        """The tokens from the checkpoint before it on, of one that is not spare from the last such one on."""
+        points, start = kept.node.checkpoints, kept.node.start
+        before = points.last(kept.pos - 1, start)
+        while before > start and points[before].spare and not kept.spare:
+            before = points.last(before - 1, start)
+        return kept.pos - before
+
+    def advance(self, evicted: Kept | Tail) -> None:
+        """What was not used since then falls behind."""
+        spare = isinstance(evicted, Kept) and evicted.spare
+        self._clocks[spare] = max(self._clocks[spare], evicted.value)
+
+    def thin(self, kept: Kept) -> None:
+        """A node has a checkpoint no more. A spare one behind it saves what it did, too: so those of a text become
+        sparser, and none of them is the last one to go."""
+        points, saved = kept.node.checkpoints, kept.pos - kept.node.checkpoints.last(kept.pos - 1, kept.node.start)
+        del points[kept.pos]
+        self.checkpoints.count(kept.node.retention.owner, -1)
+        after = points.next(kept.pos)
+        if after is not None and (heir := points[after]).spare:
+            self._rank(heir, heir.value, saved)
+
+    def enter_tail(self, node: Node) -> None:
+        """The claim of a node has a tail, of the value that it has now."""
+        assert node.use is not None, "a root is not ranked"
+        tail = node.tail = node.tail or Tail(node)
+        tail.used, priority = node.use.at, node.retention.priority
+        tail.value = value(self._clocks[False], hits=1, saves=TAIL, costs=1, priority=priority)
+        self.tails.push(tail)
+
+    def next_tail(self) -> Tail | None:
+        """The tail of least value, which stays; None if there is none. Those of nodes that were used since they were
+        ranked are ranked again."""
+        while (tail := self.tails.first()) is not None and tail.node.use is not None and tail.node.use.at > tail.used:
+            self.enter_tail(tail.node)
+        return tail
 
     def enter_lease(self, node: Node) -> None:
         """A node expires at another time, or not any more."""
@@ -220,10 +265,12 @@ class Order:
     def check(self, nodes: list[Node]) -> None:
         """Assert what is always true, where `nodes` are all of the tree."""
         leaves, kept = (set(map(id, ranking.things())) for ranking in (self.leaves, self.checkpoints))
+        tails = set(map(id, self.tails.things()))
         tokens, points = Counter[str](), Counter[str]()
         for node in nodes:
             assert node.evictable == (id(node) in leaves), f"a leaf of {node.start} to {node.end} is not in its heap"
             assert all((id(one) in kept) == (not one.pinned) for one in node.checkpoints.values())
+            assert node.tail is None or (node.tail.node is node and id(node.tail) in tails)
             assert (node.lease.value if node.lease is not None else None) == node.retention.expires
             if owner := node.retention.owner:
                 tokens[owner] += node.tokens

@@ -2,6 +2,7 @@
 
 Always true:
   * a node is pinned if and only if a pin ends at it or below it; all nodes above a pinned one are pinned;
+  * a checkpoint is pinned only at the end of a node at which a pin ends;
   * pinned tokens and checkpoints are at most those of `most`; `idle` counts those that no sequence uses.
 """
 
@@ -51,7 +52,8 @@ class Pins:
         """The first sequence begins to use a pinned node, or the last one has ended."""
         sign = 1 if idle else -1
         self.idle_tokens += sign * node.tokens
-        self.idle_checkpoints += sign * sum(kept.pinned for kept in node.checkpoints.values())
+        if (kept := node.checkpoints.get(node.end)) is not None and kept.pinned:
+            self.idle_checkpoints += sign
 
     def release_oldest(self) -> bool:
         """Unpin what was pinned first; False if nothing is pinned."""
@@ -63,12 +65,11 @@ class Pins:
     def release(self, node: Node) -> None:
         """Unpin what is pinned only because a pin ends at a node."""
         del self._ends[id(node)]
-        for kept in node.checkpoints.values():
-            if kept.pinned:
-                kept.pinned = False
-                self.checkpoints -= 1
-                self.idle_checkpoints -= not node.users
-                self._order.enter_checkpoint(kept)
+        if (kept := node.checkpoints.get(node.end)) is not None and kept.pinned:
+            kept.pinned = False
+            self.checkpoints -= 1
+            self.idle_checkpoints -= not node.users
+            self._order.enter_checkpoint(kept)
         above = node
         while above.parent is not None and above not in self and not _pinned_below(above):
             self._change(above, pinned=False)

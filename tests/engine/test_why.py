@@ -69,7 +69,7 @@ def test_layers_that_cannot_resume_where_a_prompt_diverged_are_named() -> None:
     with small_engine("lfm2") as engine:
         asked(engine, PROMPT)
         found = asked(engine, [*PROMPT[:20], 5 if PROMPT[20] != 5 else 6])
-        assert (found.reason, found.matched, found.restored) == ("no checkpoint", 20, 0)
+        assert (found.reason, found.matched, found.restored) == ("no checkpoint", 20, 16)
         assert "recurrent" in found.detail
         assert (found.ours[0], found.theirs[0]) == (5 if PROMPT[20] != 5 else 6, PROMPT[20])
         assert asked(engine, [*PROMPT[:20], 7 if PROMPT[20] != 7 else 8, 9]).restored == 20, (

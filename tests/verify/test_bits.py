@@ -32,7 +32,7 @@ PROMISED = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "gpt-neox", "opt", "gpt2"),
     *("gpt-oss", "qwen3-moe", "mixtral", "olmoe", "lfm2", "deepseek-v2", "mamba2", "granitemoehybrid"),
 )
-IN_BFLOAT16 = ("deepseek-v3", "llama4", "gemma3n", "gemma4-e2b", "qwen3-next", "kimi-linear", "jamba", "mamba")
+IN_BFLOAT16 = ("deepseek-v3", "llama4", "gemma3n", "gemma4-e2b", "qwen3-next", "jamba", "mamba")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ between steps. No torch.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,14 @@ def value(clock: float, *, hits: float, saves: int, costs: int, priority: int = 
 
 
 NEAREST, EVERY = 16, 256  # tokens between checkpoints: fewer save no more than a step takes
-ROW = {"cpu": 50.0, "cuda": 400.0}  # tokens of a prompt that take as long as a row with the bytes of all weights
-COST = 0.03  # of the time of a prompt that its checkpoints may take
+SMALL_ROW = 1 << 20  # bytes of a row of recurrent state, which takes no time that could be measured
 
 
-def distance(row: int, weights: int, device: str) -> int:
-    """Tokens between checkpoints of recurrent state while memory is free: a power of two, so that rows of `row` bytes
-    take no more than `COST` of a prompt's time in a network with so many bytes of weights.
-
-    A token multiplies all weights once, in a step of many at the speed of arithmetic, and a row is written at the speed
-    of memory: so what a row takes, in tokens, is a multiple of its part of the weights (on a CPU measured, docs/log.md;
-    on a GPU by the ratio of its speeds).
-    """
-    least = ROW[device] * row / (COST * max(1, weights))
-    return min(EVERY, max(NEAREST, 1 << ceil(log2(max(1.0, least)))))
+def distance(row: int) -> int:
+    """Tokens between spare checkpoints of recurrent state while memory is free, by the bytes of a row, so that they
+    take at most 3 % of the time of a prompt (measured on CPUs, docs/log.md). It is computed and not timed, so that the
+    same model leaves the same checkpoints each time."""
+    return NEAREST if row < SMALL_ROW else 2 * NEAREST
 
 
 TAIL = 4  # tokens that cells save which only let prompts resume where none has before, in the value of a checkpoint

@@ -224,7 +224,7 @@ def _assembled(
         memory,
         drafting,
         in_parts=guest.no_partial_commit is None,
-        spare=distance(needs.bytes_per_row, guest.weight_bytes, guest.device.type),
+        spare=distance(needs.bytes_per_row),
         shares=shares,
         events=events,
         open_store=partial(tiers, source=source_of(loaded, guest), share=1 - part, events=events),

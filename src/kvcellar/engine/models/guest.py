@@ -95,11 +95,6 @@ class Guest:
         return self._model
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of all weights that are in memory."""
-        return sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
-
-    @property
     def device(self) -> torch.device:
         return self.model.device
 

@@ -1,28 +1,28 @@
-"""policies: what rules of eviction compute on the traces of `replay`, for full attention, beside ours and one that knows
-the future.
+"""policies: prompt tokens that rules of eviction compute on the traces of `replay`, of full attention, beside ours.
 
-A trace is a tree of pieces: tokens that come together, up to 16 of them. A cache keeps as many tokens as it has cells
-and evicts a piece without others below it. Ours is the real prefix tree, on claims that hold nothing. Counts are the
-same on every machine.
+A trace is a tree of pieces: tokens that come together, up to 16 of them. A cache keeps as many tokens as it has cells,
+those of the request that runs among them, and evicts a piece without others below it. Ours is the real prefix tree, on
+claims that hold nothing, and counts what `replay` does. Counts are the same on every machine.
 """
 
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heappop, heappush
-from itertools import product
+from itertools import islice, product
 from typing import NamedTuple
 
 from benchmarks.prefix import Spans
-from benchmarks.replay import QUICK, STEP_TOKENS, TRACES, Turn, Writer, ideal
+from benchmarks.replay import QUICK, STEP_TOKENS, TRACES, Turn, Writer, chats, clairvoyant
 from benchmarks.row import Given, Lines
 from kvcellar.memory.prefix.node import TOKEN, key_of
 from kvcellar.memory.prefix.tree import Tree
 from kvcellar.memory.spans import Span
 
-SEEDS = (1, 2, 3)  # by which rules were chosen,
+SEEDS = (1, 2, 3)  # by which priors were chosen,
 HELD_OUT = range(1000, 1010)  # and of mixtures that had no part in that
 SHARES = (0.1, 0.5)  # of the cells that the whole trace takes
+ROUNDS = (2, 3, 4)  # of eight chats, before much is learned
 PIECE = 16  # tokens
 PROTECTED = 0.8  # of the cells, of a segmented list
 FORGET = 0.97  # what a request counts to the choice between two rules, for each one since
@@ -82,7 +82,9 @@ def _numbered(numbers: dict[tuple[int, int], int], text: Sequence[int]) -> list[
 
 
 class Rule:
-    """By what was used last longest ago. The base of the others, which say what a piece is worth when it is used."""
+    """By what was used last longest ago. The base of the others, which say what a piece is worth when it is used.
+
+    First in, first out is the same: a piece has no others below it only until it is used again, or once these went."""
 
     def __init__(self, pieces: Pieces, cells: int) -> None:
         self.pieces, self.cells = pieces, cells
@@ -99,7 +101,7 @@ class Rule:
         """A piece has gone."""
 
     def keeps(self, piece: int, other: int) -> bool:
-        """Whether a new piece, of the last request, stays and `other` goes in its place."""
+        """Whether a piece that the last request has added stays, and `other` goes in its place."""
         return True
 
 
@@ -115,17 +117,6 @@ class MostRecent(Rule):
 
     def worth(self, piece: int, at: int, *, new: bool) -> Worth:
         return -at, 0
-
-
-class FirstIn(Rule):
-    def __init__(self, pieces: Pieces, cells: int) -> None:
-        super().__init__(pieces, cells)
-        self._since: dict[int, int] = {}
-
-    def worth(self, piece: int, at: int, *, new: bool) -> Worth:
-        if new:
-            self._since[piece] = at
-        return self._since[piece], 0
 
 
 class Frequency(Rule):
@@ -187,9 +178,9 @@ class Segmented(Rule):
 
 
 class Admitted(Rule):
-    """TinyLFU: by the last use, but a new piece stays only where it was asked for more often than the one that would go.
-    All requests of the past are counted, also those of pieces that went, and worth half after as many uses as ten times
-    the pieces of a full cache."""
+    """TinyLFU: by the last use, but a new piece stays only where it was asked for more often than the one that would
+    go. Uses of pieces that went count, too, and all are worth half after ten times as many as a full cache has
+    pieces."""
 
     def __init__(self, pieces: Pieces, cells: int) -> None:
         super().__init__(pieces, cells)
@@ -208,10 +199,10 @@ class Admitted(Rule):
 
 
 RULES: dict[str, Callable[[Pieces, int], Rule]] = {
-    "last use": Rule, "frequency": Frequency, "first in": FirstIn, "most recent": MostRecent, "segmented": Segmented,
-    "TinyLFU": Admitted, "GDSF": Dual,
+    "last use": Rule, "frequency": Frequency, "most recent": MostRecent, "segmented": Segmented, "TinyLFU": Admitted,
+    "GDSF": Dual,
 }  # fmt: skip
-PAIRS = (("last use", "most recent"), ("last use", "TinyLFU"), ("frequency", "most recent"))  # to choose between
+PAIRS = (("last use", "most recent"), ("last use", "TinyLFU"), ("GDSF", "most recent"))  # to choose between
 
 
 class Cache:
@@ -222,43 +213,52 @@ class Cache:
         self._rules = [rule(pieces, cells) for rule in rules]
         self._worths: list[dict[int, Worth]] = [{} for _ in rules]
         self._heaps: list[list[tuple[Worth, int]]] = [[] for _ in rules]
-        self._below = Counter[int]()
+        self._below = Counter[int]()  # pieces below each, and the request that runs, if it ends there
         self._there = set[int]()
+        self._added = list[int]()  # by the last request, as far as they are there
         self._tokens = 0
 
     def serve(self, at: int, by: int = 0) -> int:
         """A request; returns the tokens of its prompt that are computed. Evicts by the rule of this number."""
-        path = self._pieces.paths[at]
+        path, size = self._pieces.paths[at], self._pieces.size
         known = next((n for n, one in enumerate(path) if one not in self._there), len(path))
-        found = sum(self._pieces.size[one] for one in path[: min(known, self._pieces.prompts[at])])
-        for rule, worths in zip(self._rules, self._worths, strict=True):
-            worths.update({one: rule.worth(one, at, new=n >= known) for n, one in enumerate(path)})
+        last = path[known - 1] if known else 0
+        self._use(path[:known], at, new=False)
+        self._below[last] += 1
+        self._evict(self._cells - sum(size[one] for one in path[known:]), by)
+        self._below[last] -= 1
+        self._use(path[known:], at, new=True)
         for one in path[known:]:
             self._there.add(one)
-            self._tokens += self._pieces.size[one]
+            self._tokens += size[one]
             self._below[self._pieces.above[one]] += 1
+        self._added = path[known:]
         self._enter(path[-1])
+        self._demote()
+        return self._pieces.lengths[at] - sum(size[one] for one in path[: min(known, self._pieces.prompts[at])])
+
+    def _use(self, path: Sequence[int], at: int, *, new: bool) -> None:
+        for rule, worths in zip(self._rules, self._worths, strict=True):
+            worths.update({one: rule.worth(one, at, new=new) for one in path})
+
+    def _demote(self) -> None:
         for rule, worths, heap in zip(self._rules, self._worths, self._heaps, strict=True):
             for piece, worth in rule.demoted():
                 worths[piece] = worth
                 heappush(heap, (worth, piece))
-        self._evict(path[known:], by)
-        return self._pieces.lengths[at] - found
 
-    def _evict(self, new: list[int], by: int) -> None:
-        while self._tokens > self._cells:
+    def _evict(self, most: int, by: int) -> None:
+        while self._tokens > most:
             worth, piece = heappop(self._heaps[by])
-            if not self._counts(piece, worth, by):
+            if piece not in self._there or self._below[piece] or self._worths[by][piece] != worth:
                 continue
-            if new and piece != new[-1] and not self._below[new[-1]] and not self._rules[by].keeps(new[-1], piece):
+            last = self._added[-1] if self._added else piece
+            if piece != last and not self._below[last] and not self._rules[by].keeps(last, piece):
                 heappush(self._heaps[by], (worth, piece))
-                piece = new.pop()
-            elif new and piece == new[-1]:
-                new.pop()
+                piece = last
+            if piece == last and self._added:
+                self._added.pop()
             self._drop(piece)
-
-    def _counts(self, piece: int, worth: Worth, by: int) -> bool:
-        return piece in self._there and not self._below[piece] and self._worths[by][piece] == worth
 
     def _drop(self, piece: int) -> None:
         above = self._pieces.above[piece]
@@ -282,11 +282,11 @@ def by_rule(pieces: Pieces, cells: int, rule: Callable[[Pieces, int], Rule]) -> 
 
 
 def by_choice(pieces: Pieces, cells: int, *rules: Callable[[Pieces, int], Rule]) -> int:
-    """By the one of some rules by which a cache without tokens would have computed least of late."""
-    cache, shadows, lately = Cache(pieces, cells, *rules), [Cache(pieces, cells, rule) for rule in rules], [0.0] * 9
-    computed = 0
+    """By the one of some rules by which a cache of its own would have computed least of late."""
+    cache, shadows = Cache(pieces, cells, *rules), [Cache(pieces, cells, rule) for rule in rules]
+    computed, lately = 0, [0.0 for _ in rules]
     for at in range(len(pieces.paths)):
-        lately = [FORGET * before + shadow.serve(at) for before, shadow in zip(lately, shadows, strict=False)]
+        lately = [FORGET * before + shadow.serve(at) for before, shadow in zip(lately, shadows, strict=True)]
         computed += cache.serve(at, lately.index(min(lately)))
     return computed
 
@@ -315,3 +315,72 @@ def ours(turns: Sequence[Turn], cells: int) -> int:
             pos += new
         tree.unlock(own)
     return computed
+
+
+# -- the row -----------------------------------------------------------------------------------------------------------
+
+
+class Found(NamedTuple):
+    """Prompt tokens that are computed, on average over seeds."""
+
+    cells: float
+    clairvoyant: float  # by what is needed again last, also of the request that runs: that of `replay`
+    best: float  # the same, but what runs is kept
+    ours: float
+    rules: dict[str, float]
+
+    @property
+    def regret(self) -> float:
+        return self.ours / self.clairvoyant
+
+    @property
+    def simple(self) -> float:
+        """By the rule that is best on this trace, of those that do not choose."""
+        return min(self.rules[name] for name in RULES)
+
+
+def compared(turns: Sequence[Turn], share: float) -> Found:
+    pieces = Pieces(turns)
+    longest = max(len(turn.prompt) + len(turn.answer) for turn in turns)
+    cells = max(int(share * (pieces.tokens + STEP_TOKENS)), longest + STEP_TOKENS)
+    rules: dict[str, float] = {name: by_rule(pieces, cells, rule) for name, rule in RULES.items()}
+    rules |= {f"{one} or {other}": by_choice(pieces, cells, RULES[one], RULES[other]) for one, other in PAIRS}
+    best = by_rule(pieces, cells, Clairvoyant)
+    return Found(cells, clairvoyant(turns, cells), best, ours(turns, cells), rules)
+
+
+def averaged(found: Sequence[Found]) -> Found:
+    def mean(of: Callable[[Found], float]) -> float:
+        return sum(map(of, found)) / len(found)
+
+    rules = {name: mean(lambda one, name=name: one.rules[name]) for name in found[0].rules}
+    return Found(
+        mean(lambda one: one.cells),
+        mean(lambda one: one.clairvoyant),
+        mean(lambda one: one.best),
+        mean(lambda one: one.ours),
+        rules,
+    )
+
+
+def few(rounds: int) -> Callable[[Writer], Iterator[Turn]]:
+    return lambda writer: islice(chats(writer), 8 * rounds)
+
+
+def row(given: Given) -> Lines:
+    """As ratios to the clairvoyant cache of `replay`, on average over seeds; at last, of mixtures of other seeds."""
+    scale = QUICK if given.quick else 1.0
+    traces = {**TRACES, **{f"{rounds} rounds": few(rounds) for rounds in ROUNDS}}
+    names = [*RULES, *(f"{one} or {other}" for one, other in PAIRS)]
+    yield "{:10} {:>4} {:>9} {:>6} {:>6} {:>6}  {}".format(
+        "trace", "in a", "computed", "ours", "keeps", "simple", ", ".join(names)
+    )
+    found = dict[str, dict[str, object]]()
+    for (name, trace), share in product([*traces.items(), ("held out", TRACES["mixed"])], SHARES):
+        seeds = HELD_OUT if name == "held out" else SEEDS
+        one = averaged([compared(list(trace(Writer(seed, scale))), share) for seed in seeds])
+        found[f"{name} {share}"] = one._asdict()
+        ratios = [part / one.clairvoyant for part in (one.ours, one.best, one.simple)]
+        of_rules = " ".join(f"{one.rules[rule] / one.clairvoyant:5.2f}" for rule in names)
+        yield f"{name:10} {share:4.0%} {one.ours:9.0f} {ratios[0]:6.3f} {ratios[1]:6.3f} {ratios[2]:6.3f}  {of_rules}"
+    return found

@@ -67,7 +67,7 @@ def distance(row: int, weights: int, device: str) -> int:
 
 
 TAIL = 4  # tokens that cells save which only let prompts resume where none has before, in the value of a checkpoint
-USUAL, FAINT, ALIKE, EVEN = 0.1, 16.0, 32.0, 4.0
+USUAL, FAINT, ALIKE, EVEN = 0.1, 8.0, 16.0, 4.0
 
 
 def worth_by_age(

@@ -1,5 +1,7 @@
 """Rules of eviction on traces: what they say they do, and that ours is the one of the engine."""
 
+from collections.abc import Callable
+
 import pytest
 
 from benchmarks.policies import (
@@ -40,7 +42,7 @@ def turns(texts: str) -> list[Turn]:
     return [Turn([ord(name), 1, 2, 3], [4]) for name in texts]
 
 
-def computed(texts: str, rule: type[Rule], cells: int = 8) -> int:
+def computed(texts: str, rule: Callable[[Pieces, int], Rule], cells: int = 8) -> int:
     """In room for two texts, where one of which all is known computes its last token."""
     return by_rule(Pieces(turns(texts)), cells, rule)
 

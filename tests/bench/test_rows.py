@@ -146,6 +146,12 @@ def test_hits_are_measured_with_room_and_without(capsys: pytest.CaptureFixture[s
         assert min(few["room"], few["full"], many["room"], many["full"]) > 0
 
 
+def test_rules_of_eviction_are_compared_on_traces(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "policies")
+    assert len(table) == 1 + len(found)
+    assert {"users 0.1", "chats 0.5", "2 rounds 0.5", "held out 0.1"} <= found.keys()
+
+
 def test_turns_are_counted_for_every_number_of_checkpoints(capsys: pytest.CaptureFixture[str]):
     table, last = measured(capsys, "turns")
     assert list(last) == ["32"]

@@ -60,7 +60,7 @@ def distance(row: int) -> int:
 
 
 TAIL = 4  # tokens that cells save which only let prompts resume where none has before, in the value of a checkpoint
-USUAL, FAINT, ALIKE, EVEN = 0.1, 16.0, 32.0, 4.0
+USUAL, FAINT, ALIKE, EVEN = 0.05, 8.0, 16.0, 4.0
 
 
 def worth_by_age(
@@ -75,8 +75,8 @@ def worth_by_age(
 
     While little was seen of a class, its chance at each age is taken to be that of all classes, times the ratio of the
     class's uses to those that all classes would have had at these ages (as if `ALIKE` things of each had behaved so,
-    with `EVEN` uses more that are like all); and every age to bring back a tenth (as if `FAINT` things had), which is
-    the order of last use.
+    with `EVEN` uses more that are like all); and every age to bring back a twentieth (as if `FAINT` things had), which
+    is the order of last use.
     """
     ages = range(len(widths))
     of_all = [

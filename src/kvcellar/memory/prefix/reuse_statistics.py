@@ -32,7 +32,8 @@ WIDTHS = [float(end - start) for start, end in zip(STARTS, [*STARTS[1:], 2 * LON
 OFTEN = 20  # mean requests between the uses of a thing: what was used again more often than so is a class of its own
 ONCE, AGAIN, RARELY = KINDS = range(3)
 AROUND = 8  # tokens on each side of a cut that tell what was evicted there
-EVERY = 8  # requests after which worths are computed anew
+EVERY = 8  # requests after which worths are computed anew, at most: while there were few, sooner,
+FEW = 32  # by so many of all for each
 HALVED = 1024  # requests after which what was counted is worth half
 
 
@@ -46,7 +47,7 @@ class Returns:
         self._lost: dict[Hashable, Use] = {}
         self._reached = [[0.0] * AGES for _ in KINDS]  # by class and age
         self._returned = [[0.0] * AGES for _ in KINDS]
-        self._worth, self._until = worth_by_age(self._returned, self._reached, WIDTHS), EVERY
+        self._worth, self._until = worth_by_age(self._returned, self._reached, WIDTHS), 1
 
     def begin(self, node: Node, key: bytes, matched: int) -> Use | None:
         """A request begins, and uses the tokens up to the end of a node; the tree has the first `matched` tokens of
@@ -112,7 +113,8 @@ class Returns:
     def worth(self, use: Use) -> float:
         """What keeping something since a use is worth: uses to come in each request for which it is kept."""
         if self.now >= self._until:
-            self._worth, self._until = worth_by_age(self._returned, self._reached, WIDTHS), self.now + EVERY
+            self._worth = worth_by_age(self._returned, self._reached, WIDTHS)
+            self._until = self.now + min(EVERY, 1 + self.now // FEW)
         return self._worth[use.kind][use.age]
 
     def counts(self, kind: int) -> tuple[list[float], list[float]]:

@@ -16,15 +16,16 @@ from kvcellar.memory.prefix.node import common_prefix
 LAYERS = {"full": "full_attention", "sliding": "sliding_attention", "chunked": "chunked_attention"}
 
 
-def _config(kind: str) -> Mapping[str, Any]:
-    """Two layers: full attention, and one of this kind."""
+def config_of(kind: str) -> Mapping[str, Any]:
+    """Two layers: full attention, and one of this kind; both are recurrent where all are."""
     second = LAYERS.get(kind, "linear_attention")
-    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention", second]}
+    first = second if kind == "recurrent" else "full_attention"
+    layers = {"num_hidden_layers": 2, "layer_types": [first, second]}
     if kind == "sliding":
         return {"model_type": "gemma3_text", "sliding_window": WINDOW, **layers}
     if kind == "chunked":
         return {"model_type": "llama4_text", "attention_chunk_size": WINDOW, **layers}
-    return {"model_type": "qwen3_next" if kind == "hybrid" else "qwen3", **layers}
+    return {"model_type": "qwen3_next" if kind in ("hybrid", "recurrent") else "qwen3", **layers}
 
 
 class KeptCaches:
@@ -46,7 +47,8 @@ class KeptCaches:
         for new in (len(prompt) - common, len(text) - len(prompt)):
             if new:
                 _compute(cache, new)
-        assert cache.get_seq_length() in (len(text), 0), "0: the first layer is recurrent"
+        attention = any(not isinstance(layer, LinearAttentionLayer) for layer in cache.layers)
+        assert not attention or cache.get_seq_length() == len(text)
         self._kept[conversation] = cache, text
         return len(prompt) - common
 
@@ -66,7 +68,7 @@ def _compute(cache: DynamicCache, new: int) -> None:
 
 def in_transformers(turns: Sequence[Turn], kind: str) -> int:
     """Prompt tokens that are computed with a `DynamicCache` for each conversation."""
-    caches, computed = KeptCaches(_config(kind)), 0
+    caches, computed = KeptCaches(config_of(kind)), 0
     for turn in turns:
         common = common_prefix(caches.tokens(turn.conversation), turn.prompt)
         computed += caches.serve(turn.conversation, turn.prompt, turn.answer, min(common, len(turn.prompt) - 1))

@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[dict[str, Layout], bool]] = {
     "chunked": ({"full": Causal(), "chunk": Chunked(WINDOW)}, False),
     "hybrid": ({"full": Causal()}, True),
 }
+RECURRENT: tuple[dict[str, Layout], bool] = ({}, True)  # the kind `recurrent`, for `replay-peers`
 
 
 class Turn(NamedTuple):
@@ -246,7 +247,7 @@ class Replay:
     """Serves a trace. `cells` of every group and `rows` are its limits."""
 
     def __init__(self, kind: str, *, cells: int, rows: int, spare: int = EVERY) -> None:
-        layouts, recurrent = KINDS[kind]
+        layouts, recurrent = {**KINDS, "recurrent": RECURRENT}[kind]
         plane = Plane("k", 1, 1)
         self._layers = range(len(layouts))
         self._recurrent = recurrent
@@ -389,22 +390,28 @@ def last_use(turns: Sequence[Turn], cells: int) -> int:
     return _limited(turns, cells, lambda tokens, one, at: at)
 
 
+def limits(turns: Sequence[Turn], *, share: float, checkpoints: int) -> tuple[int, int]:
+    """The cells and rows of a memory for this share of all tokens of a trace, and of so many checkpoints."""
+    cells = _Tokens(turns).count + STEP_TOKENS
+    longest = max(len(turn.prompt) + len(turn.answer) for turn in turns)
+    return max(int(share * cells), longest + STEP_TOKENS), 2 + max(2, int(share * checkpoints))
+
+
 def replay(
     name: str, kind: str, *, share: float = 1.0, scale: float = 1.0, seed: int = 1, spare: int = EVERY
 ) -> Counts:
     """Replay a trace with cells for this share of all its tokens, and rows for this share of the checkpoints that it
     leaves without a limit."""
     turns = list(TRACES[name](Writer(seed, scale)))
-    cells = _Tokens(turns).count + STEP_TOKENS
-    longest = max(len(turn.prompt) + len(turn.answer) for turn in turns)
+    cells, _ = limits(turns, share=1.0, checkpoints=0)
     free = Replay(kind, cells=2 * cells, rows=1 << 18, spare=spare)
     for turn in turns:
         free.serve(turn)
     tokens, best = sum(len(turn.prompt) for turn in turns), ideal(turns)
     if share == 1.0:
         return Counts(tokens, free.computed, best, None, None, share, cells)
-    limited = max(int(share * cells), longest + STEP_TOKENS)
-    ours = Replay(kind, cells=limited, rows=2 + max(2, int(share * free.checkpoints)), spare=spare)
+    limited, rows = limits(turns, share=share, checkpoints=free.checkpoints)
+    ours = Replay(kind, cells=limited, rows=rows, spare=spare)
     for turn in turns:
         ours.serve(turn)
     others = clairvoyant(turns, limited), last_use(turns, limited)

@@ -18,7 +18,7 @@ from kvcellar.memory.policy import distance
 from kvcellar.memory.prefix.node import common_prefix
 
 KINDS = ("full", "sliding", "hybrid", "recurrent")
-SPARE = distance(19_000_000, 1_500_000_000, "cpu")  # of the states and weights of about a Qwen3.5-0.8B
+SPARE = distance(19_000_000)  # of the states of about a Qwen3.5-0.8B
 
 
 class Peer(Protocol):

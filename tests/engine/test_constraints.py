@@ -173,8 +173,8 @@ def test_completions_that_are_preempted_go_on_where_they_were_in_their_grammar()
         plain = [ear.answers() for ear in batch(engine, asks)]
         assert engine.stats().preemptions == 0
         has = engine._built.capacity
-    # A token takes so many bytes with those of its edits; all answers together have 320.
-    few = has.scratch + has.states.bytes + 3_600 * 160
+    # A token takes so many bytes with those of its edits; all answers together have 320. Checkpoints get a quarter.
+    few = 4 * (has.scratch + 2 * has.states.sequences * has.states.bytes_per_row + 3_600 * 160) // 3
     with Engine(**settings, cache_bytes=few) as engine:
         scarce = [ear.answers() for ear in batch(engine, asks)]
         assert engine.stats().preemptions > 0

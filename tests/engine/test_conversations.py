@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -226,10 +227,10 @@ def test_no_text_that_a_shift_has_moved_enters_the_tree_or_the_store(saved, tmp_
     with Engine(saved[name], store=str(tmp_path), **limits) as engine:
         prefixes, memory = engine._loop.manager.prefixes, engine._built.memory
 
-        def inserted(prefix: Prefix, claim: int, end: int) -> None:
+        def inserted(prefix: Prefix, claim: int, end: int, *spare: Callable[[int], bool]) -> None:
             published.append(end)
             assert (start := memory.derived(prefix.seq)) is None or end <= start
-            Prefixes._insert(prefixes, prefix, claim, end)
+            Prefixes._insert(prefixes, prefix, claim, end, *spare)
 
         monkeypatch.setattr(prefixes, "_insert", inserted)
         session = engine.session()

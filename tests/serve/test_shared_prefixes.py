@@ -53,8 +53,8 @@ def test_each_turn_of_a_conversation_reads_only_what_is_new(name) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_clients_of_one_key_read_their_common_prefix_once(name) -> None:
-    """Where resuming needs a checkpoint, at most once more: only the second request shows where prompts diverge, and the
-    first may have passed that position before."""
+    """Where resuming needs a checkpoint, at most once more: only the second request shows where prompts diverge, and
+    the first may have passed that position before."""
     draw = random.Random(name)
     system = list(tokens(draw, 150))
     own = [[3 + number, *tokens(draw, 4)] for number in range(24)]

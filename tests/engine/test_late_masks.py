@@ -68,8 +68,8 @@ def test_masks_that_are_late_also_after_a_preemption_change_no_token(monkeypatch
         prompts = [engine.encode(text) for text in PROMPTS]
         plain = told(prompts, ask(engine, prompts, **sampling))
         has = engine._built.capacity
-    # A token takes so many bytes with those of its edits; all answers together have 240.
-    few = has.scratch + has.states.bytes + 3_600 * 150
+    # A token takes so many bytes with those of its edits; all answers together have 240. Checkpoints get a quarter.
+    few = 4 * (has.scratch + 2 * has.states.sequences * has.states.bytes_per_row + 3_600 * 150) // 3
     with Engine(**settings, cache_bytes=few) as engine:
         sometimes = SometimesLate(monkeypatch, 1)
         assert told(prompts, ask(engine, prompts, **sampling)) == plain

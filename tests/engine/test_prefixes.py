@@ -17,7 +17,7 @@ from kvcellar.memory.kv.group import Group
 from kvcellar.memory.memory import Memory
 from kvcellar.memory.plan import Batch, Feed
 from kvcellar.memory.prefix.node import key_of
-from kvcellar.memory.prefixes import LIKELY, Branches, Prefix, Prefixes
+from kvcellar.memory.prefixes import LIKELY, NAMESPACES, Branches, Prefix, Prefixes
 from kvcellar.memory.shapes import Plane, Recurrent, StatePlane
 from kvcellar.memory.spans import Span
 
@@ -212,6 +212,18 @@ def test_where_prompts_have_parted_several_times_those_with_other_texts_resume_t
         world.step(one, 99)
         world.end(one, True)
     assert restored == [0, 2, 9, 2, 9]
+
+
+def test_where_prompts_part_is_learned_for_each_namespace_apart() -> None:
+    """Else a client could fill the rows of others with checkpoints that they do not need."""
+    prefixes = Prefixes(memory("hybrid"), every=64)
+    for number in range(3):
+        prefixes._wanted("a", 20, 9, [2])
+        assert (9 in prefixes._wanted("a", 20, 0, [2])) == (number > 0)
+    assert 9 not in prefixes._wanted("b", 20, 0, [2])
+    for number in range(3 * NAMESPACES):
+        prefixes._wanted(f"c{number}", 20, 0, [2])
+    assert len(prefixes._branches) == NAMESPACES
 
 
 @given(prompts=st.lists(st.tuples(st.lists(st.integers(1, 30), max_size=4), st.integers(0, 40)), max_size=60))

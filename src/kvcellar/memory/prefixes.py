@@ -7,7 +7,7 @@ Always true:
 
 import time
 from bisect import bisect_right, insort
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,8 @@ from kvcellar.memory.spans import Span
 
 LAST = (9, 17, 25, 33)  # spare checkpoints so many tokens before the end of a prompt, whose last lines may be others
 DECODE = 4  # times as far apart are spare checkpoints of answers, where each takes a step's time of its own
-BRANCHES, LIKELY = 1024, 8  # places where prompts part that are known, and that one prompt has checkpoints for
+NAMESPACES = 256  # for which it is known where prompts part
+BRANCHES, LIKELY = 64, 8  # places where prompts part that are known, and that one prompt has checkpoints for
 NEAR = 16  # tokens whose prefill takes about as long as the overhead of one more step
 SLICE = 256  # nodes, at most, that are listed, removed or looked at between two steps
 AT_ONCE = 64  # leaves that have expired which are removed at once
@@ -86,10 +87,11 @@ class Totals:
 
 
 class Branches:
-    """Where prompts have parted from what was known, such as before a date, by the number of marks before and the
-    tokens since the last one: there, prompts of the same form with other texts part, too.
+    """Where prompts of a namespace have parted from what was known, such as before a date, by the number of marks
+    before and the tokens since the last one: there, prompts of the same form with other texts part, too.
 
-    Always true: at most `BRANCHES` places are known; those that were seen least often are forgotten.
+    Always true: at most `BRANCHES` places are known. Where there would be more, those that were seen least often are
+    forgotten, and others count half.
     """
 
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ class Branches:
         if behind := pos - (marks[number - 1] if number else 0):
             self._seen[number, behind] += 1
         if len(self._seen) > BRANCHES:
-            self._seen = Counter(dict(self._seen.most_common(BRANCHES // 2)))
+            self._seen = Counter({place: times // 2 for place, times in self._seen.most_common(BRANCHES // 2)})
 
     def expected(self, marks: Sequence[int], length: int) -> list[int]:
         """The places in a prompt of so many tokens that were seen several times, at most `LIKELY`."""
@@ -131,7 +133,8 @@ class Prefixes:
         groups = memory.storage.groups
         self._bounded = {group.name for group in groups if group.bounded}
         self.anywhere = not self._bounded and memory.rows.capacity is None
-        self.losses, self._branches = Losses(time.monotonic), Branches()
+        self.losses = Losses(time.monotonic)
+        self._branches: OrderedDict[str, Branches] = OrderedDict()  # of the namespaces that were used last
         self._elsewhere = Elsewhere(Sightings(), Sightings())
         self.tree = Tree(
             memory.claims,
@@ -195,7 +198,7 @@ class Prefixes:
         if match.resume:
             self._memory.claims.assemble(seq, [node.claim for node in match.path], match.resume)
         node = self.tree.lock(root, match)
-        wanted = [] if self.anywhere else self._wanted(length, match.matched, sorted({*marks}))
+        wanted = [] if self.anywhere else self._wanted(namespace, length, match.matched, sorted({*marks}))
         del wanted[: bisect_right(wanted, match.resume)]
         return Prefix(seq, root, key, node, match.matched, match.resume, match.resume, wanted, options)
 
@@ -265,15 +268,24 @@ class Prefixes:
         self.totals.forks += 1
         return replace(prefix, seq=seq, wanted=[])
 
-    def _wanted(self, length: int, matched: int, marks: Sequence[int]) -> list[int]:
+    def _wanted(self, namespace: str, length: int, matched: int, marks: Sequence[int]) -> list[int]:
         """Where a prompt leaves checkpoints: where it diverges from what is known, and where others of its form have,
         at its marks, before its last token, where the same prompt resumes, and every so many tokens, unless one of
         these is near."""
-        likely = self._branches.expected(marks, length)
-        self._branches.note(marks, matched)
+        branches = self._branches_of(namespace)
+        likely = branches.expected(marks, length)
+        branches.note(marks, matched)
         wanted = sorted(pos for pos in {matched, *likely, *marks, length - 1} if 0 < pos < length)
         regular = range(self._every, length, self._every)
         return sorted({*wanted, *(pos for pos in regular if not _near(wanted, pos))})
+
+    def _branches_of(self, namespace: str) -> Branches:
+        """Of no other one: what one client sends must not decide where prompts of others leave checkpoints."""
+        found = self._branches.setdefault(namespace, Branches())
+        self._branches.move_to_end(namespace)
+        if len(self._branches) > NAMESPACES:
+            self._branches.popitem(last=False)
+        return found
 
     def want(self, prefix: Prefix, pos: int) -> None:
         """Let the sequence leave a checkpoint at `pos`, not computed yet: another one diverges there."""

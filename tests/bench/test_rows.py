@@ -129,11 +129,21 @@ def test_the_costs_of_the_prefix_tree_are_measured(capsys: pytest.CaptureFixture
     assert math.isclose(found["cached_ratio"], found["cached"] / found["forward"])
 
 
-def test_what_checkpoints_take_of_a_prompt_is_measured_with_them_and_without(capsys: pytest.CaptureFixture[str]):
+def test_what_checkpoints_take_of_a_prompt_and_of_decoding_is_measured_with_them_and_without(
+    capsys: pytest.CaptureFixture[str],
+):
     table, found = measured(capsys, "checkpoints")
     assert [line.split()[0] for line in table[1:]] == list(found)
     assert {one["spare"] > 0 for one in found.values()} == {False, True}
-    assert all(one["ratio"] > 0 and one["seconds"] > 0 for one in found.values())
+    assert all(one[name] > 0 for one in found.values() for name in ("seconds", "prompt", "milliseconds", "step"))
+
+
+def test_whole_engines_of_several_kinds_replay_traces(capsys: pytest.CaptureFixture[str]):
+    table, found = measured(capsys, "replay-engines")
+    assert [tuple(line.split()[:2]) for line in table[1:]] == [tuple(name.split()) for name in found]
+    for name, one in found.items():
+        assert one["ideal"] <= one["computed"] < one["tokens"]
+        assert one["computed"] == one["ideal"] or "lfm2" in name
 
 
 def test_hits_are_measured_with_room_and_without(capsys: pytest.CaptureFixture[str]):

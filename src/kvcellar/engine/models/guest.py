@@ -24,6 +24,7 @@ from kvcellar.engine.models.adapters.adapter_rows import AdapterRows
 from kvcellar.engine.models.input_limits import first_position
 from kvcellar.engine.models.mixers import StateView
 from kvcellar.engine.models.seam import Door, FlatDoor, Scorings, SoloDoor, cache_argument, opened
+from kvcellar.engine.models.vision import StepImages, Vision
 from kvcellar.engine.recording.recording import RecordedStep, Recording, Results
 from kvcellar.engine.sample.draw import BY_TORCH
 from kvcellar.errors import KvcellarError, ModelRefused, NotSupported
@@ -87,6 +88,8 @@ class Guest:
         self._accepts = frozenset(inspect.signature(model.forward).parameters)
         self._first = first_position(model)
         self._scorings: Scorings = {}
+        self.vision: Vision | None = None
+        self.not_seeing = ""  # why it sees no images, if its network does
         self.adapted = AdaptedNetwork(model)
 
     @property
@@ -151,22 +154,25 @@ class Guest:
         return positions - torch.arange(positions.shape[0], device=positions.device) if self._offsets else 0
 
     @torch.inference_mode()
-    def forward(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> Tensor:
+    def forward(self, memory: Memory, plan: Plan, ids: Ints, want: Ints, images: StepImages | None = None) -> Tensor:
         """Run the open step of `memory`: ids [T] -> logits [len(want), V] of the rows in `want`.
 
         Raises `NotSupported` for a feed of which a part may be kept, if `no_partial_commit` is set.
         """
         rows = memory.tables.fill("wanted rows", want)
-        if (results := self._recorded(memory, plan, ids, rows)) is not None:
+        if (results := self._recorded(memory, plan, ids, rows, images)) is not None:
             return results.logits
-        return self._forward(memory, plan, ids, rows, want if "logits_to_keep" in self._accepts else None)
+        return self._forward(memory, plan, ids, rows, want if "logits_to_keep" in self._accepts else None, images)
 
-    def _recorded(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor, *, hidden: bool = False) -> Results | None:
+    def _recorded(
+        self, memory: Memory, plan: Plan, ids: Ints, want: Tensor, images: StepImages | None, *, hidden: bool = False
+    ) -> Results | None:
         """The results of a recorded forward; None if modules have to run the step."""
-        if self.recording is None:
+        if self.recording is None or (images is not None and images.rows is not None):
             return None
         self._check(plan)
-        door, tokens, positions = self._flat(memory, plan, ids, want if "logits_to_keep" in self._accepts else None)
+        head = want if "logits_to_keep" in self._accepts else None
+        door, tokens, positions = self._flat(memory, plan, ids, head, images)
         adapters = self.adapted.changes if door.adapted is not None else 0
         with opened(door):
             step = RecordedStep(memory, plan, door, tokens, positions, want, adapters)
@@ -176,25 +182,43 @@ class Guest:
         if self.no_partial_commit is not None and any(feed.in_parts for feed in plan.feeds):
             raise NotSupported(f"a part of a feed cannot be kept, nor be a checkpoint: {self.no_partial_commit}")
 
-    def _flat(self, memory: Memory, plan: Plan, ids: Ints, head: Ints | None) -> tuple[FlatDoor, Tensor, Tensor]:
-        """The door of a flat step, ids and positions [T]."""
-        rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
-        door = FlatDoor(memory, plan, self.past_length(rows[1]), self.shape.bindings, self._scorings)
+    def _flat(
+        self, memory: Memory, plan: Plan, ids: Ints, head: Ints | None, images: StepImages | None
+    ) -> tuple[FlatDoor, Tensor, Tensor]:
+        """The door of a flat step, ids [T], and the positions that the network gets, [T] or [axes,T]."""
+        tokens, positions = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
+        door = FlatDoor(memory, plan, self.past_length(positions), self.shape.bindings, self._scorings)
         self._adapt(door, plan, lambda: door.mixing.view, head)
-        return door, *rows
+        return door, tokens, self._placed(positions, images)
 
-    def _forward(self, memory: Memory, plan: Plan, ids: Ints, want: Tensor | None, head: Ints | None) -> Tensor:
+    def _placed(self, positions: Tensor, images: StepImages | None) -> Tensor:
+        """The positions that the network gets, where the plan has `positions`."""
+        return positions if images is None or images.positions is None else images.positions
+
+    def _forward(
+        self,
+        memory: Memory,
+        plan: Plan,
+        ids: Ints,
+        want: Tensor | None,
+        head: Ints | None,
+        images: StepImages | None,
+    ) -> Tensor:
         """Logits of the rows in `want`, or of all that the output head computes. `head` are the rows that it reads, if
         not all."""
         self._check(plan)
+        if images is not None and images.rows is not None:
+            assert self.vision is not None
+            with self.vision.seeing(images.rows):
+                return self._forward(memory, plan, ids, want, head, images._replace(rows=None))
         if self.mode == "flat":
-            return self.run(*self._flat(memory, plan, ids, head), want)
+            return self.run(*self._flat(memory, plan, ids, head, images), want)
         rows = memory.tables.fill("ids", ids), memory.tables.fill("positions", plan.positions)
         from kvcellar.engine.models.registered import fresh_layers  # imports transformers
 
         door = SoloDoor(memory, plan, fresh_layers(self.model))
         self._adapt(door, plan, lambda: None, head)
-        logits = self.run(door, *rows, want)
+        logits = self.run(door, rows[0], self._placed(rows[1], images), want)
         door.put()
         return logits
 
@@ -205,11 +229,13 @@ class Guest:
             door.adapted = AdapterRows(plan, mixer, self.device, wanted)
 
     @torch.inference_mode()
-    def forward_with_hidden(self, memory: Memory, plan: Plan, ids: Ints, want: Ints) -> tuple[Tensor, Tensor]:
+    def forward_with_hidden(
+        self, memory: Memory, plan: Plan, ids: Ints, want: Ints, images: StepImages | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`forward`, with the hidden states [T,hidden] of all rows that the output head would read: those after the
         last layer and the final norm. Raises `ModelRefused` if the network does not call one output head once."""
         rows = memory.tables.fill("wanted rows", want)
-        if (results := self._recorded(memory, plan, ids, rows, hidden=True)) is not None:
+        if (results := self._recorded(memory, plan, ids, rows, images, hidden=True)) is not None:
             assert results.hidden is not None
             return results.logits, results.hidden
         head = self.model.get_output_embeddings()
@@ -222,7 +248,7 @@ class Guest:
         with ExitStack() as hooked:
             if head is not None:
                 hooked.callback(head.register_forward_pre_hook(only_wanted).remove)
-            logits = self._forward(memory, plan, ids, None, want)
+            logits = self._forward(memory, plan, ids, None, want, images)
         if len(read) != 1:
             raise ModelRefused(
                 f"{type(self.model).__name__} calls its output head {len(read)} times in a forward, not once, so its "
@@ -237,7 +263,7 @@ class Guest:
         with opened_cache(door) as cache:
             inputs: dict[str, Any] = {"input_ids": ids[None], cache_argument(self._accepts): cache, "use_cache": True}
             if "position_ids" in self._accepts:
-                inputs["position_ids"] = positions[None] + self._first
+                inputs["position_ids"] = (positions[None] if positions.dim() == 1 else positions[:, None]) + self._first
             if want is None:
                 return self.model(**inputs).logits[0]
             if "logits_to_keep" in self._accepts:

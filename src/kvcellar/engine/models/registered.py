@@ -124,9 +124,28 @@ def register() -> None:
 def own_attention(model: PreTrainedModel) -> None:
     """Select the eager attention of transformers, where the model's attention can be selected."""
     if model._can_set_attn_implementation():
-        model.set_attn_implementation("eager")
+        _select(model, "eager")
 
 
 def our_attention(model: PreTrainedModel) -> None:
     """Select the attention function that calls the open door."""
-    model.set_attn_implementation(ATTENTION)
+    _select(model, ATTENTION)
+
+
+def _select(model: PreTrainedModel, name: str) -> None:
+    """Of the language model: towers keep theirs."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    model.set_attn_implementation(name if text is config else {"": name, **_of_text(config, text, name)})
+
+
+def _of_text(config: Any, text: Any, name: str) -> dict[str, Any]:
+    """The part of `config` that is `text`, by its place."""
+    found: dict[str, Any] = {}
+    for key in config.sub_configs:
+        part = getattr(config, key)
+        if part is text:
+            found[key] = name
+        elif part is not None and (inside := _of_text(part, text, name)):
+            found[key] = inside | {"": part._attn_implementation}
+    return found

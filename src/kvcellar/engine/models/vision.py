@@ -1,0 +1,216 @@
+"""vision: how images enter a network of transformers.
+
+A network that sees has towers, which make features of an image [n,D], and a decoder, the language model. Its own forward
+puts features in place of the embeddings of placeholders, one token for each row, and calls its decoder. Here the two
+parts run apart: `encode` runs the forward up to the call of the decoder, and keeps what that would get for the
+placeholders; `seeing` puts it into the rows of a step, when the decoder runs on our memory.
+
+What decoders get beside embeddings, where an image is in the text: features for early layers (DeepStack), a mask of the
+image rows, and positions of several axes (temporal, height, width), which the network's `get_rope_index` computes from
+ids and grids. Masks of attention are not passed: what sees both ways is said to memory (`Batch.look_ahead`).
+
+Always true: between two forwards the network is as it was, and nothing is stored here.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kvcellar.engine.models.seam import Door, opened
+from kvcellar.errors import ModelRefused
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PLACEHOLDERS = (  # names of the id of a placeholder in configs
+    "image_token_id", "image_token_index", "img_token_id", "media_placeholder_token_id", "image_patch_id",
+    "vision_token_id", "im_patch_id",
+)  # fmt: skip
+TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where a token is a placeholder
+PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
+    {
+        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position",
+        "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs",
+    }
+)  # fmt: skip
+
+
+class Features(NamedTuple):
+    """Of one image: what replaces embeddings [n,D], and by the names of the decoder's arguments what early layers get,
+    [n,D] for each. `ahead`: its tokens see each other both ways."""
+
+    rows: Tensor
+    layers: Mapping[str, tuple[Tensor, ...]]
+    mask: str | None  # the argument that says which rows are of images
+    ahead: bool
+
+    @property
+    def bytes(self) -> int:
+        return self.rows.nbytes + sum(one.nbytes for several in self.layers.values() for one in several)
+
+
+class ImageRows(NamedTuple):
+    """Of one step: the rows that are of images, in order, and what they get (see `Features`)."""
+
+    rows: Tensor  # [k]
+    features: Tensor  # [k,D]
+    layers: Mapping[str, Sequence[Tensor]]
+    mask: str | None
+
+
+class StepImages(NamedTuple):
+    """What a step has beside its ids, where sequences have images: the positions of its rows [T], or of several axes
+    [axes,T], and the rows of images, if there are any."""
+
+    positions: Tensor | None = None  # None: those of the plan
+    rows: ImageRows | None = None
+
+
+class _TowerDoor(Door):
+    """Open while features are made. Towers have their own attention, and the decoder is not run; its masks say whether
+    the first token sees the last one."""
+
+    def __init__(self) -> None:
+        self.ahead = False
+
+    def update(self, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        raise ModelRefused("its towers store keys and values")
+
+    def past_length(self, layer: int) -> int:
+        return 0
+
+    def mask(self, rule: Any, local_size: int | None, q_length: int, device: torch.device) -> Tensor:
+        zero = torch.zeros((), dtype=torch.long, device=device)
+        self.ahead |= q_length > 1 and bool(rule(zero, zero, zero, zero + q_length - 1))
+        return torch.ones(1, 1, q_length, q_length, dtype=torch.bool, device=device)
+
+
+class _AtDecoder(Exception):
+    """The forward has come to its decoder."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__("the forward has come to its decoder")
+        self.arguments = arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """Of one network. `accepts`: the arguments of its forward."""
+
+    model: "PreTrainedModel"
+    decoder: nn.Module
+    placeholder: int
+    accepts: frozenset[str]
+
+    @property
+    def axes(self) -> bool:
+        """Whether positions have several axes."""
+        return _rope_index(self.model) is not None
+
+    @torch.inference_mode()
+    def encode(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Features:
+        """`ids` are the tokens of one image, from its first placeholder to its last one, and `inputs` what its
+        processor made of it. Raises `ModelRefused` where the network does not treat it as one that is served."""
+        tokens, door = torch.tensor([ids], device=self.model.device), _TowerDoor()
+        with opened(door):
+            arguments = self._at_decoder(tokens, inputs)
+        embeds, places = arguments.get("inputs_embeds"), tokens[0] == self.placeholder
+        if embeds is None:
+            raise ModelRefused("its decoder gets no embeddings")
+        layers, mask = dict[str, tuple[Tensor, ...]](), None
+        for name, value in arguments.items():
+            if name in PLAIN or value is None or isinstance(value, bool | int | str):
+                continue
+            if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == tokens.shape:
+                mask = name
+            elif (several := _by_layer(value, int(places.sum()))) is not None:
+                layers[name] = several
+            else:
+                raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
+        return Features(embeds[0, places].clone(), layers, mask, door.ahead)
+
+    def _at_decoder(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            names = [name for name in inspect.signature(self.decoder.forward).parameters]
+            raise _AtDecoder(dict(zip(names, args, strict=False)) | kwargs)
+
+        handle = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.model(**self._arguments(self.accepts, tokens, inputs), use_cache=False)
+        except _AtDecoder as found:
+            return found.arguments
+        finally:
+            handle.remove()
+        raise ModelRefused("its forward does not call its decoder")
+
+    def _arguments(self, names: frozenset[str], tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        types = (tokens == self.placeholder).long()
+        given = {"input_ids": tokens, **dict.fromkeys(TYPES, types), **inputs}
+        return {name: value for name, value in given.items() if name in names}
+
+    @torch.inference_mode()
+    def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Of a text with images [axes,T], on the CPU, whose placeholders are in `ids`; None: those of any text. `inputs`
+        are those of all of its images, in order."""
+        if (found := _rope_index(self.model)) is None:
+            return None
+        names = frozenset(inspect.signature(found).parameters)
+        positions = found(**self._arguments(names, torch.tensor([ids]), inputs))
+        return (positions[0] if isinstance(positions, tuple) else positions)[:, 0].cpu()
+
+    @contextmanager
+    def seeing(self, step: ImageRows) -> Iterator[None]:
+        """Within the block, the network has the features of images in the rows of a forward."""
+
+        def replace(_: nn.Module, __: Any, embeddings: Tensor) -> Tensor:
+            return embeddings.index_copy(1, step.rows, step.features[None].to(embeddings.dtype))
+
+        def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            given: dict[str, Any] = {name: list(several) for name, several in step.layers.items()}
+            if step.mask is not None:
+                ids: Tensor = (
+                    kwargs["inputs_embeds"] if kwargs.get("inputs_embeds") is not None else kwargs["input_ids"]
+                )
+                seen = torch.zeros(ids.shape[:2], dtype=torch.bool, device=ids.device)
+                seen[:, step.rows] = True
+                given[step.mask] = seen
+            return args, {**kwargs, **given}
+
+        hooks = [self.model.get_input_embeddings().register_forward_hook(replace)]
+        if step.layers or step.mask is not None:
+            hooks.append(self.decoder.register_forward_pre_hook(add, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def vision_of(model: "PreTrainedModel") -> Vision | None:
+    """How images enter the network; None if it does not see."""
+    config = model.config
+    if config.get_text_config(decoder=True) is config:
+        return None
+    placeholder = next((one for name in PLACEHOLDERS if isinstance(one := getattr(config, name, None), int)), None)
+    if placeholder is None or getattr(config, "vision_config", None) is None:
+        return None
+    decoder = model.get_decoder()
+    return Vision(model, decoder, placeholder, frozenset(inspect.signature(model.forward).parameters))
+
+
+def _rope_index(model: "PreTrainedModel") -> Any:
+    """The network's function from ids and grids to positions of several axes; None: it has none."""
+    inner = getattr(model, "model", model)
+    return getattr(model, "get_rope_index", None) or getattr(inner, "get_rope_index", None)
+
+
+def _by_layer(value: Any, rows: int) -> tuple[Tensor, ...] | None:
+    """Features of early layers, [rows,D] each; None: it is something else."""
+    several = tuple(value) if isinstance(value, list | tuple) or isinstance(value, Tensor) and value.dim() == 3 else ()
+    fits = several and all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[0] == rows for one in several)
+    return tuple(one.clone() for one in several) if fits else None

@@ -37,8 +37,8 @@ SCORE_BYTES = 144  # of a token id with its log-probability
 
 @dataclass(frozen=True, slots=True)
 class ImageRules:
-    """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other both
-    ways, so that one step has all of them, `step_tokens` at most."""
+    """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other
+    both ways, so that one step has all of them, `step_tokens` at most."""
 
     why_not: str = ""
     ahead: bool = False
@@ -191,7 +191,8 @@ class PromptMemory:
 
     def take(self, tokens: int, completions: int, scores: int = 0, images: int = 0) -> int:
         """Take bytes for a prompt of so many tokens, each with `scores` log-probabilities, and for so many bytes of
-        images; returns them, for `give`. Raises `Overloaded`, or `BadRequest` if a prompt alone takes more than `most`."""
+        images; returns them, for `give`. Raises `Overloaded`, or `BadRequest` if a prompt alone takes more than
+        `most`."""
         size = tokens * (TOKEN_BYTES + COPY_BYTES * completions + SCORE_BYTES * scores) + images
         if size > self.most:
             raise BadRequest(

@@ -582,8 +582,8 @@ class Scheduler:
 
 
 def _whole(completion: Completion, tokens: int, wanted: int) -> int:
-    """As many of its next tokens, up to `tokens`, as a step can compute where cells are for no more; of `wanted` ones it
-    can."""
+    """As many of its next tokens, up to `tokens`, as a step can compute where cells are for no more; of `wanted` ones
+    it can."""
     images, start = completion.request.images, completion.computed
     if images is None or tokens <= 0 or tokens == wanted:
         return tokens

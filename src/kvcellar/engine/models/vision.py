@@ -1,8 +1,8 @@
 """vision: how images enter a network of transformers.
 
 A network that sees has towers, which make features of an image [n,D], and a decoder, the language model. Its own
-forward puts features in place of the embeddings of placeholders, one token for each row, and calls its decoder. Here the two
-parts run apart: `encode` runs the forward up to the call of the decoder, and keeps what that would get for the
+forward puts features in place of the embeddings of placeholders, one token for each row, and calls its decoder. Here
+the two parts run apart: `encode` runs the forward up to the call of the decoder, and keeps what that would get for the
 placeholders; `seeing` puts it into the rows of a step, when the decoder runs on our memory.
 
 What decoders get beside embeddings, where an image is in the text: features for early layers (DeepStack), a mask of the
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where a token is a placeholder
 PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
     {
-        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position",
-        "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs",
+        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
+        "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs",
     }
 )  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""decoding: pixels of an image file. For a process with limits (`preparing`): codecs are compiled code that reads what a
-client wrote.
+"""decoding: pixels of an image file. For a process with limits (`preparing`): codecs are compiled code that reads what
+a client wrote.
 
 Always true of what is returned: an RGB image of 8 bits a channel, upright, with every pixel that its header declares.
 

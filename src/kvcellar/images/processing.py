@@ -9,7 +9,9 @@ Only a process that decodes images imports this (`preparing`).
 """
 
 import hashlib
+import importlib
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -30,9 +32,16 @@ _CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_conf
 _LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
+class _Absent:
+    """In place of a processor of videos or audio, whose settings are not known."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class _ImagesOnly:
-    """In front of a class of processors: one of its objects has an image processor and a tokenizer, and None in place of
-    processors of other kinds."""
+    """In front of a class of processors: its objects have an image processor and a tokenizer."""
 
     @classmethod
     def _get_arguments_from_pretrained(cls, path: str, *_: Any, **__: Any) -> list[Any]:
@@ -120,7 +129,7 @@ def _loaded(folder: Path) -> Any:
         if (file := folder / name).exists() and file.stat().st_size > MOST_CONFIG:
             raise ModelRefused(f"{name} has {file.stat().st_size} bytes; {MOST_CONFIG} are allowed")
     try:
-        kind = _class_of(folder)
+        kind = _importable(_class_of(folder))
         only: Any = type(kind.__name__, (_ImagesOnly, kind), {"__module__": kind.__module__})
         processor = only.from_pretrained(str(folder), **_LOCAL)
     except (ModelRefused, MemoryError):
@@ -148,11 +157,29 @@ def _class_of(folder: Path) -> Any:
     return PROCESSOR_MAPPING[type(config)]
 
 
+def _importable(kind: Any) -> Any:
+    """The class itself, where transformers has only a name for it because a package is missing that images do not need:
+    its module gets the image processor's module for Pillow in place of the one for torchvision, and what writes numbers
+    of videos as words is not called."""
+    if getattr(kind, "is_dummy", False):
+        place = kind.__module__ if kind.__module__.startswith("transformers.models.") else ""
+        folder = place.rpartition(".")[0]
+        name = folder.rpartition(".")[2]
+        with suppress(ImportError):
+            for_pillow = importlib.import_module(f"{folder}.image_processing_pil_{name}")
+            sys.modules.setdefault(f"{folder}.image_processing_{name}", for_pillow)
+            kind = getattr(importlib.import_module(place), kind.__name__)
+    module: Any = sys.modules[kind.__module__]
+    if vars(module).get("num2words", module) is None:
+        module.num2words = str
+    return kind
+
+
 def _part(kind: Any, name: str, path: str) -> Any:
     if "tokenizer" in name:
         return kind._load_tokenizer_from_pretrained(name, path, **_LOCAL)
     if name != "image_processor":
-        return None
+        return _Absent()
     try:
         return AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
     except (ImportError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""sources: the file of an image, of what a request or a program has instead: a URL, base64, a path, pixels. No torch."""
+"""sources: the file of an image, of what requests and programs have: a URL, base64, a path, pixels. No torch."""
 
 import base64
 import binascii

@@ -108,7 +108,7 @@ class Images:
         return tuple(found)
 
     @property
-    def bytes(self) -> int:
+    def kept_bytes(self) -> int:
         return self._bytes
 
     def rest(self) -> None:

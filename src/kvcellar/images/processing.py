@@ -173,7 +173,7 @@ def _importable(kind: Any) -> Any:
             sys.modules.setdefault(f"{folder}.image_processing_{name}", for_pillow)
             kind = getattr(importlib.import_module(place), kind.__name__)
     module: Any = sys.modules[kind.__module__]
-    if vars(module).get("num2words", module) is None:
+    if "num2words" in vars(module) and module.num2words is None:
         module.num2words = str
     return kind
 

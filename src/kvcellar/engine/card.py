@@ -46,6 +46,16 @@ class TextCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionCard:
+    """What images a model takes. `why_not`: why none; "": it takes some, which the processor prepares that `path` has,
+    and `placeholder` is the token that stands for each row of one."""
+
+    why_not: str = ""
+    placeholder: int = -1
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCard:
     """Of one engine."""
 
@@ -53,6 +63,7 @@ class EngineCard:
     text: TextCard
     padding: int | None  # the padding token, in models that do not count it as a position
     cells: Mapping[str, int]  # of groups that cannot hold a prompt as long as the context: one cell for each token
+    vision: VisionCard
     pooling: Pooling | str  # how it embeds, or why it does not
     cache_bytes: int  # most bytes on its device beside weights and adapters
     max_waiting: int  # requests that wait for admission

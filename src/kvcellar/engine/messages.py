@@ -33,6 +33,7 @@ from kvcellar.events import (
     Tagged,
     TokenLogprob,
 )
+from kvcellar.images.image import ImageInput
 from kvcellar.memory.prefix.kv_events import KvEvent
 from kvcellar.memory.retention import NO_OPTIONS, RetentionOptions
 from kvcellar.memory.tiers.upkeep import Imported, Verified
@@ -70,6 +71,7 @@ class Submission(Tagged, frozen=True, kw_only=True):
     retention: RetentionOptions = NO_OPTIONS  # how what it uses and computes is kept
     adapter: str | None = None  # the name of the adapter that it is computed with; "": none; None: the engine's default
     pooling: PoolingMode | None = None  # it ends with its prompt, and gives its hidden states, pooled that way
+    images: tuple[ImageInput, ...] = ()  # whose rows are in the prompt, in order: one that is there twice, twice
     rewrite: Rewrite | None = None  # what the prompt has in another form than an earlier one of the same chat
     produced: tuple[Produced, ...] = ()  # in another engine, which died: choices that are not named have no tokens
     prompt_told: bool = False  # `PromptScored` or `Embedded` has been told, and is not told again

@@ -6,12 +6,14 @@ thread.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any
 
 from kvcellar.engine.arguments import tokens
 from kvcellar.engine.control.count_stats import stats
 from kvcellar.engine.control_replies import NamespaceContents, Removed
 from kvcellar.errors import BadRequest
+from kvcellar.images.image import is_row
 from kvcellar.memory.kv.record import positions
 from kvcellar.memory.prefix.listing import Listed, Walk
 from kvcellar.memory.prefix.node import TOKEN, Node, key_of, path_key, root_of
@@ -100,7 +102,8 @@ class Contents:
 
     def _check(self, snapshot: Snapshot) -> None:
         """Raises `BadRequest` for tokens that the model does not have, and for another record."""
-        tokens(memoryview(snapshot.tokens).cast("q").tolist(), self._built.intake.vocab_size, "tokens")
+        text = filterfalse(is_row, memoryview(snapshot.tokens).cast("q").tolist())
+        tokens([0, *text], self._built.intake.vocab_size, "tokens")
         positions(snapshot.record)
 
     def _needed(self) -> DiskTier:

@@ -3,6 +3,7 @@
 Always true:
   * only completions in decode have drafts, and only between `propose` and the end of their step;
   * while the drafter is parked, rounds are plain and no chain is made for it;
+  * texts with images have none: what drafts knows tokens only;
   * all accepted drafts of a completion, and the token that follows them, fit its context and its `max_tokens`.
 """
 
@@ -52,12 +53,14 @@ class Drafting:
         self._resting = completions if self.speculator is not None and self.speculator.parked else ()
         if self.speculator is None or self._resting or not completions:
             return [0] * len(completions)
-        chains = [self._chain(completion, min(most, self._room(completion))) for completion in completions]
+        texts = [completion for completion in completions if completion.request.images is None]
+        chains = [self._chain(completion, min(most, self._room(completion))) for completion in texts]
         self._sequences.clear()
-        self._sequences.update((completion.key, completion.seq) for completion in completions)
-        self.speculator.draft(chains)
-        self._chains = dict(zip(completions, chains, strict=True))
-        return [len(chain.drafts) for chain in chains]
+        self._sequences.update((completion.key, completion.seq) for completion in texts)
+        if chains:
+            self.speculator.draft(chains)
+        self._chains = dict(zip(texts, chains, strict=True))
+        return [len(self._chains[one].drafts) if one in self._chains else 0 for one in completions]
 
     def _room(self, completion: Completion) -> int:
         left, produced = self._context - len(completion.tokens), completion.sampler.produced
@@ -137,6 +140,8 @@ class Drafting:
     def expect(self, completion: Completion) -> None:
         """A completion waits: what tiers have of its text is read meanwhile."""
         request = completion.request
+        if request.images is not None:
+            return
         self._try(lambda memory: memory.expect(completion.key, request.space, completion.tokens))
 
     def pump(self) -> bool:

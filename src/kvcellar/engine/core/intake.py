@@ -12,16 +12,18 @@ it.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import TYPE_CHECKING
 
 from kvcellar.engine import arguments
+from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.request import Completion, Request, Status
 from kvcellar.engine.messages import EngineEvent, Produced, Submission
 from kvcellar.engine.sample.sampler import Sampler
 from kvcellar.errors import BadRequest, Overloaded
+from kvcellar.images.image import has_rows, is_row
 from kvcellar.memory.prefix.node import ids_of
 
 if TYPE_CHECKING:  # imports transformers
@@ -31,6 +33,36 @@ if TYPE_CHECKING:  # imports transformers
 TOKEN_BYTES = 44  # of a token id in a tuple, and of the id itself
 COPY_BYTES = 8  # of a token id in the list of one completion
 SCORE_BYTES = 144  # of a token id with its log-probability
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRules:
+    """What images a model takes. `why_not`: why none; "": it takes some. `ahead`: tokens of an image see each other
+    both ways, so that one step has all of them, `step_tokens` at most."""
+
+    why_not: str = ""
+    ahead: bool = False
+    step_tokens: int = 0
+
+    def of(self, submission: Submission) -> PromptImages | None:
+        """The images of a submission. Raises `BadRequest`."""
+        prompt = ids_of(submission.prompt)
+        if not submission.images and not has_rows(prompt):
+            return None
+        if self.why_not:
+            raise BadRequest(self.why_not, "messages")
+        if submission.params.prompt_logprobs is not None:
+            raise BadRequest(
+                "tokens of a prompt with images have no log-probabilities: leave it out", "prompt_logprobs"
+            )
+        images = PromptImages(prompt, submission.images, ahead=self.ahead)
+        if self.ahead and (longest := max(map(len, images.spans))) > self.step_tokens:
+            raise BadRequest(
+                f"an image has {longest} tokens, which see each other, and a step at most {self.step_tokens}. Send a "
+                f"smaller one, or raise step_tokens",
+                "messages",
+            )
+        return images
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +76,7 @@ class Intake:
     padding: int | None  # the padding token, in models that do not count it as a position
     adapters: "Adapters"
     grammars: "Grammars"
+    images: ImageRules = field(default_factory=lambda: ImageRules("this model takes no images"))
 
     def submit(
         self,
@@ -56,11 +89,13 @@ class Intake:
         what cannot have been produced, `Overloaded`."""
         params = submission.params
         scores = 0 if params.prompt_logprobs is None else 1 + params.prompt_logprobs
-        size, use, request = self.prompts.take(len(ids_of(submission.prompt)), params.n, scores), None, None
+        images = self.images.of(submission)
+        size = self.prompts.take(len(ids_of(submission.prompt)), params.n, scores, images.bytes if images else 0)
+        use, request = None, None
         try:
             if (submission.adapter, self.adapters.default) != (None, None):
                 use = self.adapters.take(submission.adapter)
-            request = Request(submission, deliver, use, on_done=partial(self.ended, size))
+            request = Request(submission, deliver, use, images, on_done=partial(self.ended, size))
             take_in(request, self.completions(request))
         except BaseException:
             if request is None or request.claim():
@@ -81,7 +116,7 @@ class Intake:
             request.params,
             seed=request.submission.seed,
             index=0,
-            prompt_ids=request.prompt,
+            prompt_ids=request.prompt if request.images is None else [*filterfalse(is_row, request.prompt)],
             vocab_size=self.vocab_size,
             end_ids=self.end_ids,
             never_ids=frozenset() if self.padding is None else frozenset({self.padding}),
@@ -154,10 +189,11 @@ class PromptMemory:
         self.most, self.taken = most, 0
         self._lock = threading.Lock()
 
-    def take(self, tokens: int, completions: int, scores: int = 0) -> int:
-        """Take bytes for a prompt of so many tokens, each with `scores` log-probabilities; returns them, for `give`.
-        Raises `Overloaded`, or `BadRequest` if a prompt alone takes more than `most`."""
-        size = tokens * (TOKEN_BYTES + COPY_BYTES * completions + SCORE_BYTES * scores)
+    def take(self, tokens: int, completions: int, scores: int = 0, images: int = 0) -> int:
+        """Take bytes for a prompt of so many tokens, each with `scores` log-probabilities, and for so many bytes of
+        images; returns them, for `give`. Raises `Overloaded`, or `BadRequest` if a prompt alone takes more than
+        `most`."""
+        size = tokens * (TOKEN_BYTES + COPY_BYTES * completions + SCORE_BYTES * scores) + images
         if size > self.most:
             raise BadRequest(
                 f"a prompt of {tokens} tokens with n {completions} takes {size} bytes; {self.most} are for prompts. "

@@ -324,6 +324,7 @@ class Loop:
             for completion in list(self.scheduler.running):
                 if completion.full(self._context):
                     self._shift(completion)
+            self._encode()
             self.scheduler.current = None
             scheduled, stuck = self.scheduler.schedule()
             self.scheduler.current = None
@@ -337,6 +338,17 @@ class Loop:
         for request in [completion.request for completion in self.scheduler.running if completion.request.unreachable]:
             self._cancel(request)
         self._recover()
+
+    def _encode(self) -> None:
+        """Encode one image, which a running prompt needs next. An error ends its request."""
+        seeing, running = self.manager.seeing, self.scheduler.running
+        if seeing is None or (found := seeing.missing(running)) is None:
+            return
+        try:
+            seeing.encode(*found, running)
+        except Exception as error:  # noqa: BLE001 - logged, and given to its request
+            self._failures.record("encoding an image", found[0].request, error)
+            self._recover()
 
     def _shift(self, completion: Completion) -> None:
         """Remove the oldest tokens of a completion that has filled its context.
@@ -433,6 +445,8 @@ class Loop:
             if self._requests.pop(request.number, None) is not None:
                 self.last.add(request)
             self.manager.drafting.conclude(request.number)
+            if self.manager.seeing is not None and request.images is not None:
+                self.manager.seeing.forget(request.images)
             request.completions = []  # they refer to it: what both hold is freed now, not by a collection of cycles
 
     def _free(self, completion: Completion) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kvcellar.engine.core.prompt_images import PromptImages
 from kvcellar.engine.core.prompt_reading import Pooled, PromptLogprobs, PromptReading, to_read
 from kvcellar.engine.messages import Drawn, Ended, EngineEvent, Submission
 from kvcellar.engine.request_options import shift_span, timings_of
@@ -67,6 +68,7 @@ class Request:
     submission: Submission
     deliver: Callable[[EngineEvent], None]
     adapter: AdapterUse | None = None
+    images: PromptImages | None = None  # of its prompt
     prompt_reading: PromptReading | None = field(init=False, default=None)  # None: nothing is read of it
     prompt: Sequence[int] = field(init=False)
     space: str = field(init=False)

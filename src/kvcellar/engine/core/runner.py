@@ -26,7 +26,9 @@ from kvcellar.engine.core.drafting import Drafting
 from kvcellar.engine.core.failures import check_device
 from kvcellar.engine.core.prompt_rows import PromptRows
 from kvcellar.engine.core.request import Completion, Scheduled, Status
+from kvcellar.engine.core.seeing import Seeing
 from kvcellar.engine.models.guest import Guest
+from kvcellar.engine.models.vision import StepImages
 from kvcellar.engine.speculate.chain import Chain, Verified, verify
 from kvcellar.engine.speculate.drafter import Committed
 from kvcellar.errors import CacheFull, EngineFailed
@@ -115,7 +117,10 @@ class Runner:
         end: End,
         feeds: Callable[[Sequence[Scheduled]], tuple[Feed, ...]],
         keep: Callable[[Completion, int, int | None, Sequence[int]], None],
+        seeing: Seeing | None = None,
     ) -> None:
+        """`seeing`: features of images; None: the model takes none."""
+        self._seeing = seeing
         self._guest, self._memory, self._drafting, self._context = guest, memory, drafting, context
         self._siblings, self._fork, self._end = siblings, fork, end
         self._feeds, self._keep = feeds, keep
@@ -187,10 +192,12 @@ class Runner:
         The commit raises, too, where a model skipped one of its recurrent layers and so wrote no state.
         """
         chains = {one.completion: self._drafting.chain(one.completion, one.drafts) for one in scheduled}
-        with self._memory.stepping(Batch(self._feeds(scheduled))) as plan:
+        ahead = self._seeing.ahead(scheduled) if self._seeing is not None else ()
+        with self._memory.stepping(Batch(self._feeds(scheduled), ahead)) as plan:
             ids, rows = _inputs(scheduled, chains)
+            ids, images = self._seeing.step(scheduled, ids) if self._seeing is not None else (ids, None)
             reads = PromptRows(scheduled, self._guest.draws) if any(one.completion.reads for one in scheduled) else None
-            logits, hidden = self._forward(plan, ids, rows, reads)
+            logits, hidden = self._forward(plan, ids, rows, reads, images)
             found = reads.values(logits[len(rows) :], hidden) if reads is not None else ()
             if reads is not None:
                 logits = logits[: len(rows)].clone()  # the others are freed before tokens are drawn
@@ -205,13 +212,18 @@ class Runner:
             return Kept(chains, ready, results, counts, self._memory.commit(counts), hidden, reads, found)
 
     def _forward(
-        self, plan: Plan, ids: Sequence[int], rows: Sequence[int], reads: PromptRows | None
+        self,
+        plan: Plan,
+        ids: Sequence[int],
+        rows: Sequence[int],
+        reads: PromptRows | None,
+        images: StepImages | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits [R,V] of `rows`, and behind them of the rows that requests read; hidden states [T,H], if needed."""
         wanted = rows if reads is None else [*rows, *reads.scored]
         if self._drafting.reads_hidden or (reads is not None and reads.hidden):
-            return self._guest.forward_with_hidden(self._memory, plan, ids, wanted)
-        return self._guest.forward(self._memory, plan, ids, wanted), None
+            return self._guest.forward_with_hidden(self._memory, plan, ids, wanted, images)
+        return self._guest.forward(self._memory, plan, ids, wanted, images), None
 
     def _ready(self, scheduled: Sequence[Scheduled]) -> list[Ready]:
         found: list[Ready] = []
@@ -296,7 +308,7 @@ class Runner:
             count, request, text = kept.rows[_seq(completion)], completion.request, completion.tokens
             start, hidden = completion.computed - count, kept.hidden[row : row + count]
             new, namespace = [*text[start : start + count], *kept.chains[completion].tokens][:count], request.space
-            if count:
+            if count and request.images is None:
                 news.append(Committed(completion.key, namespace, text, start, new, hidden, request.retention))
             row += tokens + drafts
         self._drafting.committed(news)

@@ -340,12 +340,13 @@ class Scheduler:
             if not (wanted := self._wanted(completion, step, most)):
                 return True  # in a later step
             room = self._make_free(step.rows + wanted, drafts=step.drafts > 0) - step.rows
+            room = _whole(completion, min(room, wanted), wanted)
             self.current = completion
             if step.drafts and room < wanted:  # drafts take nothing that others need
                 self._drop_drafts(step)
                 continue
             if room >= 1:
-                step.add(completion, min(room, wanted))
+                step.add(completion, room)
                 self._reserve(step)
                 return True
             if (victim := self._last(completion)) is not None:
@@ -361,15 +362,19 @@ class Scheduler:
         if completion.late or step.left <= 0:
             return
         if (wanted := self._wanted(completion, step, done + step.left) - done) > 0:
-            room = self._make_free(step.rows + wanted, drafts=True) - step.rows
-            if room >= 1:
-                step.add(completion, min(room, wanted))
+            room = min(wanted, self._make_free(step.rows + wanted, drafts=True) - step.rows)
+            if (room := _whole(completion, done + room, done + wanted) - done) >= 1:
+                step.add(completion, room)
                 self._reserve(step)
 
     def _even(self, step: _Step) -> None:
         """Leave out as many tokens of a prompt that does not end as there are rows beyond a multiple of `EVEN`."""
         odd = step.rows % EVEN
-        going_on = (one for one in step.scheduled if one.completion.status is Status.PREFILL and not one.ends)
+        going_on = (
+            one
+            for one in step.scheduled
+            if one.completion.status is Status.PREFILL and not one.ends and one.completion.request.images is None
+        )
         longest = max(going_on, key=lambda one: one.tokens, default=None)
         if odd and longest is not None and longest.tokens > odd:
             step.add(longest.completion, -odd)
@@ -379,6 +384,8 @@ class Scheduler:
         """How many of its next tokens, up to `most`, a step can compute."""
         end = min(self._manager.next_end(completion), self._context)
         tokens = min(most, end - completion.computed)
+        if completion.request.images is not None:
+            tokens = self._whole_images(completion, step, tokens)
         if not (rows := completion.scored(tokens)):
             return tokens
         others = [one for one in step.scheduled if one.completion is not completion]
@@ -386,6 +393,16 @@ class Scheduler:
         left = self._scored_beside if decodes else self._scored
         left -= sum(len(one.completion.scored(one.tokens)) for one in others)
         return tokens if len(rows) <= left else rows.start + max(0, left)
+
+    def _whole_images(self, completion: Completion, step: _Step, tokens: int) -> int:
+        """As many of its next tokens, up to about `tokens`, as end at no place inside an image that a step has to have
+        whole: 0 where the step has no room for one."""
+        images, start = completion.request.images, completion.computed
+        if images is None or tokens <= 0:
+            return tokens
+        whole = images.whole(start, start + tokens) - start
+        others = step.rows - step.tokens_of(completion)
+        return whole if whole <= tokens or others + whole <= self._step_tokens else 0
 
     def _drop_drafts(self, step: _Step) -> None:
         for one in step.scheduled:
@@ -562,3 +579,13 @@ class Scheduler:
         for completion in self.running:
             assert completion.seq is not None
             assert completion.status in (Status.PREFILL, Status.DECODE)
+
+
+def _whole(completion: Completion, tokens: int, wanted: int) -> int:
+    """As many of its next tokens, up to `tokens`, as a step can compute where cells are for no more; of `wanted` ones
+    it can."""
+    images, start = completion.request.images, completion.computed
+    if images is None or tokens <= 0 or tokens == wanted:
+        return tokens
+    whole = images.whole(start, start + tokens) - start
+    return whole if whole <= tokens else 0

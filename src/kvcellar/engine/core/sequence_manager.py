@@ -27,6 +27,7 @@ from kvcellar.memory.spans import Span
 from kvcellar.memory.store import OpenStore, Store
 
 if TYPE_CHECKING:
+    from kvcellar.engine.core.seeing import Seeing
     from kvcellar.memory.memory import Memory
 
 log = logging.getLogger("kvcellar.engine")
@@ -51,9 +52,11 @@ class SequenceManager:
         shares: Shares = USUAL,
         events: KvEvents | None = None,
         open_store: OpenStore | None = None,
+        seeing: "Seeing | None" = None,
     ) -> None:
-        """`in_parts` and `spare` as `PrefixCache` has them. `events`: what is in memory is published there."""
-        self.memory, self.drafting, self.events = memory, drafting, events
+        """`in_parts` and `spare` as `PrefixCache` has them. `events`: what is in memory is published there. `seeing`:
+        features of images; None: the model takes none."""
+        self.memory, self.drafting, self.events, self.seeing = memory, drafting, events, seeing
         self.cache = PrefixCache(
             memory, in_parts=in_parts, spare=spare, shares=shares, watch=events, open_store=open_store
         )
@@ -209,6 +212,8 @@ class SequenceManager:
         """The most tokens of a running completion that may be in memory after the next step: it ends at a checkpoint
         where the model cannot leave one inside a step."""
         end, found = len(completion.tokens), self._running.get(completion.seq or 0)
+        if self.seeing is not None:
+            end = self.seeing.end(completion, end)
         return end if found is None else self.cache.step_end(found[1], completion.computed, end)
 
     def feeds(self, scheduled: Sequence[Scheduled]) -> tuple[Feed, ...]:
@@ -221,6 +226,8 @@ class SequenceManager:
         assert seq is not None, "a completion without a sequence was scheduled"
         new, found = Span(completion.computed, completion.computed + scheduled.rows), self._running.get(seq)
         positions = self.cache.checkpoints(found[1], new) if found is not None else ()
+        if (images := completion.request.images) is not None:
+            positions = tuple(pos for pos in positions if not images.inside(pos))
         claimed = found is not None and self.prefixes.claimed(found[1], new)
         adapter = use.number if (use := completion.request.adapter) is not None else 0
         revertible = scheduled.drafts > 0

@@ -19,6 +19,7 @@ from kvcellar.errors import BadRequest, CapacityTooSmall
 from kvcellar.memory.kv.group import Group
 from kvcellar.memory.memory import Memory
 
+MOST_IMAGES = 256 << 20  # bytes of features of images, unless `image_bytes` says otherwise
 MOST_SHARE = 0.5  # of the bytes, for what drafts, unless `draft_bytes` says otherwise
 
 Scratch = Callable[[int, int, int], int]  # see `resolve_capacity`
@@ -63,14 +64,27 @@ class Needs:
         return cells + 4 * self.bytes_per_row
 
 
+def image_bytes(settings: Settings, device: torch.device) -> int:
+    """Most bytes of the features of images. Raises `BadRequest`."""
+    budget, because = _budget(settings, device.type, _free(device))
+    if settings.image_bytes is None:
+        return min(budget // 8, MOST_IMAGES)
+    if settings.image_bytes >= budget:
+        raise BadRequest(f"image_bytes is {settings.image_bytes} of the {budget} bytes of {because}", "image_bytes")
+    return settings.image_bytes
+
+
 def divided(
-    needs: Needs, draft: Needs | None, settings: Settings, device: torch.device
+    needs: Needs, draft: Needs | None, settings: Settings, device: torch.device, images: int = 0
 ) -> tuple[Capacity, Capacity | None]:
-    """Capacities of the model's memory and of what drafts. Raises `CapacityTooSmall`, `BadRequest`."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
+    """Capacities of the model's memory and of what drafts, beside so many bytes for features of `images`. Raises
+    `CapacityTooSmall`, `BadRequest`."""
+    free = _free(device)
     if draft is None and settings.draft is not None and settings.draft_bytes is not None:
         raise BadRequest("draft_bytes is set, but what drafts has no memory of its own; leave it out", "draft_bytes")
     budget, because = _budget(settings, device.type, free)
+    if images:
+        budget, because, free = budget - images, f"{because} without {images} for images", free - images
     drafts = None if draft is None else _for_drafts(needs, draft, settings, budget, because)
     if drafts is not None:
         budget, because = budget - drafts.total, f"{because} without {drafts.total} for drafts"
@@ -78,6 +92,10 @@ def divided(
     capacity = _resolved(needs, settings, budget, because)
     check_room(capacity, device, free)
     return capacity, drafts
+
+
+def _free(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
 
 
 def _budget(settings: Settings, kind: str, free: int) -> tuple[int, str]:

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from kvcellar.engine.card import EngineCard, ModelCard, TextCard, default_sampling
+from kvcellar.engine.card import EngineCard, ModelCard, TextCard, VisionCard, default_sampling
 from kvcellar.engine.core.device import DeviceThread, Inbox
 from kvcellar.engine.core.drafting import Drafting
-from kvcellar.engine.core.intake import Intake, PromptMemory
+from kvcellar.engine.core.intake import ImageRules, Intake, PromptMemory
 from kvcellar.engine.core.loop import Loop
 from kvcellar.engine.core.runner import Runner
 from kvcellar.engine.core.scheduler import SCORED, Chunks, Scheduler
+from kvcellar.engine.core.seeing import Seeing
 from kvcellar.engine.core.sequence_manager import SequenceManager
 from kvcellar.engine.load.adapters import Adapters, open_adapters
-from kvcellar.engine.load.allocate import Needs, allocated, divided
+from kvcellar.engine.load.allocate import Needs, allocated, divided, image_bytes
 from kvcellar.engine.load.capacity import Capacity
 from kvcellar.engine.load.machine import Threads, threads_of
 from kvcellar.engine.load.open_model import Model, chosen
@@ -146,13 +147,15 @@ def _loaded(model: Model, settings: Settings) -> "Loaded":
 
 def _tested(loaded: "Loaded", settings: Settings) -> _Made:
     """Pack a network, test it, and record its steps."""
-    from kvcellar.engine.models.build_guest import build_guest  # imports transformers
+    from kvcellar.engine.load.open_vision import open_vision  # imports transformers
+    from kvcellar.engine.models.build_guest import build_guest
 
     packing = None
     if settings.pack and loaded.model.device.type == "cpu":
         report("packing weights")
         packing = pack_model(loaded.model)
     plain = build_guest(loaded.model, named(settings.attention))
+    open_vision(plain, loaded)
     guest = _storing(plain, settings)
     record_steps(guest, settings)
     return _Made(guest, plain, packing)
@@ -204,15 +207,16 @@ def _assembled(
     deepest = drafts.deepest if drafts is not None else 0
     steps = {"context": context, "step_tokens": step_tokens, "deepest": deepest}
     needs = Needs.of(guest, context, scratch(guest, measures=measures, **steps), shifts=True)
-    capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device)
+    images = image_bytes(settings, guest.device) if guest.vision is not None else 0
+    capacity, own = divided(needs, drafts.needs if drafts is not None else None, settings, guest.device, images)
     measures.keep()
-    if not isinstance(base, Restart):
+    if not isinstance(base, Restart) and guest.vision is None:  # whose network is needed for the first image
         kept.keep(base, guest, packing, measures)
     report("allocating memory")
     memory = allocated(guest.memory, capacity, context, guest.device)
     if guest.device.type == "cuda":
         prove(guest, memory, max_sequences=capacity.states.sequences, **steps)
-    intake = _intake(loaded, settings, context, adapters)
+    intake = replace(_intake(loaded, settings, context, adapters), images=_image_rules(guest, loaded, step_tokens))
     tiers = partial(open_store, settings=settings, post=inbox.post, opened=opened)
     part = own.bytes / (capacity.bytes + own.bytes) if own is not None else 0.0
     shares = Shares(settings.pin_share, settings.tenant_share)
@@ -228,6 +232,7 @@ def _assembled(
         shares=shares,
         events=events,
         open_store=partial(tiers, source=source_of(loaded, guest), share=1 - part, events=events),
+        seeing=None if guest.vision is None else Seeing(guest.vision, device=guest.device, most=images),
     )
     loop, runner = _running(guest, manager, settings, intake, threads, inbox, capacity)
     found = (settings, base, loaded, guest, packing, threads, memory, capacity, intake, loop, runner, adapters)
@@ -318,8 +323,15 @@ def _running(
         end=loop.end,
         feeds=manager.feeds,
         keep=manager.keep,
+        seeing=manager.seeing,
     )
     return loop, runner
+
+
+def _image_rules(guest: Guest, loaded: Described, step_tokens: int) -> ImageRules:
+    if guest.vision is None:
+        return ImageRules(f"{loaded.name} takes no images: {guest.not_seeing}")
+    return ImageRules(ahead=guest.ahead, step_tokens=step_tokens)
 
 
 def _scored(capacity: Capacity, intake: Intake) -> int:
@@ -384,6 +396,7 @@ def card_of(built: Built) -> EngineCard:
             for group in memory.storage.groups
             if group.layout.most_cells(context, 1) > cells[group.name]
         },
+        vision=_vision_card(built),
         pooling=NONE if loaded.path is None else pooling_of(loaded.path),
         cache_bytes=_cache_bytes(built),
         max_waiting=settings.max_waiting,
@@ -407,6 +420,13 @@ def _model_card(built: Built) -> ModelCard:
         special_tokens=text.special if text is not None else {},
         chat_template=text.chat_template if text is not None else None,
     )
+
+
+def _vision_card(built: Built) -> VisionCard:
+    vision, loaded = built.guest.vision, built.base
+    if vision is None or loaded.path is None:
+        return VisionCard(why_not=built.intake.images.why_not)
+    return VisionCard(placeholder=vision.placeholder, path=loaded.path)
 
 
 def _cache_bytes(built: Built) -> int:

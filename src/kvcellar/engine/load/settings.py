@@ -39,7 +39,7 @@ SHARE_OF_FREE = {"cpu": 0.3, "cuda": 0.85}  # less of a CPU's memory, which othe
 
 _KINDS: Mapping[str, Kind] = {  # of fields; None is allowed where it is the default
     **dict.fromkeys(("cache_bytes", "context", "max_sequences", "step_tokens", "max_waiting"), Whole(1, UNBOUNDED)),
-    **dict.fromkeys(("threads", "draft_bytes", "kv_events_block"), Whole(1, UNBOUNDED)),
+    **dict.fromkeys(("threads", "draft_bytes", "image_bytes", "kv_events_block"), Whole(1, UNBOUNDED)),
     **dict.fromkeys(("replay_bytes", "host_bytes", "adapter_bytes"), Whole(0, UNBOUNDED)),
     **dict.fromkeys(("store_bytes", "store_remote_bytes"), Whole(2**18, UNBOUNDED)),
     "staging_bytes": Whole(2**16, UNBOUNDED),
@@ -78,6 +78,8 @@ class Settings:
     text_bytes: int | None = None  # CPU memory for texts, half for tokenizing, half for prompts; None: by context
     # CPU memory for the texts and tokens of chats, whose replies keep their tokens in later turns; 0: they do not
     replay_bytes: int = 32 * 2**20
+    # bytes of `cache_bytes` for what is made of images, for models that take some; None: an eighth, 256 MiB at most
+    image_bytes: int | None = None
     attention: str | None = None  # name of an attention backend; None: the first that supports the model
     threads: int | None = None  # CPU threads of torch; None: its default, within the CPU quota
     kv_dtype: str | None = None  # storage of K/V: int8, or k=int8+hadamard,v=int4; None: as `dtype`

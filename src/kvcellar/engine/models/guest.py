@@ -4,6 +4,7 @@ Always true:
   * `mode` is how it is run: "flat" (all sequences in one row, our attention) or "solo" (one sequence per forward, its
     own attention); `refused` is why a solo guest is not run flat;
   * `recording` runs flat steps where it is set, with the logits of the modules; `not_recorded` is why it is not set;
+  * `vision` is how images enter its network, which gave its own logits with them; `not_seeing` is why they do not;
   * `expands` is why attention modules of a flat guest compute keys from what is stored (MLA) in each step, if they do;
   * `no_partial_commit` is why recurrent layers cannot keep a part of a feed: its `forward` refuses feeds that are
     revertible or have a checkpoint inside.
@@ -89,7 +90,8 @@ class Guest:
         self._first = first_position(model)
         self._scorings: Scorings = {}
         self.vision: Vision | None = None
-        self.not_seeing = ""  # why it sees no images, if its network does
+        self.not_seeing = "its network reads text only"  # where `vision` is None
+        self.ahead = False  # tokens of an image see each other both ways
         self.adapted = AdaptedNetwork(model)
 
     @property

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+PLACEHOLDERS = (  # names of the id of a placeholder in configs
+    "image_token_id", "image_token_index", "img_token_id", "media_placeholder_token_id", "image_patch_id",
+    "vision_token_id", "im_patch_id",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a network accepts. `context_reason` is why the context is shorter than its config says; `padding` is the
@@ -67,8 +73,15 @@ def padding_token(model: "PreTrainedModel") -> int | None:
 def random_tokens(model: "PreTrainedModel", tokens: int, draw: Generator) -> list[int]:
     """So many token ids that the model accepts, the same on every machine."""
     ids = randint(0, embedding_rows(model), (tokens,), generator=draw, device=draw.device)
-    padding = padding_token(model)
-    return (ids if padding is None else ids.masked_fill(ids == padding, padding + 1)).tolist()
+    never = {padding_token(model), placeholder_of(model)}
+    return [
+        token if token not in never else next(one for one in range(3) if one not in never) for token in ids.tolist()
+    ]
+
+
+def placeholder_of(model: "PreTrainedModel") -> int | None:
+    """The token that stands for a row of an image; None: its config names none."""
+    return next((one for name in PLACEHOLDERS if isinstance(one := getattr(model.config, name, None), int)), None)
 
 
 def embedding_rows(model: "PreTrainedModel") -> int:

@@ -27,7 +27,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.tokenization_utils_base import get_fast_tokenizer_file
 
 from kvcellar.engine.models.described import AsStored, Described, Served
@@ -312,7 +320,9 @@ def skeleton_of(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     """The network without weights, on the meta device."""
     what = f"transformers cannot build a {config.model_type} from config.json"
     with refusing(what), building(), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        return kind.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _filled(

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from kvcellar.engine.models.guest import Guest, Verdict
 from kvcellar.engine.models.hf_globals import silence_transformers
 from kvcellar.engine.models.input_limits import context_of, random_tokens
 from kvcellar.engine.models.registered import our_attention, own_attention
+from kvcellar.engine.models.vision import ImageRows, StepImages, Vision
 from kvcellar.errors import ModelRefused
 from kvcellar.kernels.layers import OwnExperts, OwnLinear
-from kvcellar.memory.plan import Batch, Feed
+from kvcellar.memory.plan import Ahead, Batch, Feed
 from kvcellar.memory.spans import Span
 
 TOLERANCE: Mapping[torch.dtype, float] = {
@@ -72,6 +74,45 @@ def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
     return _verdict(_Replay(guest, reference), _partial_steps)
 
 
+def image_test(guest: Guest, vision: Vision, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Verdict:
+    """A text with the same image twice, in chunks, beside a text without one. `ids` are the tokens of the image, from
+    its first placeholder to its last one, `inputs` what its processor made of it."""
+    model, device = guest.model, guest.device
+    text = random_tokens(model, 24, torch.Generator().manual_seed(2))
+    ours = [*text[:5], *ids, *text[5:8], *ids, *text[8:14]]
+    twice = {name: torch.cat([one, one]) for name, one in inputs.items()}
+    with torch.inference_mode():
+        own_attention(model)
+        reference = {0: vision.logits(ours, twice), 1: vision.logits(text, {})}
+        replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
+        features = vision.encode(ids, inputs)
+    placed, n = vision.positions(ours, twice), len(ids)
+    spans = Span(5, 5 + n), Span(8 + n, 8 + 2 * n)
+    cuts = (0, 2, 5 + n // 2, 6 + n, 8 + 2 * n + 1, len(ours) - 1, len(ours))
+    if features.ahead:
+        cuts = (0, 2, 5 + n, 8 + 2 * n, len(ours) - 1, len(ours))
+    at = [place for span in spans for place in range(span.start, span.end) if ours[place] == vision.placeholder]
+    for number, (start, end) in enumerate(pairwise(cuts)):
+        beside = [Feed(1, Span(4 * number, 4 * number + 4))] if guest.mode == "flat" else []
+        parts = [
+            (place - start, features, at.index(place) % len(features.rows)) for place in at if start <= place < end
+        ]
+        rows = ImageRows.of(parts, device)
+        positions = None
+        if placed is not None:
+            positions = placed[:, start:end] if rows is not None else placed[0, start:end]
+            for feed in beside:
+                others = torch.arange(feed.pos.start, feed.pos.end)
+                positions = torch.cat([positions, others.expand(*positions.shape[:-1], -1)], -1)
+            positions = positions.to(device)
+        ahead = tuple((0, span) for span in spans if features.ahead and start <= span.start and span.end <= end)
+        replay.step(Feed(0, Span(start, end)), *beside, ahead=ahead, images=StepImages(positions, rows))
+    kind = judged_as(model)
+    if not all(bool(gap.isfinite().all()) for gap in replay.gaps):
+        return Verdict(float("inf"), TOLERANCE[kind])
+    return Verdict(worst(replay.gaps, kind), TOLERANCE[kind])
+
+
 def _verdict(replay: "_Replay", steps: Callable[["_Replay"], None]) -> Verdict:
     steps(replay)
     kind = judged_as(replay.guest.model)
@@ -119,7 +160,13 @@ class _Replay:
         if guest.mode == "flat":
             our_attention(guest.model)
 
-    def step(self, *feeds: Feed, kept: Mapping[int, int] | None = None) -> dict[int, int]:
+    def step(
+        self,
+        *feeds: Feed,
+        kept: Mapping[int, int] | None = None,
+        ahead: tuple[Ahead, ...] = (),
+        images: StepImages | None = None,
+    ) -> dict[int, int]:
         """In one step, or one step per feed if the guest runs solo; returns the claims made, by sequence.
 
         `kept`: tokens to commit, by sequence, if not all. The tokens of the feed after them differ from the text.
@@ -127,7 +174,7 @@ class _Replay:
         claims: dict[int, int] = {}
         for part in [feeds] if self.guest.mode == "flat" else [(feed,) for feed in feeds]:
             counts = {feed.seq: (kept or {}).get(feed.seq, len(feed.pos)) for feed in part}
-            logits = self.forward(part, counts).split([len(feed.pos) for feed in part])
+            logits = self.forward(part, counts, ahead=ahead, images=images).split([len(feed.pos) for feed in part])
             claims |= self.memory.commit(counts)
             for feed, rows in zip(part, logits, strict=True):
                 if count := counts[feed.seq]:
@@ -135,15 +182,22 @@ class _Replay:
                     self.gaps.append((rows[:count] - wanted).abs().amax(-1) / self._scale)
         return claims
 
-    def forward(self, feeds: Sequence[Feed], counts: Mapping[int, int], wanted: int | None = None) -> Tensor:
+    def forward(
+        self,
+        feeds: Sequence[Feed],
+        counts: Mapping[int, int],
+        wanted: int | None = None,
+        ahead: tuple[Ahead, ...] = (),
+        images: StepImages | None = None,
+    ) -> Tensor:
         """Rows are requested from the last to the first, to test that the model respects `want`."""
-        plan = self.memory.begin(Batch(tuple(feeds)))
+        plan = self.memory.begin(Batch(tuple(feeds), ahead))
         ids: list[int] = []
         for feed in feeds:
             text, end = self.texts[feed.seq], feed.pos.start + counts[feed.seq]
             ids += text[feed.pos.start : end] + text[::-1][end : feed.pos.end]
         rows = range(len(ids))[::-1][:wanted]
-        return self.guest.forward(self.memory, plan, ids, rows).float().flip(0)
+        return self.guest.forward(self.memory, plan, ids, rows, images).float().flip(0)
 
 
 def _whole_steps(replay: _Replay) -> None:

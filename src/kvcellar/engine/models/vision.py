@@ -1,8 +1,8 @@
 """vision: how images enter a network of transformers.
 
-A network that sees has towers, which make features of an image [n,D], and a decoder, the language model. Its own forward
-puts features in place of the embeddings of placeholders, one token for each row, and calls its decoder. Here the two
-parts run apart: `encode` runs the forward up to the call of the decoder, and keeps what that would get for the
+A network that sees has towers, which make features of an image [n,D], and a decoder, the language model. Its own
+forward puts features in place of the embeddings of placeholders, one token for each row, and calls its decoder. Here
+the two parts run apart: `encode` runs the forward up to the call of the decoder, and keeps what that would get for the
 placeholders; `seeing` puts it into the rows of a step, when the decoder runs on our memory.
 
 What decoders get beside embeddings, where an image is in the text: features for early layers (DeepStack), a mask of the
@@ -21,21 +21,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvcellar.engine.models.input_limits import placeholder_of
 from kvcellar.engine.models.seam import Door, opened
 from kvcellar.errors import ModelRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PLACEHOLDERS = (  # names of the id of a placeholder in configs
-    "image_token_id", "image_token_index", "img_token_id", "media_placeholder_token_id", "image_patch_id",
-    "vision_token_id", "im_patch_id",
-)  # fmt: skip
 TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where a token is a placeholder
 PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
     {
-        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position",
-        "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs",
+        "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
+        "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs",
     }
 )  # fmt: skip
 
@@ -61,6 +58,21 @@ class ImageRows(NamedTuple):
     features: Tensor  # [k,D]
     layers: Mapping[str, Sequence[Tensor]]
     mask: str | None
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[int, Features, int]], device: torch.device) -> "ImageRows | None":
+        """Of rows of a step, each with the features and the row of these that it is; None: there are none."""
+        if not parts:
+            return None
+        _, first, _ = parts[0]
+        layers = {
+            name: [
+                torch.stack([one.layers[name][layer][row] for _, one, row in parts]) for layer in range(len(several))
+            ]
+            for name, several in first.layers.items()
+        }
+        features = torch.stack([one.rows[row] for _, one, row in parts])
+        return cls(torch.tensor([place for place, _, _ in parts], device=device), features, layers, first.mask)
 
 
 class StepImages(NamedTuple):
@@ -134,9 +146,14 @@ class Vision:
                 raise ModelRefused(f"its decoder gets {name} with images, and what that is of a row is not known")
         return Features(embeds[0, places].clone(), layers, mask, door.ahead)
 
+    def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
+        """[T,V] of the network's own forward over a text with images."""
+        tokens = torch.tensor([ids], device=self.model.device)
+        return self.model(**self._arguments(self.accepts, tokens, inputs), use_cache=False).logits[0].float()
+
     def _at_decoder(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            names = [name for name in inspect.signature(self.decoder.forward).parameters]
+            names = inspect.signature(self.decoder.forward).parameters
             raise _AtDecoder(dict(zip(names, args, strict=False)) | kwargs)
 
         handle = self.decoder.register_forward_pre_hook(stop, with_kwargs=True)
@@ -155,8 +172,8 @@ class Vision:
 
     @torch.inference_mode()
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor | None:
-        """Of a text with images [axes,T], on the CPU, whose placeholders are in `ids`; None: those of any text. `inputs`
-        are those of all of its images, in order."""
+        """Of a text with images [axes,T], on the CPU, whose placeholders are in `ids`; None: those of any text.
+        `inputs` are those of all of its images, in order."""
         if (found := _rope_index(self.model)) is None:
             return None
         names = frozenset(inspect.signature(found).parameters)
@@ -196,7 +213,7 @@ def vision_of(model: "PreTrainedModel") -> Vision | None:
     config = model.config
     if config.get_text_config(decoder=True) is config:
         return None
-    placeholder = next((one for name in PLACEHOLDERS if isinstance(one := getattr(config, name, None), int)), None)
+    placeholder = placeholder_of(model)
     if placeholder is None or getattr(config, "vision_config", None) is None:
         return None
     decoder = model.get_decoder()
@@ -211,6 +228,7 @@ def _rope_index(model: "PreTrainedModel") -> Any:
 
 def _by_layer(value: Any, rows: int) -> tuple[Tensor, ...] | None:
     """Features of early layers, [rows,D] each; None: it is something else."""
-    several = tuple(value) if isinstance(value, list | tuple) or isinstance(value, Tensor) and value.dim() == 3 else ()
+    stacked = isinstance(value, Tensor) and value.dim() == 3
+    several: tuple[Any, ...] = tuple(value) if stacked or isinstance(value, list | tuple) else ()
     fits = several and all(isinstance(one, Tensor) and one.dim() == 2 and one.shape[0] == rows for one in several)
     return tuple(one.clone() for one in several) if fits else None

@@ -86,7 +86,10 @@ def quantisations(config: Mapping[str, Any]) -> Iterator[Any]:
 
 def config_fields(path: Path) -> dict[str, Any]:
     """The fields of config.json that a transformers config may be built from."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports torch
+    from transformers.models.auto.modeling_auto import (  # imports torch
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    )
 
     if (path / "adapter_config.json").exists():
         raise ModelRefused(
@@ -97,7 +100,8 @@ def config_fields(path: Path) -> dict[str, Any]:
         raise ModelRefused(f"{path} has no config.json, so it is not a model directory")
     raw = read_object(path / "config.json")
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    if not isinstance(model_type, str) or model_type not in known:
         own_code = ". It has its own code (auto_map), which is never run" if "auto_map" in raw else ""
         raise ModelRefused(f"the installed transformers has no causal language model of type {model_type!r}{own_code}")
     _check_fields(raw, depth=0)

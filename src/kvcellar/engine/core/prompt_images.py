@@ -1,0 +1,53 @@
+"""prompt_images: the images of one request, and where they stand in its tokens. No torch.
+
+Always true: `spans` are in order and do not overlap; each goes from the first row of an image to behind its last one,
+and the tokens in it that are rows are those of this image, all of them and in order.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from kvcellar.errors import BadRequest
+from kvcellar.images.image import ImageInput, is_row
+from kvcellar.memory.spans import Span
+
+
+class PromptImages:
+    def __init__(self, prompt: Sequence[int], images: Sequence[ImageInput], *, ahead: bool) -> None:
+        """`ahead`: the tokens of an image see each other both ways. Raises `BadRequest` if the rows of the prompt are
+        not those of the images."""
+        self.inputs, self.ahead = tuple(images), ahead
+        self.rows = {row: (index, at) for index, one in enumerate(images) for at, row in enumerate(one.row_ids())}
+        places = [at for at, token in enumerate(prompt) if is_row(token)]
+        if [prompt[at] for at in places] != [row for one in images for row in one.row_ids()]:
+            raise BadRequest("the rows of images in the prompt are not those of its images", "prompt")
+        self.spans, first = list[Span](), 0
+        for one in images:
+            self.spans.append(Span(places[first], places[first + one.rows - 1] + 1))
+            first += one.rows
+        self._ends = [span.end for span in self.spans]
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.inputs)
+
+    def after(self, pos: int) -> range:
+        """The images of which tokens at `pos` or behind it are."""
+        return range(bisect_right(self._ends, pos), len(self.spans))
+
+    def whole(self, start: int, end: int) -> int:
+        """The last position up to `end` at which a step that begins at `start` may end. If it can end nowhere before,
+        the first one behind it."""
+        at = bisect_right(self._ends, end)
+        if not self.ahead or at == len(self.spans) or not self.spans[at].start < end:
+            return end
+        return self.spans[at].start if self.spans[at].start > start else self.spans[at].end
+
+    def inside(self, pos: int) -> bool:
+        """Whether `pos` is inside a span that sees ahead: nothing resumes there."""
+        at = bisect_right(self._ends, pos)
+        return self.ahead and at < len(self.spans) and self.spans[at].start < pos
+
+    def ahead_in(self, tokens: Span) -> list[Span]:
+        """The spans of new tokens whose tokens see each other both ways."""
+        return [span for span in self.spans if self.ahead and tokens.start <= span.start and span.end <= tokens.end]

@@ -1,0 +1,167 @@
+"""seeing: features of the images of requests, and what steps have of them.
+
+An image is encoded once, between two steps, when a completion comes to its rows; what memory has of it needs no
+features. They are kept by the digest of the image, for other places and requests, as many as `most` bytes.
+
+Always true:
+  * `bytes` are those of all features that are kept, and at most `most`, but for those of images that running prompts
+    are about to compute;
+  * the features of an image do not depend on the text around it: the self-test has shown that for this model.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcellar.engine.core.prompt_images import PromptImages
+from kvcellar.engine.core.request import Completion, Scheduled, Status
+from kvcellar.engine.models.vision import Features, ImageRows, StepImages, Vision
+from kvcellar.images.image import ImageInput, is_row
+from kvcellar.memory.plan import Ahead
+from kvcellar.memory.spans import Span
+
+
+class Seeing:
+    def __init__(self, vision: Vision, *, device: torch.device, most: int) -> None:
+        self.vision, self._device, self.most = vision, device, most
+        self._features: dict[bytes, Features] = {}  # the longest unused first
+        self._positions: dict[PromptImages, Tensor | None] = {}  # [axes,T] of prompts that run
+        self.bytes = self.encoded = 0
+
+    # -- features ---------------------------------------------------------------------------------------------------
+
+    def end(self, completion: Completion, end: int) -> int:
+        """The most tokens, up to `end`, that may be in memory after the next step: those behind it begin with an image
+        that is not encoded."""
+        images = completion.request.images
+        for index in images.after(completion.computed) if images is not None else ():
+            assert images is not None
+            if images.inputs[index].digest not in self._features:
+                return min(end, max(completion.computed, images.spans[index].start))
+        return end
+
+    def missing(self, running: Iterable[Completion]) -> tuple[Completion, int] | None:
+        """The image that is needed first, and is not encoded, and whose prompt that is."""
+        for completion in running:
+            images = completion.request.images
+            if images is not None and completion.status is Status.PREFILL:
+                for index in images.after(completion.computed):
+                    if images.inputs[index].digest not in self._features:
+                        return completion, index
+        return None
+
+    def encode(self, completion: Completion, index: int, running: Sequence[Completion]) -> None:
+        """Encode an image of a completion. Raises what the network raises."""
+        images = completion.request.images
+        assert images is not None
+        image, span = images.inputs[index], images.spans[index]
+        ids = self._ids(completion.request.prompt[span.start : span.end])
+        made = self.vision.encode(ids, {one.name: self._tensor(one.array()) for one in image.arrays})
+        self._features[image.digest] = made
+        self.bytes += made.bytes
+        self.encoded += 1
+        self._evict(running)
+
+    def _evict(self, running: Sequence[Completion]) -> None:
+        needed = {
+            one.request.images.inputs[index].digest
+            for one in running
+            if one.request.images is not None and one.status is Status.PREFILL
+            for index in one.request.images.after(one.computed)
+        }
+        for digest in [one for one in self._features if one not in needed]:
+            if self.bytes <= self.most:
+                return
+            self.bytes -= self._features.pop(digest).bytes
+
+    def _ids(self, tokens: Iterable[int]) -> list[int]:
+        """As the network gets them."""
+        return [self.vision.placeholder if is_row(token) else token for token in tokens]
+
+    def _tensor(self, array: Any) -> Tensor:
+        made = torch.tensor(array, device=self._device)
+        return made.to(self.vision.model.dtype) if made.is_floating_point() else made
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def ahead(self, scheduled: Sequence[Scheduled]) -> tuple[Ahead, ...]:
+        """The spans of a step whose tokens see each other both ways."""
+        found: list[Ahead] = []
+        for completion, tokens, _ in scheduled:
+            if (images := completion.request.images) is not None and completion.seq is not None:
+                new = Span(completion.computed, completion.computed + tokens)
+                found += ((completion.seq, span) for span in images.ahead_in(new))
+        return tuple(found)
+
+    def step(self, scheduled: Sequence[Scheduled], ids: list[int]) -> tuple[list[int], StepImages | None]:
+        """The ids [T] of a step as the network gets them, and what it has of images."""
+        if all(one.completion.request.images is None for one in scheduled):
+            return ids, None
+        rows = self._rows(scheduled, ids)
+        return (self._ids(ids) if rows is not None else ids), StepImages(self._placed(scheduled, rows), rows)
+
+    def _rows(self, scheduled: Sequence[Scheduled], ids: Sequence[int]) -> ImageRows | None:
+        parts: list[tuple[int, Features, int]] = []
+        for completion, start, end in _spread(scheduled):
+            if (images := completion.request.images) is not None:
+                for place in range(start, end):
+                    if is_row(ids[place]):
+                        index, row = images.rows[ids[place]]
+                        parts.append((place, self._used(images.inputs[index]), row))
+        return ImageRows.of(parts, self._device)
+
+    def _used(self, image: ImageInput) -> Features:
+        found = self._features[image.digest]
+        self._features[image.digest] = self._features.pop(image.digest)  # the last to go
+        return found
+
+    def _placed(self, scheduled: Sequence[Scheduled], rows: ImageRows | None) -> Tensor | None:
+        """The positions of all rows of a step: [axes,T] where some are of images, else [T]; None: those of the plan."""
+        if not self.vision.axes:
+            return None
+        parts = [self._of_text(completion, end - start) for completion, start, end in _spread(scheduled)]
+        axes = max(one.shape[0] for one in parts)
+        if rows is None:
+            return torch.cat([one[0] for one in parts]).to(self._device)
+        return torch.cat([one.expand(axes, -1) for one in parts], 1).to(self._device)
+
+    def _of_text(self, completion: Completion, count: int) -> Tensor:
+        """The positions [axes or 1,count] of its next tokens. Behind the prompt all axes are the same."""
+        start, images = completion.computed, completion.request.images
+        if images is None:
+            return torch.arange(start, start + count)[None]
+        prompt = self._prompt(completion, images)
+        length, after = prompt.shape[1], int(prompt.max()) + 1
+        drawn = torch.arange(after, after + max(0, start + count - length)).expand(prompt.shape[0], -1)
+        return torch.cat([prompt, drawn], 1)[:, start : start + count]
+
+    def _prompt(self, completion: Completion, images: PromptImages) -> Tensor:
+        if images not in self._positions:
+            arrays: dict[str, list[Tensor]] = {}
+            for one in chain.from_iterable(image.arrays for image in images.inputs):
+                if one.dtype.startswith("int"):  # grids
+                    arrays.setdefault(one.name, []).append(torch.tensor(one.array()))
+            given = {name: torch.cat(several) for name, several in arrays.items()}
+            self._positions[images] = self.vision.positions(self._ids(completion.request.prompt), given)
+        found = self._positions[images]
+        assert found is not None
+        return found
+
+    def forget(self, images: PromptImages) -> None:
+        """Its request is over."""
+        self._positions.pop(images, None)
+
+    def check(self) -> None:
+        """Assert what is always true."""
+        assert self.bytes == sum(one.bytes for one in self._features.values())
+
+
+def _spread(scheduled: Sequence[Scheduled]) -> Iterator[tuple[Completion, int, int]]:
+    """Each completion of a step, with the rows of its tokens and drafts."""
+    row = 0
+    for one in scheduled:
+        yield one.completion, row, row + one.rows
+        row += one.rows

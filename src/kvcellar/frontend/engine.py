@@ -24,6 +24,7 @@ from kvcellar.engine.request_options import RequestOptions, SubmitOptions
 from kvcellar.engine.stats import EngineStats
 from kvcellar.errors import BadRequest, shown
 from kvcellar.events import Event, Usage
+from kvcellar.frontend.chat_images import ChatImages
 from kvcellar.frontend.client import EngineClient
 from kvcellar.frontend.control_clients import AdaptersClient, CacheClient
 from kvcellar.frontend.conversations import Conversations, TokenSource
@@ -131,7 +132,8 @@ class Engine:
         self.model = card.model
         self.documents = documents_of(settings)  # where conversations, responses and replies are kept
         tokenizer = _tokenizer(self.documents, self.model.path)
-        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer))
+        images = ChatImages(None, card.vision.why_not)
+        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer), images)
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
@@ -187,11 +189,11 @@ class Engine:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token adds to a text; they may be a part of a character."""
-        return self._codec.token_bytes(arguments.token(token, self.model.vocab_size, "ids"))
+        return self._codec.token_bytes(*arguments.tokens((token,), self.model.vocab_size, "ids"))
 
     def written(self, token: int) -> str:
         """The entry of a token in the vocabulary, which is not decoded, such as "Ġthe"; "" for an id without one."""
-        return self._codec.written(arguments.token(token, self.model.vocab_size, "ids"))
+        return self._codec.written(*arguments.tokens((token,), self.model.vocab_size, "ids"))
 
     def render(
         self,
@@ -274,7 +276,8 @@ class Engine:
         """The assistant's next message of a conversation. Blocks until the end; raises what `generate` and
         `render` raise."""
         params, how = self._requests.divided(options)
-        return self._requests.result(self.render(messages, limit=self.model.context), params, how)
+        ids = self.render(messages, limit=self.model.context, namespace=how.get("namespace", ""))
+        return self._requests.result(ids, params, how)
 
     def pin(
         self,

@@ -135,6 +135,7 @@ class RequestBuilder:
             retention=arguments.retention_options(how.get("retention")),
             number=self.client.number(),
             prompt=key_of(prompt),
+            images=self.codec.images.inputs(prompt, namespace),
             params=params,
             seed=fresh_seed() if params.seed is None else params.seed,
             namespace=namespace,

@@ -5,8 +5,8 @@ In a message, an image is a part of the content: `{"type": "image", "image": SOU
 file, a path, an image of PIL or an array of NumPy, which may stand in the list by itself, as a text may.
 
 Always true:
-  * a submitted prompt has rows only of images that a chat of its namespace, or of none, has had here: nobody learns from
-    row ids what others have sent;
+  * a submitted prompt has rows only of images that a chat of its namespace, or of none, has had here: row ids do not
+    tell what others have sent;
   * at most `SEEN` images of namespaces are known, those that were used last.
 """
 
@@ -93,13 +93,13 @@ class ChatImages:
         parts: Any = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(parts, list | tuple):
             return message
-        content = [self._part(part, f"{where}.content[{at}]", found) for at, part in enumerate(parts)]
+        content = [self._part(as_part(part), f"{where}.content[{at}]", found) for at, part in enumerate(parts)]
         return {**message, "content": content}
 
-    def _part(self, given: Any, where: str, found: list[ProcessedImage]) -> Any:
-        part = as_part(given)
+    def _part(self, part: Any, where: str, found: list[ProcessedImage]) -> Any:
         if not _is_image(part):
             return part
+        where = f"{where}.{part['type']}"
         if self._images is None:
             raise BadRequest(f"{where}: this model takes no images: {self._why_not}", where)
         try:

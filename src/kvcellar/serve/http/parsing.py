@@ -35,6 +35,7 @@ MUST: Mapping[str, str] = {
     "list_type": "be an array",
     "literal_error": "be {expected}",
     "model_type": "be an object",
+    "no_part": "be of text or an image: there is no encoder here for {what}",
     "none_required": "be null",
     "string_type": "be a string",
     "too_long": "have at most {max_length} items",

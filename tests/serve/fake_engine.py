@@ -201,7 +201,7 @@ class FakeEngine:
 
     def __init__(self, model: FakeModel | None = None, images: Images | None = None) -> None:
         self.model = model or FakeModel()
-        self.images = ChatImages(images, "it is a fake")
+        self.images = ChatImages(images, "this model takes no images: it is a fake")
         self.healthy, self.starting, self.cache_bytes, self.embeddings = True, False, 0, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt

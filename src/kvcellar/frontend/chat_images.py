@@ -56,7 +56,7 @@ class ChatImages:
     """Of one model. Safe to use from several threads."""
 
     def __init__(self, images: Images | None, why_not: str) -> None:
-        """`why_not`: why there are none."""
+        """`why_not`: why there are none, as a sentence."""
         self._images, self._why_not = images, why_not
         self._seen: OrderedDict[tuple[str, bytes], None] = OrderedDict()  # namespaces and digests
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class ChatImages:
             return part
         where = f"{where}.{part['type']}"
         if self._images is None:
-            raise BadRequest(f"{where}: this model takes no images: {self._why_not}", where)
+            raise BadRequest(f"{where}: {self._why_not}", where)
         try:
             found.append(self._images.process(bytes_of(source_of(part))))
         except BadRequest as error:
@@ -114,7 +114,7 @@ class ChatImages:
         if not has_rows(prompt):
             return ()
         if self._images is None:
-            raise BadRequest(f"prompt has rows of images, and this model takes none: {self._why_not}", "prompt")
+            raise BadRequest(f"prompt has rows of images: {self._why_not}", "prompt")
         found = self._images.inputs_of(prompt)
         with self._lock:
             if any(not {(namespace, one.digest), ("", one.digest)} & self._seen.keys() for one in found):

@@ -31,7 +31,7 @@ class TextCodec:
     def __init__(self, card: TextCard, shared: ArchivedReplies | None = None, images: ChatImages | None = None) -> None:
         """`shared`: the replies of all front ends. Raises `ModelRefused` for a template that cannot be used."""
         self._card, self._shared, self._preamble, assets = card, shared, card.preamble, card.assets
-        self.images = images or ChatImages(None, "there is no model")
+        self.images = images or ChatImages(None, "there is no model that takes images")
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self._renderer = Renderer()  # that of variants, too

@@ -334,7 +334,7 @@ def unmarked(text: str, mark: str) -> tuple[str, tuple[int, ...]]:
 def unused(texts: Iterable[str], count: int = 1) -> list[str]:
     """Private-use characters that occur in none of the texts. Raises `BadRequest` if there are not so many."""
     if len(free := some_unused(texts, count)) < count:
-        raise _wrong(f"messages has every character of a plane for private use; leave {count} of them out")
+        raise _wrong("messages has every character of a plane for private use; leave some of them out")
     return free
 
 

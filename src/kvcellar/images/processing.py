@@ -1,0 +1,178 @@
+"""processing: what a model gets of an image: the arrays and the text that its processor in transformers makes.
+
+The class is transformers', of the files of the model: its image processor in the variant for Pillow (another one needs
+torchvision, which is not required), and what stands for one image in a prompt is written by `replace_image_token`, with
+which it expands prompts itself. Processors of video and audio are not made: they need other packages, and the text of
+an image does not depend on them.
+
+Only a process that decodes images imports this (`preparing`).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+
+from kvcellar.errors import BadRequest, ModelRefused
+from kvcellar.images.image import ImageArray, ImageInput, ProcessedImage
+
+MOST_CONFIG = 16 << 20  # bytes of a file of settings
+MOST_ARRAYS = 128 << 20  # bytes of what a processor may make of an image
+_CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "config.json")
+_LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+
+class _ImagesOnly:
+    """In front of a class of processors: one of its objects has an image processor and a tokenizer, and None in place of
+    processors of other kinds."""
+
+    @classmethod
+    def _get_arguments_from_pretrained(cls, path: str, *_: Any, **__: Any) -> list[Any]:
+        of: Any = cls
+        return [_part(of, name, path) for name in of.get_attributes()]
+
+    def check_argument_for_proper_class(self, name: str, value: object) -> object:
+        return type(value)
+
+
+class Processor:
+    """Of one model."""
+
+    def __init__(self, folder: Path, model: str, placeholder: int, most_rows: int) -> None:
+        """`model` is what digests name it by. An image may have `most_rows` placeholders. Raises `ModelRefused`, with
+        the reason, if its processor cannot be used."""
+        self._placeholder, self._most = placeholder, most_rows
+        self._processor: Any = _loaded(folder)
+        self._made_for = self._identity(model)
+
+    def check_rows(self, width: int, height: int) -> None:
+        """Raise `BadRequest` if an image of this size has too many rows, where its class can say that of a size."""
+        with suppress(AttributeError, NotImplementedError, TypeError):
+            counted = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+            self._check(int(counted["num_image_tokens"][0]), width, height)
+
+    def process(self, image: Image.Image) -> ProcessedImage:
+        """Raises `BadRequest` if the processor does not take such an image."""
+        processor, size = self._processor, image.size
+        try:
+            merged = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs, return_tensors="np")
+            images = processor.prepare_inputs_layout(images=[image], text=None)[0]
+            made, texts = processor._process_images(images, **merged["images_kwargs"])
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - code of 97 classes
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise BadRequest(f"the model's processor takes no image of {size[0]} x {size[1]} pixels: {why}") from None
+        if len(texts) != 1:
+            raise BadRequest(f"{type(processor).__name__} writes no text for an image, so it cannot be in a prompt")
+        unused = set(processor.unused_input_names)
+        arrays = tuple(
+            array for name, value in made.items() if name not in unused and (array := _array(name, value)) is not None
+        )
+        total = sum(len(one.data) for one in arrays)
+        if total > MOST_ARRAYS:
+            raise BadRequest(f"the processor makes {total} bytes of the image; {MOST_ARRAYS} are allowed")
+        rows = self._rows(texts[0])
+        self._check(rows, *size)
+        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size)
+
+    def _rows(self, text: str) -> int:
+        ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows = ids.count(self._placeholder)
+        if not rows:
+            raise BadRequest(f"the text that the processor writes for an image has no token {self._placeholder}")
+        return rows
+
+    def _check(self, rows: int, width: int, height: int) -> None:
+        if rows > self._most:
+            raise BadRequest(
+                f"an image of {width} x {height} pixels has {rows} tokens for this model; {self._most} are allowed. "
+                f"Send a smaller image"
+            )
+
+    def _digest(self, image: Image.Image) -> bytes:
+        """Fields of variable length have their length before them."""
+        found = hashlib.sha256()
+        for part in (self._made_for, f"{image.mode} {image.width} {image.height}".encode(), image.tobytes()):
+            found.update(len(part).to_bytes(8, "little"))
+            found.update(part)
+        return found.digest()
+
+    def _identity(self, model: str) -> bytes:
+        """All that decides on what is made of pixels, and for which model."""
+        processor = self._processor
+        settings = [json.loads(one.to_json_string()) for one in (processor, processor.image_processor)]
+        kinds = [f"{type(one).__module__}.{type(one).__name__}" for one in (processor, processor.image_processor)]
+        versions = [version(package) for package in ("transformers", "pillow")]
+        return json.dumps([model, self._placeholder, kinds, settings, versions], sort_keys=True).encode()
+
+
+def _loaded(folder: Path) -> Any:
+    for name in _CONFIGS:
+        if (file := folder / name).exists() and file.stat().st_size > MOST_CONFIG:
+            raise ModelRefused(f"{name} has {file.stat().st_size} bytes; {MOST_CONFIG} are allowed")
+    try:
+        kind = _class_of(folder)
+        only: Any = type(kind.__name__, (_ImagesOnly, kind), {"__module__": kind.__module__})
+        processor = only.from_pretrained(str(folder), **_LOCAL)
+    except (ModelRefused, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - code of 97 classes, and of files of a model
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelRefused(f"its processor cannot be made of its files: {why}") from None
+    if getattr(processor, "image_token", None) is None:
+        raise ModelRefused(f"its processor ({kind.__name__}) names no token that stands for an image")
+    return processor
+
+
+def _class_of(folder: Path) -> Any:
+    """The class of processors that its files name, else that of its type of model."""
+    for name in _CONFIGS:
+        if (file := folder / name).exists():
+            said: Any = json.loads(file.read_bytes())
+            if isinstance(said, dict) and isinstance(named := said.get("processor_class"), str):
+                if (found := processor_class_from_name(named)) is None:
+                    raise ModelRefused(f"its processor is {named}, which transformers does not have")
+                return found
+    config: Any = AutoConfig.from_pretrained(str(folder), **_LOCAL)
+    if type(config) not in PROCESSOR_MAPPING:
+        raise ModelRefused(f"transformers has no processor for models of type {config.model_type}")
+    return PROCESSOR_MAPPING[type(config)]
+
+
+def _part(kind: Any, name: str, path: str) -> Any:
+    if "tokenizer" in name:
+        return kind._load_tokenizer_from_pretrained(name, path, **_LOCAL)
+    if name != "image_processor":
+        return None
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
+    except (ImportError, ValueError) as error:
+        if "torchvision" not in str(error):
+            raise
+        raise ModelRefused(
+            f"its image processor ({kind.__name__}) needs torchvision: transformers has no variant of it for Pillow. "
+            f"Install torchvision in the version that fits torch"
+        ) from None
+
+
+def _array(name: str, value: Any) -> ImageArray | None:
+    """None: no array of numbers."""
+    try:
+        found = np.ascontiguousarray(value)
+    except (ValueError, TypeError):
+        return None
+    if found.dtype.kind not in "fiub":
+        return None
+    if found.dtype.kind == "f":
+        found = found.astype(np.float32, copy=False)
+    shape = np.shape(value)  # `ascontiguousarray` makes one axis of none
+    return ImageArray(name, found.dtype.name, tuple(map(int, shape)), found.tobytes())

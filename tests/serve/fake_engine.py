@@ -22,7 +22,7 @@ from kvcellar.engine.arguments import prompt_ids, tokens
 from kvcellar.engine.stats import EngineStats, GroupStats, PrefixStats, RecordingStats
 from kvcellar.errors import BadRequest, EngineClosed, PromptTooLong, TemplateFailed
 from kvcellar.events import Delta, Done, Event, Failed, Finished, Speculation, Timings, TokenLogprob, Usage
-from kvcellar.frontend.chat_images import ChatImages, Images
+from kvcellar.frontend.chat_images import ChatImages
 from kvcellar.frontend.conversations import Conversations, TokenSource
 from kvcellar.frontend.documents import Documents
 from kvcellar.frontend.result import Ticket
@@ -199,9 +199,9 @@ class NoEmbeddings:
 class FakeEngine:
     """A context manager; closing fails running requests, as in the real engine."""
 
-    def __init__(self, model: FakeModel | None = None, images: Images | None = None) -> None:
+    def __init__(self, model: FakeModel | None = None, images: Any = None) -> None:
         self.model = model or FakeModel()
-        self.images = ChatImages(images, "this model takes no images: it is a fake")
+        self.images = ChatImages(images, why_not="this model takes no images: it is a fake")
         self.healthy, self.starting, self.cache_bytes, self.embeddings = True, False, 0, NoEmbeddings()
         self.replies = FakeReplies()
         self.tools: Sequence[Mapping[str, Any]] | None = None  # of the last prompt

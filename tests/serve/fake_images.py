@@ -2,9 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 from kvcellar.errors import BadRequest
+from kvcellar.images.fetching import Fetcher
 from kvcellar.images.image import ImageInput, ProcessedImage, is_row
+from kvcellar.images.sources import file_of
 
 PNG = b"\x89PNG "
 
@@ -12,18 +15,22 @@ PNG = b"\x89PNG "
 class FakeImages:
     """Each image has 3 rows. `kept`: by digest; the test may remove some."""
 
-    token = "<image>"
-
-    def __init__(self, placeholder: int) -> None:
-        self.placeholder = placeholder
+    def __init__(self) -> None:
         self.kept: dict[bytes, ProcessedImage] = {}
 
-    def process(self, source: bytes) -> ProcessedImage:
-        if not source.startswith(PNG):
-            raise BadRequest("it is no image of a known format", "messages")
-        digest = hashlib.sha256(source).digest()
-        made = ProcessedImage(ImageInput(digest, 3, ()), "<image>" * 3, 8, 8)
+    def process(self, source: Any, where: str) -> ProcessedImage:
+        try:
+            file = file_of(source, Fetcher(()))
+            if not file.startswith(PNG):
+                raise BadRequest("it is no image of a known format")
+        except BadRequest as error:
+            raise BadRequest(f"{where}: {error.message}", where) from None
+        digest = hashlib.sha256(file).digest()
+        made = ProcessedImage(ImageInput(digest, 3, ()), "<image>" * 3, 8, 8, "<image>")
         return self.kept.setdefault(digest, made)
+
+    def rest(self) -> None:
+        """There is no process."""
 
     def inputs_of(self, prompt: Sequence[int]) -> tuple[ImageInput, ...]:
         first = {image.input.row_ids()[0]: image.input for image in self.kept.values()}

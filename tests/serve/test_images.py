@@ -32,7 +32,7 @@ def shown(image: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def seeing() -> Iterator[tuple[FakeEngine, httpx.Client]]:
-    with FakeEngine(images=FakeImages(7)) as engine, Server(engine, ServeSettings(port=0)) as server:
+    with FakeEngine(images=FakeImages()) as engine, Server(engine, ServeSettings(port=0)) as server:
         with DeclaredClient(base_url=server.url, timeout=PATIENCE) as http:
             yield engine, http
 
@@ -166,8 +166,8 @@ def bodies(source: str) -> list[tuple[str, dict[str, Any], str]]:
 WRONG = [
     (data(b"GIF"), "it is no image of a known format"),
     ("!!", "the image is not valid base64"),
-    ("http://169.254.169.254/", "images are not fetched; send the data itself"),
-    ("file:///etc/passwd", "an image is a data: URL in base64, not 'file:///etc/passwd'"),
+    ("http://169.254.169.254/", "images are not fetched from '169.254.169.254'"),
+    ("file:///etc/passwd", "'file:///etc/passwd': an image may be a data: URL"),
 ]
 
 

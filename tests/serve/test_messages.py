@@ -62,7 +62,7 @@ CROWDED = "the bodies of other requests fill the memory for them; try again late
 
 
 def picture(url: str) -> dict[str, Any]:
-    return talk(USER | {"content": [{"type": "image_url", "image_url": {"url": url}}]})
+    return USER | {"content": [{"type": "image_url", "image_url": {"url": url}}]}
 
 
 def talk(*messages: object, **fields: object) -> dict[str, Any]:

@@ -43,15 +43,15 @@ class Seeing:
 
     def __init__(self, name: str) -> None:
         self.source, self.token, self.soft, self.form = MODELS[name]
-        self.template = ChatTemplate(self.source, WORDS, made.RENDERER, image_text=self.token)
+        self.template = ChatTemplate(self.source, WORDS, made.RENDERER)
         self.placeholder = WORDS.added[self.soft]
 
     def image(self, name: str, rows: int = 3) -> ProcessedImage:
         text = self.form.replace("{rows}", self.soft * rows)
-        return ProcessedImage(ImageInput(hashlib.sha256(name.encode()).digest(), rows, ()), text, 8, 8)
+        return ProcessedImage(ImageInput(hashlib.sha256(name.encode()).digest(), rows, ()), text, 8, 8, self.token)
 
     def labelled(self, *images: ProcessedImage) -> Labelled:
-        return Labelled(images, self.placeholder)
+        return Labelled(images, self.placeholder, self.token)
 
     def render(self, messages: list[Message], *images: ProcessedImage, **options: Any) -> Rendered:
         return self.template.render(messages, images=self.labelled(*images), **options)
@@ -84,7 +84,9 @@ def theirs(model: Seeing, messages: list[Message], images: list[ProcessedImage])
         {**one, "content": [{"type": "image"} if part["type"] == "image" else part for part in one["content"]]}
         for one in messages
     ]
-    made = THEIRS.apply_chat_template(plain, chat_template=model.source, tokenize=False, add_generation_prompt=True)
+    made: Any = THEIRS.apply_chat_template(
+        plain, chat_template=model.source, tokenize=False, add_generation_prompt=True
+    )
     rest = iter(images)
     return THEIRS(re.sub(re.escape(model.token), lambda _: next(rest).text, made), add_special_tokens=False).input_ids
 
@@ -156,7 +158,7 @@ def test_a_sign_has_what_the_template_writes_around_images() -> None:
     )
     assert source != MODELS["qwen-vl"][0]
     model = seeing("qwen-vl")
-    template = ChatTemplate(source, WORDS, made.RENDERER, image_text=model.token)
+    template = ChatTemplate(source, WORDS, made.RENDERER)
     call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
     image = model.image("a")
     result = {"role": "tool", "tool_call_id": "call00000", "content": [text("seen"), shown(image)]}
@@ -167,7 +169,7 @@ def test_a_sign_has_what_the_template_writes_around_images() -> None:
 
 def test_images_that_a_template_does_not_write_are_refused() -> None:
     model = seeing("text only")
-    template = ChatTemplate("{{ messages[-1].content[:2] }}", WORDS, made.RENDERER, image_text=model.token)
+    template = ChatTemplate("{{ messages[-1].content[:2] }}", WORDS, made.RENDERER)
     with pytest.raises(BadRequest, match="writes 0 images, and the messages have 1"):
         template.render([user(text("abc"), shown(model.image("a")))], images=model.labelled(model.image("a")))
 

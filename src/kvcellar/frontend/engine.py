@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack, cast, overload
 
 from kvcellar.engine import arguments
-from kvcellar.engine.card import ModelCard
+from kvcellar.engine.card import EngineCard, ModelCard
 from kvcellar.engine.load.settings import EngineOptions, Settings, settings_of
 from kvcellar.engine.messages import CheckInvariants, ClearCache, DescribeCapacity, ReadStats
 from kvcellar.engine.request_options import RequestOptions, SubmitOptions
@@ -38,6 +38,7 @@ from kvcellar.frontend.session import Session
 from kvcellar.frontend.shared_replies import open_replies
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript, chat_prefix, is_chat
+from kvcellar.images.store import Images
 from kvcellar.memory.prefix.node import EVERYONE
 from kvcellar.memory.retention import RetentionOptions
 from kvcellar.memory.tiers.identity import FileDigests
@@ -132,8 +133,7 @@ class Engine:
         self.model = card.model
         self.documents = documents_of(settings)  # where conversations, responses and replies are kept
         tokenizer = _tokenizer(self.documents, self.model.path)
-        images = ChatImages(None, card.vision.why_not)
-        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer), images)
+        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer), _images(card))
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
@@ -384,6 +384,14 @@ class Engine:
                 raise BadRequest("the prompt is empty; at least one character is needed", "prompt")
             return self.encode(prompt, limit=self.model.context)
         return arguments.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
+
+
+def _images(card: EngineCard) -> ChatImages:
+    vision, model = card.vision, card.model
+    if vision.path is None:
+        return ChatImages(None, why_not=vision.why_not)
+    images = Images(vision.path, model=model.architecture, placeholder=vision.placeholder, most_rows=model.context)
+    return ChatImages(images, placeholder=vision.placeholder)
 
 
 def _on_a_thread(

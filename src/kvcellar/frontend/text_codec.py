@@ -31,7 +31,7 @@ class TextCodec:
     def __init__(self, card: TextCard, shared: ArchivedReplies | None = None, images: ChatImages | None = None) -> None:
         """`shared`: the replies of all front ends. Raises `ModelRefused` for a template that cannot be used."""
         self._card, self._shared, self._preamble, assets = card, shared, card.preamble, card.assets
-        self.images = images or ChatImages(None, "there is no model that takes images")
+        self.images = images or ChatImages(None, why_not="there is no model that takes images")
         self._tokenizer: TextTokenizer | None = None
         self._template: ChatTemplate | None = None
         self._renderer = Renderer()  # that of variants, too
@@ -62,9 +62,7 @@ class TextCodec:
 
     def _opened(self, template: str | None, tokenizer: TextTokenizer) -> ChatTemplate | None:
         caps = caps_for(tokenizer.longest, self._card.context)
-        if template is None:
-            return None
-        return ChatTemplate(template, tokenizer, self._renderer, caps, image_text=self.images.token)
+        return None if template is None else ChatTemplate(template, tokenizer, self._renderer, caps)
 
     @property
     def has_text(self) -> bool:
@@ -113,9 +111,10 @@ class TextCodec:
         return rendered.encode(tokenizer, limit=limit)
 
     def rest(self) -> None:
-        """End the threads of the tokenizer, unless they are at work, and the process of the chat template. The next
-        text starts others. What is known of replies is shared by then."""
+        """End the threads of the tokenizer, unless they are at work, and the processes of the chat template and of
+        images. The next text starts others. What is known of replies is shared by then."""
         self._renderer.rest()
+        self.images.rest()
         if self._shared is not None:
             self._shared.rest()
         if self._tokenizer is not None:

@@ -82,7 +82,7 @@ class Processor:
             raise BadRequest(f"the processor makes {total} bytes of the image; {MOST_ARRAYS} are allowed")
         rows = self._rows(texts[0])
         self._check(rows, *size)
-        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size)
+        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size, processor.image_token)
 
     def _rows(self, text: str) -> int:
         ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -25,10 +25,12 @@ def label(image: ImageInput) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """The images that a text has labels of, and the token for each row of them."""
+    """The images that a text has labels of. `placeholder` is the token for each row of them, `token` what templates
+    write for one."""
 
     images: Sequence[ProcessedImage] = ()
     placeholder: int = -1
+    token: str = ""
 
     def among(self, text: str) -> list[ProcessedImage]:
         """The images of a text, in order."""

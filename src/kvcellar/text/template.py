@@ -122,20 +122,10 @@ class RenderOptions(CommonOptions, total=False):
 class ChatTemplate:
     """A model's compiled template. Thread-safe: each run has an environment of its own."""
 
-    def __init__(
-        self,
-        source: str,
-        tokenizer: TextTokenizer,
-        renderer: Renderer,
-        caps: Caps | None = None,
-        *,
-        image_text: str | None = None,
-    ) -> None:
-        """`image_text`: what the template writes for an image, if the model sees. Raises `ModelRefused` if `source` is
-        not a template."""
+    def __init__(self, source: str, tokenizer: TextTokenizer, renderer: Renderer, caps: Caps | None = None) -> None:
+        """Raises `ModelRefused` if `source` is not a template."""
         self.source, self._tokenizer, self._renderer, self._caps = source, tokenizer, renderer, caps or Caps()
-        self._image_text = image_text
-        self._seen: dict[str, bool] = {}  # by role: whether it writes images in such messages
+        self._seen: dict[tuple[str, str], bool] = {}  # by role and token: whether it writes images in such messages
         if len(source) > MAX_SOURCE_CHARS:
             raise ModelRefused(f"the chat template has {len(source)} characters; {MAX_SOURCE_CHARS} are allowed")
         try:
@@ -145,7 +135,7 @@ class ChatTemplate:
         except FAULTS as error:
             raise ModelRefused(f"the chat template does not compile: {error}") from error
         self.variables = ChatEnvironment().variables(source)  # read by the template
-        self._marker = Marker((*tokenizer.control.values(), image_text or ""), self._caps.marks)
+        self._marker = Marker(tokenizer.control.values(), self._caps.marks)
 
     def render(
         self,
@@ -233,7 +223,7 @@ class ChatTemplate:
     ) -> Rendered:
         fitted = self._with_calls(conversation)
         mark, sign = unused((self.source, *strings([*fitted, dict(settings)])), 2)
-        given = {**settings, "messages": [self._fitting(message, sign) for message in fitted]}
+        given = {**settings, "messages": [self._fitting(message, sign, images.token) for message in fitted]}
         variables = {**self._tokenizer.special_tokens, **self._marker.marked(given, mark)}
         text = self._with_labels(self._run(variables, mark), sign, images)
         return Rendered(*unmarked(text, mark), images, conversation, settings)
@@ -241,15 +231,15 @@ class ChatTemplate:
     def _with_labels(self, text: str, sign: str, images: Labelled) -> str:
         """A text with a label for each image that the template has written, in order. What a client has written like an
         image has a mark inside; `sign` stands for an image where the template writes none."""
-        if self._image_text is None or not images.images:
+        if not images.images:
             return text
-        parts = re.split(f"({re.escape(self._image_text)}|{sign})", text)
+        parts = re.split(f"({re.escape(images.token)}|{sign})", text)
         found = len(parts) // 2
         if found != len(images.images):
             raise BadRequest(
                 f"the chat template writes {found} images, and the messages have {len(images.images)}", "messages"
             )
-        before, after = self._around
+        before, after = self._around(images.token) if sign in parts else ("", "")
         for at, image in zip(range(1, len(parts), 2), images.images, strict=True):
             written = label(image.input)
             parts[at] = before + written + after if parts[at] == sign else written
@@ -298,11 +288,12 @@ class ChatTemplate:
             raise _failed(outcome, mark)
         return outcome.text
 
-    def _fitting(self, message: dict[str, Any], sign: str = "") -> dict[str, Any]:
-        """The message with its content in the form that the template reads. `sign` stands for an image."""
+    def _fitting(self, message: dict[str, Any], sign: str = "", token: str = "") -> dict[str, Any]:
+        """The message with its content in the form that the template reads. `sign` stands for an image where it does
+        not write `token`."""
         reads_text, reads_parts = self._reads
         if image_parts(message):
-            if self._writes_images(message["role"]):
+            if self._writes_images(message["role"], token):
                 return with_images(message, {"type": "image"})
             message = joined(with_images(message, {"type": "text", "text": sign}))
         if not reads_text:
@@ -323,9 +314,9 @@ class ChatTemplate:
         reads_parts = word in parts and not as_they_are
         return word in text or not reads_parts, reads_parts
 
-    def _writes_images(self, role: str) -> bool:
-        """Whether the template writes an image in a message of this role. Renders a probe."""
-        if role not in self._seen:
+    def _writes_images(self, role: str, token: str) -> bool:
+        """Whether the template writes `token` for an image in a message of this role. Renders a probe."""
+        if (role, token) not in self._seen:
             asked = {"role": "user", "content": "x"}
             function: dict[str, Any] = {"name": "x", "arguments": {}}
             called = {"role": "assistant", "tool_calls": [{"id": _ID, "type": "function", "function": function}]}
@@ -334,14 +325,13 @@ class ChatTemplate:
             written = self._tried(
                 [*map(self._fitting, before), shown, *map(self._fitting, [asked] * (role == "system"))]
             )
-            self._seen[role] = self._image_text is not None and written.count(self._image_text) == 1
-        return self._seen[role]
+            self._seen[role, token] = written.count(token) == 1
+        return self._seen[role, token]
 
-    @cached_property
-    def _around(self) -> tuple[str, str]:
-        """What the template writes before and after an image, between texts in a message of the user."""
+    def _around(self, token: str) -> tuple[str, str]:
+        """What the template writes before and after `token`, between texts in a message of the user."""
         parts = self._tried([{"role": "user", "content": _IMAGE_PROBE}]).split("probe")
-        before, found, after = parts[1].strip().partition(self._image_text or "") if len(parts) == 3 else ("", "", "")
+        before, found, after = parts[1].strip().partition(token) if len(parts) == 3 else ("", "", "")
         return (before, after) if found else ("", "")
 
     def _tried(self, messages: list[dict[str, Any]]) -> str:

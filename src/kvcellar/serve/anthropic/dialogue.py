@@ -143,7 +143,7 @@ def _image(block: Block, where: str) -> Message:
     found = None if source is None else source.data if source.type == "base64" else source.url
     if source is None or found is None:
         raise invalid(f"{where}.source", f"{where}.source must have data or a url")
-    url = f"data:{source.media_type or ''};base64,{found}" if source.type == "base64" else found
+    url = f"data:{source.media_type or 'image/*'};base64,{found}" if source.type == "base64" else found
     return {"type": "image", "image": url}
 
 

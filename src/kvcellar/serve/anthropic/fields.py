@@ -25,9 +25,9 @@ class CacheControl(LooseModel):
 
 class ImageSource(LooseModel):
     type: Literal["base64", "url"]  # `file` is not supported: this server keeps no files
-    media_type: str | None = None  # of `base64`; what the image is, is read from its data
+    media_type: str | None = None  # of `base64`; which format it is, is read from the data
     data: str | None = None  # of `base64`
-    url: str | None = None  # of `url`: a `data:` URL, as images are not fetched
+    url: str | None = None  # of `url`: a `data:` URL, or one on a host that the server allows
 
 
 class Block(LooseModel):

@@ -169,7 +169,7 @@ def _content(text: str, images: Sequence[str] | None) -> str | list[dict[str, An
     """As Ollama: images are in front of the text."""
     if not images:
         return text
-    parts = [{"type": "image", "image": f"data:;base64,{image}"} for image in images]
+    parts = [{"type": "image", "image": f"data:image/*;base64,{image}"} for image in images]
     return [*parts, {"type": "text", "text": text}]
 
 

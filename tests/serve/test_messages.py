@@ -808,6 +808,11 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the keys of {} must be strings, not {}": "Python",
     "{} is not Unicode text: half of a surrogate pair at character {}": "Python: over HTTP the body is refused",
     "{} is not a token id; they are 0 to {}": "Python: no route decodes ids of a client",
+    "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",
+    "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
+    "the images are not in what the chat template writes: {}": "likewise",
+    "prompt has rows of images: {}": "likewise: tests/engine/test_chat_images.py",
+    "prompt has rows of images that are not known; send the images in messages": "likewise",
 }
 
 

@@ -145,8 +145,7 @@ class Session:
         if not self._transcript.chat:
             return self._transcript.continued(self._new(text), params, context, self._codec.encode)
         if not isinstance(text, str | list | tuple) or any(isinstance(part, int) for part in text):
-            what = "texts, or lists of texts and images"
-            raise BadRequest(f"the turns of a chat are {what}; open a session with chat=False for token ids", "prompt")
+            raise BadRequest("the turns of a chat are texts; open a session with chat=False for token ids", "prompt")
         message = {"role": "user", "content": portable(text)}
         return self._transcript.chatted([message], params, context, self._codec.render)
 

@@ -1,9 +1,9 @@
 """fetching: images at URLs, from hosts that the operator allows. No torch.
 
-A client that names a URL lets this machine connect to a place that it may not reach itself. So nothing is fetched unless
-its host is in a list; its name is resolved once, an address that is not a public one is refused, and the connection is
-made to that address: no answer of a name server that comes later decides. Redirects are not followed, and proxies not
-used.
+A client that names a URL lets this machine connect to a place that it may not reach itself. So nothing is fetched
+unless its host is in a list; its name is resolved once, an address that is not a public one is refused, and the
+connection is made to that address: no answer of a name server that comes later decides. Redirects are not followed, and
+proxies not used.
 """
 
 import http.client

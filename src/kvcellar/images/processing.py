@@ -9,17 +9,19 @@ Only a process that decodes images imports this (`preparing`).
 """
 
 import hashlib
+import importlib
 import json
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import transformers
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+from transformers.models.auto import processing_auto
 
 from kvcellar.errors import BadRequest, ModelRefused
 from kvcellar.images.image import ImageArray, ImageInput, ProcessedImage
@@ -27,12 +29,21 @@ from kvcellar.images.image import ImageArray, ImageInput, ProcessedImage
 MOST_CONFIG = 16 << 20  # bytes of a file of settings
 MOST_ARRAYS = 128 << 20  # bytes of what a processor may make of an image
 _CONFIGS = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json", "config.json")
+_library: Any = transformers  # parts of it have no types
+_auto: Any = processing_auto
 _LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
+class _Absent(dict[str, Any]):
+    """In place of a processor of videos or audio: all its settings are None, and none are written."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__") or name == "to_dict":
+            raise AttributeError(name)
+
+
 class _ImagesOnly:
-    """In front of a class of processors: one of its objects has an image processor and a tokenizer, and None in place of
-    processors of other kinds."""
+    """In front of a class of processors: its objects have an image processor and a tokenizer."""
 
     @classmethod
     def _get_arguments_from_pretrained(cls, path: str, *_: Any, **__: Any) -> list[Any]:
@@ -120,7 +131,7 @@ def _loaded(folder: Path) -> Any:
         if (file := folder / name).exists() and file.stat().st_size > MOST_CONFIG:
             raise ModelRefused(f"{name} has {file.stat().st_size} bytes; {MOST_CONFIG} are allowed")
     try:
-        kind = _class_of(folder)
+        kind = _importable(_class_of(folder))
         only: Any = type(kind.__name__, (_ImagesOnly, kind), {"__module__": kind.__module__})
         processor = only.from_pretrained(str(folder), **_LOCAL)
     except (ModelRefused, MemoryError):
@@ -138,25 +149,44 @@ def _class_of(folder: Path) -> Any:
     for name in _CONFIGS:
         if (file := folder / name).exists():
             said: Any = json.loads(file.read_bytes())
-            if isinstance(said, dict) and isinstance(named := said.get("processor_class"), str):
-                if (found := processor_class_from_name(named)) is None:
+            named = cast("dict[str, Any]", said).get("processor_class") if isinstance(said, dict) else None
+            if isinstance(named, str):
+                if (found := _auto.processor_class_from_name(named)) is None:
                     raise ModelRefused(f"its processor is {named}, which transformers does not have")
                 return found
-    config: Any = AutoConfig.from_pretrained(str(folder), **_LOCAL)
-    if type(config) not in PROCESSOR_MAPPING:
+    config = _library.AutoConfig.from_pretrained(str(folder), **_LOCAL)
+    if type(config) not in _auto.PROCESSOR_MAPPING:
         raise ModelRefused(f"transformers has no processor for models of type {config.model_type}")
-    return PROCESSOR_MAPPING[type(config)]
+    return _auto.PROCESSOR_MAPPING[type(config)]
+
+
+def _importable(kind: Any) -> Any:
+    """The class itself, where transformers has only a name for it because a package is missing that images do not need:
+    its module gets the image processor's module for Pillow in place of the one for torchvision, and what writes numbers
+    of videos as words is not called."""
+    if getattr(kind, "is_dummy", False):
+        place = f"transformers.{vars(_library)['_class_to_module'][kind.__name__]}"
+        folder = place.rpartition(".")[0]
+        name = folder.rpartition(".")[2]
+        with suppress(ImportError):
+            for_pillow = importlib.import_module(f"{folder}.image_processing_pil_{name}")
+            sys.modules.setdefault(f"{folder}.image_processing_{name}", for_pillow)
+            kind = getattr(importlib.import_module(place), kind.__name__)
+    module: Any = sys.modules[kind.__module__]
+    if "num2words" in vars(module) and module.num2words is None:
+        module.num2words = str
+    return kind
 
 
 def _part(kind: Any, name: str, path: str) -> Any:
     if "tokenizer" in name:
         return kind._load_tokenizer_from_pretrained(name, path, **_LOCAL)
     if name != "image_processor":
-        return None
+        return _Absent()
     try:
-        return AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
+        return _library.AutoImageProcessor.from_pretrained(path, backend="pil", **_LOCAL)
     except (ImportError, ValueError) as error:
-        if "torchvision" not in str(error):
+        if "torchvision" not in str(error).lower():
             raise
         raise ModelRefused(
             f"its image processor ({kind.__name__}) needs torchvision: transformers has no variant of it for Pillow. "

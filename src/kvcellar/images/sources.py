@@ -1,4 +1,4 @@
-"""sources: the file of an image, of what a request or a program has instead: a URL, base64, a path, pixels. No torch."""
+"""sources: the file of an image, of what requests and programs have: a URL, base64, a path, pixels. No torch."""
 
 import base64
 import binascii
@@ -18,8 +18,8 @@ _MOST_HEAD = 128  # characters before the data
 def file_of(source: Any, fetcher: Fetcher) -> bytes:
     """Raises `BadRequest`."""
     match source:
-        case bytes() | bytearray() | memoryview():
-            file = bytes(source)
+        case bytes():
+            file = source
         case str() if source[:5].lower() == "data:":
             file = _of_data_url(source)
         case str():

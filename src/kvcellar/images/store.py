@@ -62,8 +62,8 @@ class Images:
         most_bytes: int = 256 << 20,
         hosts: Sequence[str] = (),
     ) -> None:
-        """`folder` has the files of the model's processor, and `model` says in digests which model that is. An image may
-        have `most_rows` tokens. Images are fetched from `hosts`, and from nowhere else."""
+        """`folder` has the files of the model's processor, and `model` says in digests which model that is. An image
+        may have `most_rows` tokens. Images are fetched from `hosts`, and from nowhere else."""
         setup = Setup(folder, model, placeholder, most_rows)
         self._worker = Worker("kvcellar.images.preparing", lambda: setup)
         self._fetcher, self._most = Fetcher(hosts), most_bytes
@@ -76,22 +76,22 @@ class Images:
 
     def process(self, source: Any, where: str) -> ProcessedImage:
         """What is made of an image: the bytes of a file, or a `data:` URL, or the URL of an image on a host that is
-        allowed; from Python also a path, an image of Pillow or an array (see `sources`). The first one waits for seconds
-        until the process is there. Raises `BadRequest` that names `where`, and `Overloaded`."""
+        allowed; from Python also a path, an image of Pillow or an array (see `sources`). The first one waits for
+        seconds until the process is there. Raises `BadRequest` that names `where`, and `Overloaded`."""
         try:
             file = file_of(source, self._fetcher)
             key = sha256(file).digest()
             if (found := self._found(key)) is not None:
                 return found
             image = self._prepared(file)
+            self._keep(key, image)
+            return image
         except BadRequest as error:
             raise BadRequest(f"{where}: {error.message}", where, hint=error.hint) from None
-        self._keep(key, image)
-        return image
 
     def inputs_of(self, ids: Sequence[int]) -> tuple[ImageInput, ...]:
-        """The images whose rows are in a prompt, in order; one that is there twice, twice. Raises `BadRequest` if one is
-        not kept, or if rows of one are missing."""
+        """The images whose rows are in a prompt, in order; one that is there twice, twice. Raises `BadRequest` if one
+        is not kept, or if rows of one are missing."""
         if not has_rows(ids):
             return ()
         found: list[ImageInput] = []
@@ -108,7 +108,7 @@ class Images:
         return tuple(found)
 
     @property
-    def bytes(self) -> int:
+    def kept_bytes(self) -> int:
         return self._bytes
 
     def rest(self) -> None:
@@ -147,8 +147,8 @@ class Images:
         with self._lock:
             if (digest := self._firsts.get(row)) is None:
                 raise BadRequest(
-                    f"the token at {place} of the prompt is of no image that is kept, or not of its first row. Send the "
-                    f"image again",
+                    f"the token at {place} of the prompt is of no image that is kept, or not of its first row. Send "
+                    f"the image again",
                     "prompt",
                 )
             self._kept.move_to_end(digest)
@@ -156,6 +156,8 @@ class Images:
 
     def _keep(self, key: bytes, image: ProcessedImage) -> None:
         digest = image.input.digest
+        if (size := _Kept(image, [key]).bytes) > self._most:
+            raise BadRequest(f"the processor makes {size} bytes of the image; {self._most} are kept of all")
         with self._lock:
             kept = self._kept.setdefault(digest, _Kept(image))
             self._bytes += kept.bytes if not kept.sources else 0

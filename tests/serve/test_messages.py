@@ -185,7 +185,7 @@ PROMPTS: list[tuple[dict[str, object], str]] = [
 ]
 
 PICTURE = "messages[0].content[0].image_url"
-BLIND = "tiny takes no images: its network reads text only"
+BLIND = "embedded takes no images: its network reads text only"
 CONTENT = "content is required: a string, or a list of parts that is not empty"
 BESIDE = "It may be null or absent with tool_calls, function_call, reasoning_content or refusal"
 MESSAGES: list[tuple[dict[str, object], str]] = [
@@ -808,6 +808,11 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
     "the keys of {} must be strings, not {}": "Python",
     "{} is not Unicode text: half of a surrogate pair at character {}": "Python: over HTTP the body is refused",
     "{} is not a token id; they are 0 to {}": "Python: no route decodes ids of a client",
+    "tokens of a prompt with images have no log-probabilities: leave it out": "a model that sees",
+    "an image has {} tokens, which see each other, and a step at most {}. Send a smaller one, or raise step_tokens": (
+        "likewise"
+    ),
+    "image_bytes is {} of the {} bytes of {}": "start",
     "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",
     "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
     "the images are not in what the chat template writes: {}": "likewise",

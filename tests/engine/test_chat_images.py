@@ -11,9 +11,11 @@ from PIL import Image
 from tokenizers import AddedToken
 
 from kvcellar.engine.arguments import prompt_ids
-from kvcellar.engine.card import TextCard
+from kvcellar.engine.card import EngineCard, ModelCard, TextCard, VisionCard
+from kvcellar.engine.load.settings import Settings
 from kvcellar.errors import BadRequest
 from kvcellar.frontend.chat_images import ChatImages, portable
+from kvcellar.frontend.engine import images_of
 from kvcellar.frontend.text_codec import TextCodec
 from kvcellar.frontend.transcript import Transcript
 from kvcellar.images.fetching import Fetcher
@@ -125,3 +127,24 @@ def test_a_saved_chat_has_its_images(seeing: TextCodec) -> None:
     after = again.chatted([user("and")], SamplingParams(), 99, other.render)
     assert after.ids[: len(prompt.ids)] == prompt.ids
     assert len(other.images.inputs(after.ids, "")) == 1
+
+
+def test_hosts_that_images_are_fetched_from_are_a_list_of_names() -> None:
+    assert Settings(image_hosts=["example.com"]).image_hosts == ("example.com",)  # pyright: ignore[reportArgumentType]
+    for wrong in ("example.com", [1]):
+        with pytest.raises(BadRequest, match="image_hosts must be a list of names"):
+            Settings(image_hosts=wrong)  # pyright: ignore[reportArgumentType]
+    card = EngineCard(
+        model=ModelCard("m", None, "X", 99, 600, "float32", "cpu", "flat", True, True, SamplingParams()),
+        text=TextCard(assets=None, why_not="", context=99, text_bytes=2**20),
+        padding=None,
+        cells={},
+        vision=VisionCard(placeholder=5, path=Path("/nothing")),
+        pooling="",
+        cache_bytes=1,
+        max_waiting=1,
+    )
+    images = images_of(card, ("example.com",))
+    with pytest.raises(BadRequest, match=r"^messages\[0\].content\[0\].image_url: images are not fetched from 'x.org'"):
+        images.taken([user({"type": "image_url", "image_url": {"url": "https://x.org/a.png"}})], "")
+    assert images.placeholder == 5

@@ -813,6 +813,7 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
         "likewise"
     ),
     "image_bytes is {} of the {} bytes of {}": "start",
+    "image_hosts must be a list of names, not {}": "start",
     "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",
     "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
     "the images are not in what the chat template writes: {}": "likewise",

@@ -133,7 +133,9 @@ class Engine:
         self.model = card.model
         self.documents = documents_of(settings)  # where conversations, responses and replies are kept
         tokenizer = _tokenizer(self.documents, self.model.path)
-        self._codec = TextCodec(card.text, open_replies(self.documents, tokenizer), _images(card))
+        self._codec = TextCodec(
+            card.text, open_replies(self.documents, tokenizer), images_of(card, settings.image_hosts)
+        )
         self._requests = RequestBuilder(client, self._codec)
         # what sessions were saved as, by name; it outlives the engine where that has a store
         self.conversations: Conversations = open_conversations(self.documents, self.model, tokenizer)
@@ -386,11 +388,13 @@ class Engine:
         return arguments.prompt_ids(prompt, vocab_size=self.model.vocab_size, context=self.model.context)
 
 
-def _images(card: EngineCard) -> ChatImages:
+def images_of(card: EngineCard, hosts: Sequence[str]) -> ChatImages:
     vision, model = card.vision, card.model
     if vision.path is None:
         return ChatImages(None, why_not=vision.why_not)
-    images = Images(vision.path, model=model.architecture, placeholder=vision.placeholder, most_rows=model.context)
+    images = Images(
+        vision.path, model=model.architecture, placeholder=vision.placeholder, most_rows=model.context, hosts=hosts
+    )
     return ChatImages(images, placeholder=vision.placeholder)
 
 

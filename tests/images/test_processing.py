@@ -137,7 +137,6 @@ def test_files_of_settings_have_a_limit(tmp_path):
 def test_code_of_a_model_is_not_run(tmp_path):
     folder, placeholder = folder_of("llava", tmp_path)
     (folder / "own.py").write_text("raise SystemExit('run')")
-    write_processor(
-        folder, "llava", {"auto_map": {"AutoProcessor": "own.Own"}}, {"auto_map": {"AutoImageProcessor": "own.Own"}}
-    )
+    image = {"image_processor_type": "CLIPImageProcessor", "auto_map": {"AutoImageProcessor": "own.Own"}}
+    write_processor(folder, "llava", LLAVA | {"auto_map": {"AutoProcessor": "own.Own"}}, image)
     assert Processor(folder, "m", placeholder, 10_000).process(picture()).input.rows  # by the class of transformers

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from kvcellar.errors import BadRequest
 from kvcellar.images.image import FIRST, ImageArray, ImageInput, ProcessedImage
 from kvcellar.images.store import Images
 
-from .files import picture, written
+from .files import picture
 
 
 class Counted(Images):
@@ -121,9 +120,7 @@ def test_programs_give_paths_pictures_and_arrays(tmp_path):
     image.save(file)
     given_png = [images.process(one, "x") for one in (file, file.read_bytes(), image, np.asarray(image))]
     assert {one.input.digest for one in given_png} == {given_png[0].input.digest}
-    assert Image.open(file).size == (given_png[0].width * 48, given_png[0].height * 32)
     with pytest.raises(BadRequest, match=r"x: .*No such file"):
         images.process(tmp_path / "none.png", "x")
     with pytest.raises(BadRequest, match="a value of type list is not an image"):
         images.process([1, 2], "x")
-    assert len(written(image, "PNG")) > 100

@@ -95,9 +95,12 @@ class Processor:
         self._check(rows, *size)
         return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size, processor.image_token)
 
+    def tokens(self, text: str) -> list[int]:
+        """Of a text that it has written."""
+        return self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def _rows(self, text: str) -> int:
-        ids: list[int] = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        rows = ids.count(self._placeholder)
+        rows = self.tokens(text).count(self._placeholder)
         if not rows:
             raise BadRequest(f"the text that the processor writes for an image has no token {self._placeholder}")
         return rows
@@ -124,6 +127,12 @@ class Processor:
         kinds = [f"{type(one).__module__}.{type(one).__name__}" for one in (processor, processor.image_processor)]
         versions = [version(package) for package in ("transformers", "pillow")]
         return json.dumps([model, self._placeholder, kinds, settings, versions], sort_keys=True).encode()
+
+
+def a_test_image() -> Image.Image:
+    """One of two colours that run into each other, for trials of a model."""
+    down, across = np.mgrid[0:160, 0:224].astype(np.uint8)
+    return Image.fromarray(np.stack([across, down, 255 - across], axis=-1))
 
 
 def _loaded(folder: Path) -> Any:

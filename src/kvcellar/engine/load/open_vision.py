@@ -11,6 +11,7 @@ from kvcellar.engine.models.selftest import image_test
 from kvcellar.engine.models.vision import Vision, vision_of
 from kvcellar.images.processing import Processor, a_test_image
 from kvcellar.progress import report
+from kvcellar.values import MOST
 
 
 def open_vision(guest: Guest, loaded: Loaded) -> None:
@@ -23,7 +24,7 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
     report("testing images")
     try:
         with silence_transformers():
-            guest.not_seeing = _refused(guest, vision, Processor(loaded.path))
+            guest.not_seeing = _refused(guest, vision, Processor(loaded.path, loaded.path.name, vision.placeholder, MOST))
     except MODEL_ERRORS as error:
         guest.not_seeing = reason_of(error)
     finally:

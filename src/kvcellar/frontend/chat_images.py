@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from kvcellar.errors import BadRequest
 from kvcellar.images.fetching import Fetcher
-from kvcellar.images.image import ImageInput, ProcessedImage, has_rows
+from kvcellar.images.image import ImageInput, ProcessedImage
 from kvcellar.images.sources import file_of
 from kvcellar.images.store import Images
 from kvcellar.text.labels import NO_IMAGES, Labelled
@@ -73,9 +73,7 @@ class ChatImages:
         return {"type": "image", "image": found[-1].input.digest.hex()}
 
     def inputs(self, prompt: Sequence[int], namespace: str) -> tuple[ImageInput, ...]:
-        """The images of a prompt. Raises `BadRequest`."""
-        if not has_rows(prompt):
-            return ()
+        """The images of a prompt that has some. Raises `BadRequest`."""
         if self._images is None:
             raise BadRequest(f"prompt has rows of images: {self._why_not}", "prompt")
         found = self._images.inputs_of(prompt)

@@ -209,7 +209,8 @@ class EngineOptions(TypedDict, total=False):
     max_waiting: int
     text_bytes: int | None
     replay_bytes: int
-    image_hosts: tuple[str, ...]
+    image_bytes: int | None
+    image_hosts: Sequence[str]
     attention: str | None
     threads: int | None
     kv_dtype: str | None

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
-from pydantic_core import PydanticCustomError
 
 from kvcellar.serve.generation import forms
 from kvcellar.serve.http.api_errors import ApiError, invalid
@@ -47,7 +46,7 @@ class LooseModel(StrictModel):
 def _known_part(kind: object) -> object:
     """Raises for what other servers take beside texts and images."""
     if isinstance(kind, str) and (what := NO_PARTS.get(kind)):
-        raise PydanticCustomError("no_part", "", {"what": what})
+        raise ValueError(f"be of text or an image: there is no encoder here for {what}")
     return kind
 
 

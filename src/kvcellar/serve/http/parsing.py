@@ -35,11 +35,11 @@ MUST: Mapping[str, str] = {
     "list_type": "be an array",
     "literal_error": "be {expected}",
     "model_type": "be an object",
-    "no_part": "be of text or an image: there is no encoder here for {what}",
     "none_required": "be null",
     "string_type": "be a string",
     "too_long": "have at most {max_length} items",
     "too_short": "not be empty",
+    "value_error": "{error}",  # what a validator says
 }
 
 Body = TypeVar("Body", bound=BaseModel)

@@ -38,6 +38,8 @@ def _setting_option(one: Field[Any], flag: str, comment: str) -> Decorator:
 
 # For loading and running a model.
 model_options = setting_options(Settings, "dtype", "weights", "record", "device", "attention", "threads")
+# Of a server.
+image_options = setting_options(Settings, image_hosts="--allow-image-host")
 # Of an engine.
 engine_options = together(
     model_options,

@@ -93,7 +93,7 @@ class Processor:
             raise BadRequest(f"the processor makes {total} bytes of the image; {MOST_ARRAYS} are allowed")
         rows = self._rows(texts[0])
         self._check(rows, *size)
-        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size)
+        return ProcessedImage(ImageInput(self._digest(image), rows, arrays), texts[0], *size, processor.image_token)
 
     def tokens(self, text: str) -> list[int]:
         """Of a text that it has written."""

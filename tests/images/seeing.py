@@ -22,9 +22,19 @@ from kvcellar.images.image import ImageInput, with_rows
 from kvcellar.memory.prefix.node import key_of
 from kvcellar.sampling_params import SamplingParams
 from kvcellar.text.output import Output, Stops
-from tests.zoo_test_support.images import PLACEHOLDER, drawn, image_input, inputs_of, network_of, processor_of
+from tests.zoo_test_support.images import (
+    END,
+    PLACEHOLDER,
+    START,
+    drawn,
+    image_input,
+    inputs_of,
+    network_of,
+    processor_of,
+)
 
 LENGTH = 5  # tokens that are drawn
+NEVER = {PLACEHOLDER: -100.0}  # a network's own forward fails where it is not of an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +45,37 @@ class Pictures:
     one: ImageInput
     two: ImageInput
 
+    def ids(self, parts: Sequence[list[int] | ImageInput]) -> list[int]:
+        """As the network gets them."""
+        wrapped = hasattr(self.model.config, "vision_start_token_id")
+        start, end = ([START], [END]) if wrapped else ([], [])
+        images = [part if isinstance(part, list) else [*start, *[PLACEHOLDER] * part.rows, *end] for part in parts]
+        return [token for part in images for token in part]
+
     def prompt(self, *parts: list[int] | ImageInput) -> list[int]:
-        ids = [
-            token for part in parts for token in (part if isinstance(part, list) else [PLACEHOLDER] * part.rows)
-        ]
-        return with_rows(ids, PLACEHOLDER, images_in(parts))
+        return with_rows(self.ids(parts), PLACEHOLDER, images_in(parts))
 
     def greedy(self, *parts: list[int] | ImageInput) -> list[int]:
         """Of the network's own forward, without a cache."""
-        ids = [token for part in parts for token in (part if isinstance(part, list) else [PLACEHOLDER] * part.rows)]
+        ids = self.ids(parts)
         inputs, names = inputs_of(images_in(parts)), signature(self.model.forward).parameters
         inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
         drawn_ids = list[int]()
         for _ in range(LENGTH):
             text = torch.tensor([[*ids, *drawn_ids]])
-            given: Mapping[str, Any] = {"input_ids": text, **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()), **inputs}
+            given: Mapping[str, Any] = {
+                "input_ids": text,
+                "attention_mask": torch.ones_like(text),
+                **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()),
+                **inputs,
+            }
             with torch.inference_mode():
-                logits = self.model(**{name: one for name, one in given.items() if name in names}, use_cache=False).logits
-            drawn_ids.append(int(logits[0, -1].argmax()))
+                logits = self.model(
+                    **{name: one for name, one in given.items() if name in names}, use_cache=False
+                ).logits
+            last = logits[0, -1].clone()
+            last[PLACEHOLDER] = float("-inf")
+            drawn_ids.append(int(last.argmax()))
         return drawn_ids
 
 
@@ -70,7 +93,7 @@ def pictures_of(model_type: str, dtype: torch.dtype = torch.float32) -> Pictures
 def engine_of(pictures: Pictures, folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Engine]:
     """Of a saved network. The self-test gets the first image."""
     pictures.model.save_pretrained(folder)
-    sample = [PLACEHOLDER] * pictures.one.rows, pictures.one
+    sample = pictures.ids([pictures.one]), pictures.one
     patch.setattr(open_vision, "sample_of", lambda *_: sample)
     common = {"cache_bytes": 200_000_000, "context": 2048, "record": "off"}
     with Engine(folder, **common | settings) as engine:
@@ -78,7 +101,7 @@ def engine_of(pictures: Pictures, folder: Path, patch: pytest.MonkeyPatch, **set
 
 
 def submitted(engine: Engine, prompt: list[int], images: Sequence[ImageInput], n: int = 1) -> Collector:
-    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, n=n, logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, n=n, logprobs=1, logit_bias=NEVER)
     client, collector = engine._requests.client, Collector(n)
     number = client.number()
     submission = Submission(number=number, prompt=key_of(prompt), params=params, seed=1, images=tuple(images))

@@ -29,6 +29,7 @@ from tests.zoo_test_support.tiny import SMALL, class_of, over
 TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 CONTEXT = 16384
 PLACEHOLDER = 99  # first of the ids that special tokens get
+START, END = 60, 59  # around an image, for configs that name such a token
 _MAPPED: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
 
 TEXT: dict[str, Any] = {
@@ -59,7 +60,20 @@ OUT = dict.fromkeys(  # widths of what projectors make
     ),
     64,
 )  # fmt: skip
-TOWERS = ("vision", "visual", "image", "vit", "sam", "vq", "audio", "encoder_config", "clip", "siglip", "tower", "backbone")
+TOWERS = (
+    "vision",
+    "visual",
+    "image",
+    "vit",
+    "sam",
+    "vq",
+    "audio",
+    "encoder_config",
+    "clip",
+    "siglip",
+    "tower",
+    "backbone",
+)
 
 
 def _sizes(image: int, patch: int) -> dict[str, Any]:
@@ -70,20 +84,34 @@ def _rope(*sections: int) -> dict[str, Any]:
     return ROPE | {"mrope_section": list(sections)}
 
 
+VOCABULARY = {"<image>": PLACEHOLDER} | {
+    f"IMGIMG{'ABC'[one // 10]}{'ABCDEFGHIJ'[one % 10]}Z": 30 + one for one in range(26)
+}
+
 # What a type needs beside small sizes: sizes that depend on each other, and ids.
 OWN: dict[str, dict[str, Any]] = {
-    "aria": _sizes(980, 14),
-    "aya_vision": _sizes(364, 14),
-    "cohere2_vision": _sizes(512, 16),
+    "aria": _sizes(490, 70) | {"projector_patch_to_query_dict": {49: 8}},
+    "aya_vision": _sizes(56, 14),
+    "chameleon": {
+        "vocabulary_map": VOCABULARY,
+        "vq_config": {"num_embeddings": 26, "embed_dim": 32, "base_channels": 32, "latent_channels": 32},
+    },
+    "cohere2_vision": _sizes(64, 16),
     "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _rope(4, 2, 2)}}},
     "cosmos3_edge": {"text_config": {"rope_parameters": _rope(2, 3, 3)}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
     "deepseek_vl": _sizes(64, 16),
-    "deepseek_vl_hybrid": _sizes(384, 16),
+    "deepseek_vl_hybrid": _sizes(64, 16)
+    | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1]}},
     "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _rope(3, 3, 2)}},
     "gemma3": _sizes(56, 14) | {"mm_tokens_per_image": 4},
     "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
-    "granite4_vision": {"deepstack_layer_map": [[0, 0], [1, 1]], **_sizes(384, 16)},
+    "granite4_vision": {
+        "vision_feature_select_strategy": "full",
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "downsample_rate": "1/2",
+        **_sizes(64, 16),
+    },
     "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
     "idefics3": _sizes(56, 14) | {"scale_factor": 2},
     "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
@@ -93,6 +121,8 @@ OWN: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen2_5_omni_thinker": {"audio_start_token_id": 61},
+    "qwen3_omni_moe_thinker": {"audio_start_token_id": 61},
     "shieldgemma2": _sizes(56, 14) | {"mm_tokens_per_image": 4},
     "t5gemma2": {"encoder": _sizes(56, 14) | {"mm_tokens_per_image": 4}},
     "vipllava": {"vision_feature_layers": [-1, -2], "vision_config": {"num_hidden_layers": 3}},
@@ -106,8 +136,12 @@ ALIKE = {  # types without an image processor of their own
     "qwen3_omni_moe_thinker": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl",
 }
+AXES = (  # types with positions of several axes, whose sections have defaults for large heads only
+    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "minicpmv4_7", "paddleocr_vl", "qwen2_5_omni_thinker",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+)  # fmt: skip
 # Where the depth of the tower alone is small, because its sizes depend on each other in ways that its config does not say.
-DEEP: frozenset[str] = frozenset({"gemma4", "deepseek_ocr2", "granite_docling", "aria", "idefics2"})
+DEEP: frozenset[str] = frozenset({"gemma4", "deepseek_ocr2"})
 
 
 def config_of(model_type: str) -> PreTrainedConfig:
@@ -120,15 +154,21 @@ def config_of(model_type: str) -> PreTrainedConfig:
         if not plain and name.endswith(("_token_id", "_token_index", "_patch_id")):
             if isinstance(getattr(config, name, None), int) or name in PLACEHOLDERS:
                 setattr(config, name, next(free))
+    if model_type in AXES:
+        setattr(config, "vision_start_token_id", START)
     _fit_ropes(config)
     return config
 
 
 def _small(kind: type[PreTrainedConfig], *, tower: bool, top: bool, deep: bool) -> dict[str, Any]:
-    lists = {one.name for one in fields(kind) if isinstance(one.default, list | tuple) or str(one.type).startswith("list")}
+    lists = {
+        one.name for one in fields(kind) if isinstance(one.default, list | tuple) or str(one.type).startswith("list")
+    }
     names = {one.name for one in fields(kind)}
     table = TEXT if not tower else {**(DEPTHS if deep else TOWER), **OUT}
-    found = {name: value for name, value in table.items() if name in names and (name not in lists or isinstance(value, list))}
+    found = {
+        name: value for name, value in table.items() if name in names and (name not in lists or isinstance(value, list))
+    }
     if not tower and "kv_lora_rank" in names and "num_attention_heads" in found:
         found["num_key_value_heads"] = found["num_attention_heads"]
     if top:
@@ -149,20 +189,15 @@ def _fit_ropes(config: PreTrainedConfig) -> None:
     found = getattr(text, "rope_parameters", None)
     if not isinstance(found, dict):
         return
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     for rope in [found] if "rope_type" in found else [one for one in found.values() if isinstance(one, dict)]:
-        if _has_axes(config) and config.model_type not in OWN:
+        if config.model_type in AXES:
             rope.setdefault("mrope_section", [2, 3, 3])
         if "mrope_section" in rope:
+            head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
             half, count = int(head * rope.get("partial_rotary_factor", 1)) // 2, len(rope["mrope_section"])
             each = half // (2 * (count - 1))
-            rope["mrope_section"] = [half - each * (count - 1), *[each] * (count - 1)]
-
-
-def _has_axes(config: PreTrainedConfig) -> bool:
-    kind: Any = AutoModelForImageTextToText._model_mapping[type(config)]
-    module = inspect.getmodule(kind)
-    return "mrope_section" in inspect.getsource(cast(Any, module))
+            if sum(rope["mrope_section"]) != half:
+                rope["mrope_section"] = [half - each * (count - 1), *[each] * (count - 1)]
 
 
 def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -222,8 +257,11 @@ def drawn(seed: int, height: int = 120, width: int = 200) -> Image.Image:
 def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> ImageInput:
     """What its processor makes of an image, with as many rows as its features have."""
     made = processor(images=[image], return_tensors="pt")
-    arrays = {name: value for name, value in made.items() if isinstance(value, torch.Tensor)}
-    owner: Any = model if hasattr(model, "get_image_features") else model.model
+    accepted = inspect.signature(model.forward).parameters
+    arrays = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
+    if not hasattr(owner, "get_image_features"):
+        raise LookupError("its network has no get_image_features")
     owner = owner.model if hasattr(getattr(owner, "model", None), "get_image_features") else owner
     names = inspect.signature(owner.get_image_features).parameters
     given = {
@@ -234,7 +272,9 @@ def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> I
     with torch.inference_mode():
         rows = _rows(owner.get_image_features(**given))
     kept = tuple(
-        ImageArray(name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.contiguous().numpy().tobytes())
+        ImageArray(
+            name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.contiguous().numpy().tobytes()
+        )
         for name, value in arrays.items()
     )
     return ImageInput(hashlib.sha256(image.tobytes()).digest(), rows, kept)
@@ -248,6 +288,4 @@ def _rows(made: Any) -> int:
 def inputs_of(images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
     """As the network's own forward gets them."""
     names = [one.name for one in images[0].arrays] if images else []
-    return {
-        name: torch.cat([torch.tensor(one.arrays[at].array()) for one in images]) for at, name in enumerate(names)
-    }
+    return {name: torch.cat([torch.tensor(one.arrays[at].array()) for one in images]) for at, name in enumerate(names)}

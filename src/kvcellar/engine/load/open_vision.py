@@ -44,7 +44,7 @@ def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput)
     ids = tokens[places[0] : places[-1] + 1]
     guest.vision = vision
     try:
-        verdict = image_test(guest, vision, ids, inputs)
+        verdict = image_test(guest, vision, tokens, inputs)
         guest.ahead = vision.encode(ids, inputs).ahead
     finally:
         guest.vision = None

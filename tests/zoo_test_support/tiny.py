@@ -86,9 +86,9 @@ def tiny(model_type: str, **own: object) -> PreTrainedConfig:
     A config made of others, such as text and vision, is small in each of its parts. Whatever the type's config class
     raises on sizes that do not fit together is passed on.
     """
-    config_class = _class_of(model_type)
+    config_class = class_of(model_type)
     # Configs keep and change the lists and dicts passed to them.
-    return config_class(**deepcopy(_over(small_fields(config_class), own)))
+    return config_class(**deepcopy(over(small_fields(config_class), own)))
 
 
 def small_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -100,16 +100,16 @@ def small_fields(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     for name, part in cast(dict[str, Any], config_class.sub_configs).items():
         if part is AutoConfig:  # only the model type of this part is known
             model_type = config_class.sub_configs_defaults[name].model_type
-            small[name] = {"model_type": model_type} | small_fields(_class_of(model_type))
+            small[name] = {"model_type": model_type} | small_fields(class_of(model_type))
         else:
             small[name] = small_fields(part)
     return small
 
 
-def _class_of(model_type: str) -> type[PreTrainedConfig]:
+def class_of(model_type: str) -> type[PreTrainedConfig]:
     return cast(type[PreTrainedConfig], CONFIG_MAPPING[model_type])
 
 
-def _over(small: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    deep = {name: _over(small[name], value) for name, value in own.items() if isinstance(small.get(name), dict)}
+def over(small: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    deep = {name: over(small[name], value) for name, value in own.items() if isinstance(small.get(name), dict)}
     return small | own | deep

@@ -142,7 +142,7 @@ class Seeing:
         if images not in self._positions:
             arrays: dict[str, list[Tensor]] = {}
             for one in chain.from_iterable(image.arrays for image in images.inputs):
-                if one.dtype.startswith("int"):  # grids
+                if one.dtype.startswith("int") and one.shape:  # grids
                     arrays.setdefault(one.name, []).append(torch.tensor(one.array()))
             given = {name: torch.cat(several) for name, several in arrays.items()}
             self._positions[images] = self.vision.positions(self._ids(completion.request.prompt), given)

@@ -9,9 +9,9 @@ from kvcellar.engine.models.load import Loaded
 from kvcellar.engine.models.registered import our_attention
 from kvcellar.engine.models.selftest import image_test
 from kvcellar.engine.models.vision import Vision, vision_of
-from kvcellar.images.processing import Processor, a_test_image
+from kvcellar.images.image import ImageInput
+from kvcellar.images.sample import sample_of
 from kvcellar.progress import report
-from kvcellar.values import MOST
 
 
 def open_vision(guest: Guest, loaded: Loaded) -> None:
@@ -24,7 +24,7 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
     report("testing images")
     try:
         with silence_transformers():
-            guest.not_seeing = _refused(guest, vision, Processor(loaded.path, loaded.path.name, vision.placeholder, MOST))
+            guest.not_seeing = _refused(guest, vision, *sample_of(loaded.path, vision.placeholder))
     except MODEL_ERRORS as error:
         guest.not_seeing = reason_of(error)
     finally:
@@ -34,19 +34,17 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
         guest.vision = vision
 
 
-def _refused(guest: Guest, vision: Vision, processor: Processor) -> str:
+def _refused(guest: Guest, vision: Vision, tokens: list[int], image: ImageInput) -> str:
     """Why its logits with images are not those of its own forward; "": they are."""
-    made = processor.process(a_test_image())
-    tokens = processor.tokens(made.text)
     places = [at for at, token in enumerate(tokens) if token == vision.placeholder]
-    if len(places) != made.input.rows or not places:
-        return f"its processor writes {len(places)} placeholders for an image of {made.input.rows} rows"
-    inputs = {one.name: torch.tensor(one.array(), device=guest.device) for one in made.input.arrays}
+    if len(places) != image.rows or not places:
+        return f"its processor writes {len(places)} placeholders for an image of {image.rows} rows"
+    inputs = {one.name: torch.tensor(one.array(), device=guest.device) for one in image.arrays}
     inputs = {name: one.to(guest.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
     ids = tokens[places[0] : places[-1] + 1]
     guest.vision = vision
     try:
-        verdict = image_test(guest, vision, ids, inputs)
+        verdict = image_test(guest, vision, tokens, inputs)
         guest.ahead = vision.encode(ids, inputs).ahead
     finally:
         guest.vision = None

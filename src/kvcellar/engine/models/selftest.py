@@ -74,29 +74,28 @@ def partial_commit_test(guest: Guest, reference: Reference) -> Verdict:
     return _verdict(_Replay(guest, reference), _partial_steps)
 
 
-def image_test(guest: Guest, vision: Vision, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Verdict:
-    """A text with the same image twice, in chunks, beside a text without one. `ids` are the tokens of the image, from
-    its first placeholder to its last one, `inputs` what its processor made of it."""
+def image_test(guest: Guest, vision: Vision, whole: Sequence[int], inputs: Mapping[str, Tensor]) -> Verdict:
+    """A text with the same image twice, in chunks, beside a text without one. `whole` are the tokens that stand for the
+    image, some of which may be around its placeholders, `inputs` what its processor made of it."""
     model, device = guest.model, guest.device
     text = random_tokens(model, 24, torch.Generator().manual_seed(2))
-    ours = [*text[:5], *ids, *text[5:8], *ids, *text[8:14]]
-    twice = {name: torch.cat([one, one]) for name, one in inputs.items()}
+    ours = [*text[:5], *whole, *text[5:8], *whole, *text[8:14]]
+    places = [at for at, token in enumerate(ours) if token == vision.placeholder]
+    half = len(places) // 2
+    spans = Span(places[0], places[half - 1] + 1), Span(places[half], places[-1] + 1)
+    ids, n = ours[spans[0].start : spans[0].end], len(spans[0])
+    twice = {name: torch.cat([one, one]) for name, one in inputs.items() if one.dim()}
     with torch.inference_mode():
         own_attention(model)
         reference = {0: vision.logits(ours, twice), 1: vision.logits(text, {})}
         replay = _Replay(guest, Reference({0: ours, 1: text}, reference))
         features = vision.encode(ids, inputs)
-    placed, n = vision.positions(ours, twice), len(ids)
-    spans = Span(5, 5 + n), Span(8 + n, 8 + 2 * n)
-    cuts = (0, 2, 5 + n // 2, 6 + n, 8 + 2 * n + 1, len(ours) - 1, len(ours))
-    if features.ahead:
-        cuts = (0, 2, 5 + n, 8 + 2 * n, len(ours) - 1, len(ours))
-    at = [place for span in spans for place in range(span.start, span.end) if ours[place] == vision.placeholder]
+    placed = vision.positions(ours, twice)
+    inside = () if features.ahead else (spans[0].start + n // 2,)
+    cuts = (0, 2, *inside, spans[0].end + 1, spans[1].end + 1, len(ours) - 1, len(ours))
     for number, (start, end) in enumerate(pairwise(cuts)):
         beside = [Feed(1, Span(4 * number, 4 * number + 4))] if guest.mode == "flat" else []
-        parts = [
-            (place - start, features, at.index(place) % len(features.rows)) for place in at if start <= place < end
-        ]
+        parts = [(place - start, features, places.index(place) % half) for place in places if start <= place < end]
         rows = ImageRows.of(parts, device)
         positions = None
         if placed is not None:

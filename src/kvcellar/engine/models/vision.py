@@ -149,7 +149,8 @@ class Vision:
     def logits(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
         """[T,V] of the network's own forward over a text with images."""
         tokens = torch.tensor([ids], device=self.model.device)
-        return self.model(**self._arguments(self.accepts, tokens, inputs), use_cache=False).logits[0].float()
+        given = self._arguments(self.accepts, tokens, {"attention_mask": torch.ones_like(tokens), **inputs})
+        return self.model(**given, use_cache=False).logits[0].float()
 
     def _at_decoder(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -177,7 +178,8 @@ class Vision:
         if (found := _rope_index(self.model)) is None:
             return None
         names = frozenset(inspect.signature(found).parameters)
-        positions = found(**self._arguments(names, torch.tensor([ids]), inputs))
+        tokens = torch.tensor([ids])
+        positions = found(**self._arguments(names, tokens, {"attention_mask": torch.ones_like(tokens), **inputs}))
         return (positions[0] if isinstance(positions, tuple) else positions)[:, 0].cpu()
 
     @contextmanager

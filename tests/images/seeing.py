@@ -1,0 +1,117 @@
+"""Whole engines on tiny networks that see, and the tokens of the network's own forward."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvcellar import Engine
+from kvcellar.engine.load import open_vision
+from kvcellar.engine.messages import Submission
+from kvcellar.engine.models.vision import TYPES
+from kvcellar.frontend.output_processor import OutputProcessor
+from kvcellar.frontend.result import Collector
+from kvcellar.images.image import ImageInput, with_rows
+from kvcellar.memory.prefix.node import key_of
+from kvcellar.sampling_params import SamplingParams
+from kvcellar.text.output import Output, Stops
+from tests.zoo_test_support.images import (
+    END,
+    PLACEHOLDER,
+    START,
+    drawn,
+    image_input,
+    inputs_of,
+    network_of,
+    processor_of,
+)
+
+LENGTH = 5  # tokens that are drawn
+NEVER = {PLACEHOLDER: -100.0}  # a network's own forward fails where it is not of an image
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """A network and what its processor makes of two images."""
+
+    model: PreTrainedModel
+    one: ImageInput
+    two: ImageInput
+
+    def ids(self, parts: Sequence[list[int] | ImageInput]) -> list[int]:
+        """As the network gets them."""
+        wrapped = hasattr(self.model.config, "vision_start_token_id")
+        start, end = ([START], [END]) if wrapped else ([], [])
+        images = [part if isinstance(part, list) else [*start, *[PLACEHOLDER] * part.rows, *end] for part in parts]
+        return [token for part in images for token in part]
+
+    def prompt(self, *parts: list[int] | ImageInput) -> list[int]:
+        return with_rows(self.ids(parts), PLACEHOLDER, images_in(parts))
+
+    def greedy(self, *parts: list[int] | ImageInput) -> list[int]:
+        """Of the network's own forward, without a cache."""
+        ids = self.ids(parts)
+        inputs, names = inputs_of(images_in(parts)), signature(self.model.forward).parameters
+        inputs = {name: one.to(self.model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+        drawn_ids = list[int]()
+        for _ in range(LENGTH):
+            text = torch.tensor([[*ids, *drawn_ids]])
+            given: Mapping[str, Any] = {
+                "input_ids": text,
+                "attention_mask": torch.ones_like(text),
+                **dict.fromkeys(TYPES, (text == PLACEHOLDER).long()),
+                **inputs,
+            }
+            with torch.inference_mode():
+                logits = self.model(
+                    **{name: one for name, one in given.items() if name in names}, use_cache=False
+                ).logits
+            last = logits[0, -1].clone()
+            last[PLACEHOLDER] = float("-inf")
+            drawn_ids.append(int(last.argmax()))
+        return drawn_ids
+
+
+def images_in(parts: Sequence[list[int] | ImageInput]) -> list[ImageInput]:
+    return [part for part in parts if isinstance(part, ImageInput)]
+
+
+def pictures_of(model_type: str, dtype: torch.dtype = torch.float32) -> Pictures:
+    model = network_of(model_type, dtype)
+    processor = processor_of(model.config)
+    return Pictures(model, *(image_input(model, processor, drawn(seed)) for seed in (1, 2)))
+
+
+@contextmanager
+def engine_of(pictures: Pictures, folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> Iterator[Engine]:
+    """Of a saved network. The self-test gets the first image."""
+    pictures.model.save_pretrained(folder)
+    sample = pictures.ids([pictures.one]), pictures.one
+    patch.setattr(open_vision, "sample_of", lambda *_: sample)
+    common = {"cache_bytes": 200_000_000, "context": 2048, "record": "off"}
+    with Engine(folder, **common | settings) as engine:
+        yield engine
+
+
+def submitted(engine: Engine, prompt: list[int], images: Sequence[ImageInput], n: int = 1) -> Collector:
+    params = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True, n=n, logprobs=1, logit_bias=NEVER)
+    client, collector = engine._requests.client, Collector(n)
+    number = client.number()
+    submission = Submission(number=number, prompt=key_of(prompt), params=params, seed=1, images=tuple(images))
+    output = OutputProcessor(
+        params,
+        lambda: Output(None, Stops(())),
+        collector.deliver,
+        stop=partial(client.stop, number),
+        fail=partial(client.fail, number),
+        replied=None,
+    )
+    client.submit(submission, output.receive)
+    return collector

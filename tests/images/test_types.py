@@ -1,0 +1,62 @@
+"""Types of models that see: whole engines draw the tokens of the networks' own forward, with images and without."""
+
+from pathlib import Path
+
+import pytest
+
+from kvcellar.images.image import ImageInput
+from tests.images.seeing import Pictures, engine_of, images_in, pictures_of, submitted
+
+QUICK = ("llava", "gemma3", "qwen2_vl", "qwen3_vl", "lfm3_vl", "idefics3", "mistral3", "vipllava")
+SLOW = (
+    "aria", "aya_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni", "deepseek_vl", "ernie4_5_vl_moe", "exaone4_5",
+    "got_ocr2",    "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "hunyuan_vl", "hyperclovax_vision_v2", "idefics2", "internvl",
+    "janus", "lighton_ocr", "llava_next", "llava_next_video", "llava_onevision", "mistral_large4", "ovis2",
+    "paddleocr_vl", "pp_chart2table", "qianfan_ocr", "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen3_omni_moe_thinker", "qwen3_vl_moe", "smolvlm", "video_llama_3", "video_llava"
+)  # fmt: skip
+TYPES = [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)]
+
+
+def _mixed(pictures: Pictures) -> list[list[list[int] | ImageInput]]:
+    one, two = pictures.one, pictures.two
+    before, between, after = [5, 6, 7, 8, 31], [9, 10, 11], [12, 13, 14, 15]
+    return [
+        [one, after],
+        [before, one],
+        [before, one, between, two, after],
+        [before, one, between, one, after],
+        [*[before, between, after]],
+    ]
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_greedy_text_is_that_of_the_own_forward(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks, in one batch with text alone, with two completions, and again from memory."""
+    pictures = pictures_of(model_type)
+    prompts = _mixed(pictures)
+    expected = [pictures.greedy(*parts) for parts in prompts]
+    with engine_of(pictures, tmp_path, monkeypatch, step_tokens=max(16, pictures.one.rows + 3)) as engine:
+        assert engine._built.guest.vision is not None, engine._built.guest.not_seeing
+        asked = [(pictures.prompt(*parts), images_in(parts)) for parts in prompts]
+        cold = [one.result() for one in [submitted(engine, *one, n=2) for one in asked]]
+        for result, tokens in zip(cold, expected, strict=True):
+            assert [list(choice.token_ids) for choice in result.choices] == [tokens, tokens]
+        seeing = engine._built.loop.manager.seeing
+        assert seeing is not None
+        assert seeing.encoded == 2
+        engine._built.loop.call(engine._built.loop.check)
+        warm = [one.result() for one in [submitted(engine, *one, n=2) for one in asked]]
+        for first, second, (ids, _), parts in zip(cold, warm, asked, prompts, strict=True):
+            last = parts[-1]  # an image that sees ahead is computed whole
+            kept = last.rows if isinstance(last, ImageInput) and engine._built.guest.ahead else 1
+            assert second.usage.cached_tokens >= len(ids) - kept
+            assert [one.token_ids for one in second.choices] == [one.token_ids for one in first.choices]
+            for one, other in zip(first.choices, second.choices, strict=True):
+                assert one.logprobs is not None
+                assert other.logprobs is not None
+                wanted = [each.logprob for each in one.logprobs]
+                assert [each.logprob for each in other.logprobs] == pytest.approx(wanted, abs=1e-4)
+        assert seeing.encoded == 2

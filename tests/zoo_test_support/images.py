@@ -1,0 +1,291 @@
+"""Tiny networks of types of models that see, images for them, and what their image processors make of these.
+
+Widths and depths are small, and so are images. The processors are transformers' own, for Pillow, with the sizes of the
+tiny towers. What stands for an image in a prompt is as many placeholders as its features have rows.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields
+from typing import Any, cast
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from kvcellar.engine.models.input_limits import PLACEHOLDERS
+from kvcellar.images.image import ImageArray, ImageInput
+from tests.zoo_test_support.initialise import initialise
+from tests.zoo_test_support.sweep import OWN as OWN_TEXT
+from tests.zoo_test_support.sweep import ROPE
+from tests.zoo_test_support.tiny import SMALL, class_of, over
+
+TYPES = tuple(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+CONTEXT = 16384
+PLACEHOLDER = 99  # first of the ids that special tokens get
+START, END = 60, 59  # around an image, for configs that name such a token
+_MAPPED: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
+
+TEXT: dict[str, Any] = {
+    **{name: size for name, size in SMALL.items() if not name.endswith("window_size")},
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
+    "rel_extent": CONTEXT,
+}
+DEPTHS = dict.fromkeys(("num_hidden_layers", "depth", "num_layers", "n_layer", "layers", "encoder_layers"), 2)
+TOWER: dict[str, Any] = {
+    **DEPTHS,
+    **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "width", "vision_width"), 64),
+    **dict.fromkeys(("intermediate_size", "mlp_dim", "ffn_dim", "ff_dim", "mlp_hidden_size"), 96),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "attention_heads", "num_key_value_heads"), 4),
+    "encoder_attention_heads": 4,
+    "head_dim": 16,
+    "num_global_layers": 1,
+    "num_experts": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "fullatt_block_indexes": [1],
+}
+OUT = dict.fromkeys(  # widths of what projectors make
+    (
+        "out_hidden_size", "projection_dim", "output_dim", "text_hidden_size", "mm_embed_dim", "output_size",
+        "projector_hidden_size", "embed_dim_out", "text_dim", "output_hidden_size", "vision_output_dim",
+        "projector_output_dim", "out_dim",
+    ),
+    64,
+)  # fmt: skip
+TOWERS = (
+    "vision",
+    "visual",
+    "image",
+    "vit",
+    "sam",
+    "vq",
+    "audio",
+    "encoder_config",
+    "clip",
+    "siglip",
+    "tower",
+    "backbone",
+)
+
+
+def _sizes(image: int, patch: int) -> dict[str, Any]:
+    return {"vision_config": {"image_size": image, "patch_size": patch}}
+
+
+def _rope(*sections: int) -> dict[str, Any]:
+    return ROPE | {"mrope_section": list(sections)}
+
+
+VOCABULARY = {"<image>": PLACEHOLDER} | {
+    f"IMGIMG{'ABC'[one // 10]}{'ABCDEFGHIJ'[one % 10]}Z": 30 + one for one in range(26)
+}
+
+# What a type needs beside small sizes: sizes that depend on each other, and ids.
+OWN: dict[str, dict[str, Any]] = {
+    "aria": _sizes(490, 70) | {"projector_patch_to_query_dict": {49: 8}},
+    "aya_vision": _sizes(56, 14),
+    "chameleon": {
+        "vocabulary_map": VOCABULARY,
+        "vq_config": {"num_embeddings": 26, "embed_dim": 32, "base_channels": 32, "latent_channels": 32},
+    },
+    "cohere2_vision": _sizes(64, 16),
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _rope(4, 2, 2)}}},
+    "cosmos3_edge": {"text_config": {"rope_parameters": _rope(2, 3, 3)}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
+    "deepseek_vl": _sizes(64, 16),
+    "deepseek_vl_hybrid": _sizes(64, 16)
+    | {"high_res_vision_config": {"num_hidden_layers": 3, "global_attn_indexes": [1]}},
+    "ernie4_5_vl_moe": {"text_config": {"moe_intermediate_size": [32, 32], "rope_parameters": _rope(3, 3, 2)}},
+    "gemma3": _sizes(56, 14) | {"mm_tokens_per_image": 4},
+    "glm5_next": {"text_config": {"qk_rope_head_dim": 0, "qk_nope_head_dim": 16}},
+    "granite4_vision": {
+        "vision_feature_select_strategy": "full",
+        "deepstack_layer_map": [[0, 0], [1, 1]],
+        "downsample_rate": "1/2",
+        **_sizes(64, 16),
+    },
+    "hunyuan_vl": {"text_config": {"rope_parameters": _rope(2, 2, 2, 2)}},
+    "idefics3": _sizes(56, 14) | {"scale_factor": 2},
+    "smolvlm": _sizes(64, 16) | {"scale_factor": 2},
+    "llava_next": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
+    "llava_next_video": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
+    "llava_onevision": _sizes(56, 14) | {"image_grid_pinpoints": [[56, 112], [112, 56], [112, 112]]},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "muse_spark": {"vision_config": {"num_hidden_layers": 4}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "qwen2_5_omni_thinker": {"audio_start_token_id": 61},
+    "qwen3_omni_moe_thinker": {"audio_start_token_id": 61},
+    "shieldgemma2": _sizes(56, 14) | {"mm_tokens_per_image": 4},
+    "t5gemma2": {"encoder": _sizes(56, 14) | {"mm_tokens_per_image": 4}},
+    "vipllava": {"vision_feature_layers": [-1, -2], "vision_config": {"num_hidden_layers": 3}},
+}
+ALIKE = {  # types without an image processor of their own
+    "diffusion_gemma": "gemma4",
+    "glm4v_moe": "glm4v",
+    "glm_ocr": "glm46v",
+    "instructblipvideo": "instructblip",
+    "qwen2_5_omni_thinker": "qwen2_vl",
+    "qwen3_omni_moe_thinker": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl",
+}
+AXES = (  # types with positions of several axes, whose sections have defaults for large heads only
+    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "minicpmv4_7", "paddleocr_vl", "qwen2_5_omni_thinker",
+    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+)  # fmt: skip
+# Where the depth of the tower alone is small, because its sizes depend on each other in ways that its config does not say.
+DEEP: frozenset[str] = frozenset({"gemma4", "deepseek_ocr2"})
+
+
+def config_of(model_type: str) -> PreTrainedConfig:
+    kind = class_of(model_type)
+    own = OWN.get(model_type, OWN_TEXT.get(model_type, {}))
+    config = kind(**deepcopy(over(_small(kind, tower=False, top=True, deep=model_type in DEEP), own)))
+    free = iter(range(PLACEHOLDER, 60, -1))
+    for name in sorted({*dir(kind), *vars(config)}, key=lambda name: (name not in PLACEHOLDERS, name)):
+        plain = name.startswith("_") or name in ("pad_token_id", "bos_token_id", "eos_token_id")
+        if not plain and name.endswith(("_token_id", "_token_index", "_patch_id")):
+            if isinstance(getattr(config, name, None), int) or name in PLACEHOLDERS:
+                setattr(config, name, next(free))
+    if model_type in AXES:
+        setattr(config, "vision_start_token_id", START)
+    _fit_ropes(config)
+    return config
+
+
+def _small(kind: type[PreTrainedConfig], *, tower: bool, top: bool, deep: bool) -> dict[str, Any]:
+    lists = {
+        one.name for one in fields(kind) if isinstance(one.default, list | tuple) or str(one.type).startswith("list")
+    }
+    names = {one.name for one in fields(kind)}
+    table = TEXT if not tower else {**(DEPTHS if deep else TOWER), **OUT}
+    found = {
+        name: value for name, value in table.items() if name in names and (name not in lists or isinstance(value, list))
+    }
+    if not tower and "kv_lora_rank" in names and "num_attention_heads" in found:
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    if top:
+        found |= {name: value for name, value in OUT.items() if name in names}
+    for name, part in cast(dict[str, Any], kind.sub_configs).items():
+        inside = tower or any(one in name for one in TOWERS)
+        if part is not AutoConfig:
+            found[name] = _small(part, tower=inside, top=False, deep=deep)
+        elif (default := (kind.sub_configs_defaults or {}).get(name)) is not None:
+            of = default.model_type
+            found[name] = {"model_type": of} | _small(class_of(of), tower=inside, top=False, deep=deep)
+    return found
+
+
+def _fit_ropes(config: PreTrainedConfig) -> None:
+    """Sections of axes that fill the small heads."""
+    text = config.get_text_config(decoder=True)
+    found = getattr(text, "rope_parameters", None)
+    if not isinstance(found, dict):
+        return
+    for rope in [found] if "rope_type" in found else [one for one in found.values() if isinstance(one, dict)]:
+        if config.model_type in AXES:
+            rope.setdefault("mrope_section", [2, 3, 3])
+        if "mrope_section" in rope:
+            head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+            half, count = int(head * rope.get("partial_rotary_factor", 1)) // 2, len(rope["mrope_section"])
+            each = half // (2 * (count - 1))
+            if sum(rope["mrope_section"]) != half:
+                rope["mrope_section"] = [half - each * (count - 1), *[each] * (count - 1)]
+
+
+def network_of(model_type: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    config = config_of(model_type)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    initialise(model, 0)
+    if model.generation_config is not None:
+        model.generation_config.do_sample = False
+    return model.to(dtype)
+
+
+def processor_of(config: PreTrainedConfig) -> Any:
+    """Its image processor, with the sizes of its tower."""
+    model_type = ALIKE.get(config.model_type, config.model_type)
+    if (entry := _MAPPED.get(model_type)) is None:
+        raise LookupError("transformers maps no image processor to it")
+    names: dict[str, str] = entry if isinstance(entry, dict) else {"pil": entry}
+    processor = getattr(transformers, names["pil"])()
+    tower = getattr(config, "vision_config", None)
+    for its, name in (
+        ("patch_size", "patch_size"),
+        ("temporal_patch_size", "temporal_patch_size"),
+        ("spatial_merge_size", "merge_size"),
+    ):
+        size = getattr(tower, its, None)
+        size = size[-1] if isinstance(size, list | tuple) else size
+        if isinstance(getattr(processor, name, None), int) and isinstance(size, int):
+            setattr(processor, name, size)
+    size = getattr(tower, "image_size", None)
+    size = size[-1] if isinstance(size, list | tuple) else size
+    if isinstance(size, int):
+        _resize(processor, size)
+    if pinpoints := getattr(config, "image_grid_pinpoints", None):
+        processor.image_grid_pinpoints = pinpoints
+    return processor
+
+
+def _resize(processor: Any, size: int) -> None:
+    now = getattr(processor, "size", None)
+    keys = set[str]() if now is None or isinstance(now, int) else set(dict(now))
+    most = getattr(processor, "max_image_size", None)
+    if isinstance(most, int):
+        processor.max_image_size = size
+    elif most and "longest_edge" in dict(most):
+        processor.max_image_size, processor.size = {"longest_edge": size}, {"longest_edge": 2 * size}
+        return
+    if {"height", "width"} <= keys:
+        processor.size = {"height": size, "width": size}
+    elif "shortest_edge" in keys and getattr(processor, "crop_size", None):
+        processor.size, processor.crop_size = {"shortest_edge": size}, {"height": size, "width": size}
+
+
+def drawn(seed: int, height: int = 120, width: int = 200) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def image_input(model: PreTrainedModel, processor: Any, image: Image.Image) -> ImageInput:
+    """What its processor makes of an image, with as many rows as its features have."""
+    made = processor(images=[image], return_tensors="pt")
+    accepted = inspect.signature(model.forward).parameters
+    arrays = {name: value for name, value in made.items() if isinstance(value, torch.Tensor) and name in accepted}
+    owner: Any = model if hasattr(model, "get_image_features") else getattr(model, "model", None)
+    if not hasattr(owner, "get_image_features"):
+        raise LookupError("its network has no get_image_features")
+    owner = owner.model if hasattr(getattr(owner, "model", None), "get_image_features") else owner
+    names = inspect.signature(owner.get_image_features).parameters
+    given = {
+        name: value.to(model.dtype) if value.is_floating_point() else value
+        for name, value in arrays.items()
+        if name in names
+    }
+    with torch.inference_mode():
+        rows = _rows(owner.get_image_features(**given))
+    kept = tuple(
+        ImageArray(
+            name, str(value.dtype).removeprefix("torch."), tuple(value.shape), value.contiguous().numpy().tobytes()
+        )
+        for name, value in arrays.items()
+    )
+    return ImageInput(hashlib.sha256(image.tobytes()).digest(), rows, kept)
+
+
+def _rows(made: Any) -> int:
+    found = getattr(made, "pooler_output", made)
+    return sum(one.numel() // one.shape[-1] for one in (found if isinstance(found, list | tuple) else [found]))
+
+
+def inputs_of(images: Sequence[ImageInput]) -> dict[str, torch.Tensor]:
+    """As the network's own forward gets them."""
+    names = [one.name for one in images[0].arrays] if images else []
+    return {name: torch.cat([torch.tensor(one.arrays[at].array()) for one in images]) for at, name in enumerate(names)}

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -155,7 +155,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
             if isinstance(getattr(config, name, None), int) or name in PLACEHOLDERS:
                 setattr(config, name, next(free))
     if model_type in AXES:
-        setattr(config, "vision_start_token_id", START)
+        config.vision_start_token_id = START
     _fit_ropes(config)
     return config
 

@@ -129,12 +129,6 @@ class Processor:
         return json.dumps([model, self._placeholder, kinds, settings, versions], sort_keys=True).encode()
 
 
-def a_test_image() -> Image.Image:
-    """One of two colours that run into each other, for trials of a model."""
-    down, across = np.mgrid[0:160, 0:224].astype(np.uint8)
-    return Image.fromarray(np.stack([across, down, 255 - across], axis=-1))
-
-
 def _loaded(folder: Path) -> Any:
     for name in _CONFIGS:
         if (file := folder / name).exists() and file.stat().st_size > MOST_CONFIG:

@@ -24,7 +24,8 @@ def open_vision(guest: Guest, loaded: Loaded) -> None:
     report("testing images")
     try:
         with silence_transformers():
-            guest.not_seeing = _refused(guest, vision, Processor(loaded.path, loaded.path.name, vision.placeholder, MOST))
+            processor = Processor(loaded.path, loaded.path.name, vision.placeholder, MOST)
+            guest.not_seeing = _refused(guest, vision, processor)
     except MODEL_ERRORS as error:
         guest.not_seeing = reason_of(error)
     finally:

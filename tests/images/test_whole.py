@@ -95,7 +95,7 @@ def test_another_namespace_computes_an_image_anew(engine: Engine) -> None:
 
 
 def test_after_a_restart_the_store_has_an_image_and_no_tower_runs(folder: Path, tmp_path: Path) -> None:
-    messages = user("look: ", picture(seed=5), "what is it?")
+    messages = user("look: " + 400 * "-", picture(seed=5), "what is it?")  # short texts are not stored
     with Engine(folder, store=str(tmp_path / "store"), **SETTINGS) as engine:
         cold = engine.chat(messages, **ASKED)
     with Engine(folder, store=str(tmp_path / "store"), **SETTINGS) as engine:

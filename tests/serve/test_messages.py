@@ -702,7 +702,7 @@ ROOT = Path(__file__).parents[2] / "src" / "kvcellar"
 SERVE = {*(ROOT / "serve").rglob("*.py")} - {*(ROOT / "serve" / "anthropic").glob("*.py")}
 NO_SOURCES = ("serve/settings.py", "serve/http/server.py", "serve/http/keys.py")
 ENGINE = ("arguments", "core/intake", "load/allocate", "load/build")
-FRONTEND = ("engine", "process_client", "remote_client", "request_builder", "text_codec")
+FRONTEND = ("chat_images", "engine", "process_client", "remote_client", "request_builder", "text_codec")
 SOURCES = [
     *sorted(SERVE - {ROOT / name for name in NO_SOURCES}),
     *((ROOT / "text" / f"{name}.py") for name in ("calls", "conversation", "template", "tokens")),
@@ -813,10 +813,8 @@ ELSEWHERE = {  # messages that an HTTP client cannot get, and the reason
         "likewise"
     ),
     "image_bytes is {} of the {} bytes of {}": "start",
-    "image_hosts must be a list of names, not {}": "start",
     "images need a chat template; send them without raw, to a model that has one": "a model that sees: test_images.py",
     "the chat template writes {} images, and the messages have {}": "likewise: tests/text/test_images.py",
-    "the images are not in what the chat template writes: {}": "likewise",
     "prompt has rows of images: {}": "likewise: tests/engine/test_chat_images.py",
     "prompt has rows of images that are not known; send the images in messages": "likewise",
 }

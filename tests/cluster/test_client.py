@@ -842,6 +842,7 @@ def test_a_request_ends_at_a_replica_that_leaves_where_others_have_other_weights
     engine, client = updated
     number, ear = begun_at(client, "old", max_tokens=60)
     pair[0].says_that_it_leaves()
+    eventually(lambda: client._links["old"].leaving, "the gateway has read that")
     engine.generate([[5, 6]] * 4, **GREEDY)
     assert len(pair[1].taken) == 4
     assert answered(ear.wait(), 0) == wanted

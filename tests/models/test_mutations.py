@@ -57,7 +57,7 @@ def test_timelines_detect_a_wrong_shape(name: str, mutate: Callable[[Guest], Non
 def rows_as_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Guest.forward
 
-    def forward(self: Guest, memory: Any, plan: Any, ids: Tensor, want: Tensor) -> Tensor:
+    def forward(self: Guest, memory: Any, plan: Any, ids: Tensor, want: Tensor, images: None = None) -> Tensor:
         return original(self, memory, _Counted(plan), ids, want)
 
     monkeypatch.setattr(Guest, "forward", forward)

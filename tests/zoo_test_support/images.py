@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -137,10 +137,11 @@ ALIKE = {  # types without an image processor of their own
     "qwen3_vl_moe": "qwen3_vl",
 }
 AXES = (  # types with positions of several axes, whose sections have defaults for large heads only
-    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "minicpmv4_7", "paddleocr_vl", "qwen2_5_omni_thinker",
-    "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
+    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "minicpmv4_7", "paddleocr_vl",
+    "qwen2_5_omni_thinker", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe_thinker",
+    "qwen3_vl", "qwen3_vl_moe", "qwen4_exp",
 )  # fmt: skip
-# Where the depth of the tower alone is small, because its sizes depend on each other in ways that its config does not say.
+# Where the depth of the tower alone is small: its sizes depend on each other in ways that its config does not say.
 DEEP: frozenset[str] = frozenset({"gemma4", "deepseek_ocr2"})
 
 
@@ -155,7 +156,7 @@ def config_of(model_type: str) -> PreTrainedConfig:
             if isinstance(getattr(config, name, None), int) or name in PLACEHOLDERS:
                 setattr(config, name, next(free))
     if model_type in AXES:
-        setattr(config, "vision_start_token_id", START)
+        config.vision_start_token_id = START
     _fit_ropes(config)
     return config
 

@@ -32,7 +32,8 @@ TYPES = ("mm_token_type_ids", "token_type_ids")  # 1 where a token is a placehol
 PLAIN = frozenset(  # what a decoder gets with text, too, or what our doors replace
     {
         "input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
-        "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep", "per_layer_inputs",
+        "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep",
+        "per_layer_inputs",
     }
 )  # fmt: skip
 
